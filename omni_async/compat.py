@@ -1,0 +1,59 @@
+"""Makes a CUDA build of torchvision, torchaudio or torchcodec harmless beside a CPU build of torch.
+
+Registries carry one build of these packages, the CUDA one. Next to a CPU torch, torchvision dies on import because its C++ library cannot
+register `torchvision::nms`, and takes transformers, diffusers and vllm_omni with it; torchaudio and torchcodec raise OSError wherever
+somebody probes for them. The Python parts we need work once the two operator schemas exist and the other two packages look absent.
+
+Nothing happens with a CUDA torch, or when the builds match, and nothing is written into site-packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+_UNLOADABLE = ("torchaudio", "torchcodec")
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _define_torchvision_schemas() -> None:
+    import torch
+
+    # The fragment must outlive the import, so it is kept on the module it serves.
+    fragment = torch.library.Library("torchvision", "FRAGMENT")
+    fragment.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    fragment.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.library.omni_async_torchvision_fragment = fragment  # type: ignore[attr-defined]
+
+
+class _TolerantPathFinder(PathFinder):
+    """The ordinary path finder, except that unloadable packages look absent and torchvision finds its schemas defined."""
+
+    torchvision_pending = False
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname in _UNLOADABLE:
+            return None
+        if fullname == "torchvision.extension" and cls.torchvision_pending:
+            cls.torchvision_pending = False
+            _define_torchvision_schemas()
+        return super().find_spec(fullname, path, target)
+
+
+def tolerate_cuda_builds_beside_cpu_torch() -> None:
+    """Take the ordinary path finder's place in `sys.meta_path` if this installation is mixed; calling it again changes nothing."""
+    torchvision = _installed("torchvision")
+    mixed = "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
+    if mixed and PathFinder in sys.meta_path:
+        _TolerantPathFinder.torchvision_pending = True
+        sys.meta_path[sys.meta_path.index(PathFinder)] = _TolerantPathFinder

@@ -1,0 +1,31 @@
+"""Time is injected, so that the same control plane runs against a wall clock, in tests and in virtual time."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since the epoch (of the run's world, virtual or real)."""
+
+
+class WallClock:
+    def now(self) -> float:
+        return time.time()
+
+
+class ManualClock:
+    """A clock that moves when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time only moves forward, got {seconds}")
+        self._now += seconds

@@ -1,0 +1,59 @@
+"""What every rollout engine is: a thing that makes samples, and holds one version of the policy that can be swapped while it does.
+
+An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because batching must not
+change a sample. Tensors it returns are on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from omni_async.types import SampleRequest, WeightManifest, WeightReport
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+
+
+class EngineError(RuntimeError):
+    """The engine as a whole is unusable (wrong weights, dead child); the sample that met it is not to blame."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample.
+
+    `tensors`, batch size [], holds what the request's `fields` asked for, of:
+      latents (W + 1, T, C) float32: before the first trained step, and after each one
+      log_probs (W,) float32: mean over latent elements, as `omni_async.sde` defines it for the request's kind
+      means (W, T, C) float32: transition means under the policy that took the step
+      final (T, C) float32: the last latents, those the image was decoded from
+      conditioning: a nested TensorDict, the policy's
+    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions` has one entry for every
+    denoising step, trained or not.
+    """
+
+    tensors: TensorDict
+    image: torch.Tensor
+    versions: tuple[int, ...]
+
+
+class RolloutEngine(Protocol):
+    name: str
+
+    async def start(self) -> WeightReport:
+        """Load the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if it can't tell."""
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        """Make one sample. ValueError if the request is wrong, EngineError if the engine is."""
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        """Take in a version without disturbing generation; returns the digest of what arrived."""
+
+    async def swap(self, version: int) -> WeightReport:
+        """Switch to the staged version before the next denoising step of anything, in-flight samples included."""
+
+    async def close(self) -> None:
+        """Free everything; `generate` calls in flight fail with EngineError."""

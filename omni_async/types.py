@@ -1,0 +1,197 @@
+"""The messages that travel between roles: plain msgspec structs, importable without torch or Ray.
+
+Tensors never ride in them. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the one-process
+runtime) which only the data plane, `omni_async.store`, opens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+SampleKind = Literal["train", "validation"]
+Terminal = Literal["trained", "rejected", "dropped"]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses `text`."""
+
+    index: int
+    text: str
+    target: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class SdeWindow(msgspec.Struct, frozen=True):
+    """Denoising steps `start <= i < start + size` are taken with noise and trained; every other step is a plain Euler step."""
+
+    start: int
+    size: int
+
+    @property
+    def steps(self) -> range:
+        return range(self.start, self.start + self.size)
+
+
+class SampleRequest(msgspec.Struct, frozen=True):
+    """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
+
+    `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit integer.
+    `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked for.
+    """
+
+    sample_id: str
+    kind: SampleKind
+    group: int
+    sample: int
+    prompt: Prompt
+    seed: int
+    height: int
+    width: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    negative_prompt: str
+    noise_level: float
+    sde_kind: str
+    window: SdeWindow | None
+    fields: tuple[str, ...] = ()
+    attempt: int = 1
+
+
+class SampleResult(msgspec.Struct, frozen=True):
+    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step 0."""
+
+    sample_id: str
+    engine: str
+    trajectory: Any
+    media: Any
+    version: int
+    step_versions: tuple[int, ...]
+    started: float
+    finished: float
+
+
+class ScoreJob(msgspec.Struct, frozen=True):
+    sample_id: str
+    kind: SampleKind
+    prompt: Prompt
+    media: Any
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions."""
+
+    value: float
+    parts: dict[str, float] = {}
+    text: str | None = None
+
+
+class ScoreResult(msgspec.Struct, frozen=True):
+    """Exactly one of `score` and `error` is set: a failed score is never a number."""
+
+    sample_id: str
+    score: Score | None = None
+    error: str | None = None
+
+
+class ReadySample(msgspec.Struct, frozen=True):
+    sample_id: str
+    trajectory: Any
+    media: Any
+    score: Score
+    step_versions: tuple[int, ...]
+
+
+class ReadyGroup(msgspec.Struct, frozen=True):
+    """A whole prompt group, generated and scored, as the trainer takes it."""
+
+    group: int
+    prompt: Prompt
+    window: SdeWindow
+    admitted_version: int
+    samples: tuple[ReadySample, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [s.score.value for s in self.samples]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(v for s in self.samples for v in s.step_versions)
+
+    @property
+    def newest_version(self) -> int:
+        return max(v for s in self.samples for v in s.step_versions)
+
+
+class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
+    """A line of `ledger.jsonl`: how one admitted group ended."""
+
+    run: str
+    group: int
+    prompt: int
+    event: Terminal
+    reason: str | None
+    admitted_version: int
+    trained_version: int | None
+    staleness: int | None
+    step_versions: tuple[int, int] | None
+    attempts: int
+    reward: float | None
+
+
+class UpdateReport(msgspec.Struct, frozen=True):
+    """What the trainer says after an update: `version` is the policy version it made (the number of updates so far)."""
+
+    version: int
+    groups: tuple[int, ...]
+    metrics: dict[str, float]
+    started: float
+    finished: float
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A stretch of time of one actor, in seconds since the epoch. `kind`: generate, score, train, publish, swap, ..., or the
+    waits `starved` (no input) and `backpressured` (no room downstream)."""
+
+    actor: str
+    kind: str
+    start: float
+    end: float
+    args: dict[str, Any] = {}
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """Where one tensor lies: `nbytes` bytes at `offset` of bucket number `bucket`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """The table of contents of one published version; `digest` is over names, dtypes, shapes and every byte."""
+
+    version: int
+    payload: Literal["full", "lora"]
+    digest: str
+    tensors: tuple[TensorSpec, ...]
+    lora: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+class WeightReport(msgspec.Struct, frozen=True):
+    """An engine's answer after a swap: what it holds now."""
+
+    engine: str
+    version: int
+    digest: str
+    staged_s: float = 0.0
+    swap_s: float = 0.0

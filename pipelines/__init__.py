@@ -1,0 +1,1 @@
+"""Rollout pipelines, one package for each model family: what the engine runs, and what trains its transformer."""

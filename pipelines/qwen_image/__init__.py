@@ -1,0 +1,1 @@
+"""Qwen-Image: the text-to-image family the quickstart trains."""
