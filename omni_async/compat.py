@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import Any
 
 _UNLOADABLE = ("torchaudio", "torchcodec")
 
@@ -29,7 +30,7 @@ def _define_torchvision_schemas() -> None:
     import torch
 
     # The fragment must outlive the import, so it is kept on the module it serves.
-    fragment = torch.library.Library("torchvision", "FRAGMENT")
+    fragment: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     fragment.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     fragment.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     torch.library.omni_async_torchvision_fragment = fragment  # type: ignore[attr-defined]

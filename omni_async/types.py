@@ -38,7 +38,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
     """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
 
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit integer.
-    `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked for.
+    `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked for. `initial_seed`, where
+    given, seeds the initial noise in place of `seed`, so that samples of a group can share it.
     """
 
     sample_id: str
@@ -57,6 +58,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     window: SdeWindow | None
     fields: tuple[str, ...] = ()
     attempt: int = 1
+    initial_seed: int | None = None
 
 
 class SampleResult(msgspec.Struct, frozen=True):

@@ -16,60 +16,69 @@ def _doc(text: str, **bounds: Any) -> Meta:
     return Meta(description=text, **bounds)
 
 
+Positive = Annotated[float, Meta(gt=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Base of every section: unknown keys are errors, values never change after loading."""
 
 
-class Run(Section, kw_only=True):
+class Run(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("First part of the run id and the MLflow run name.", pattern=r"^[A-Za-z0-9._-]{1,80}$")] = "run"
     seed: Annotated[int, _doc("Seeds prompt order, SDE windows and every sample's noise.", ge=0, lt=2**31)] = 0
     dir: Annotated[str, _doc("Where run folders go, relative to the working directory.", min_length=1)] = "runs"
-    runtime: Annotated[Literal["ray", "inprocess"], _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop.")] = "ray"
+    runtime: Annotated[
+        Literal["ray", "inprocess"], _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop.")
+    ] = "ray"
     ray_address: Annotated[str | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
     startup_timeout_s: Annotated[float, _doc("How long actors may take to come up.", gt=0)] = 600.0
 
 
-class Lora(Section, kw_only=True):
+class Lora(Section, kw_only=True, frozen=True):
     rank: Annotated[int, _doc("Rank of the update.", ge=1)] = 32
     alpha: Annotated[float, _doc("Scale: the update is multiplied by alpha / rank.", gt=0)] = 64.0
-    target_modules: Annotated[
-        tuple[str, ...], _doc("Names (suffixes) of the linear layers that get adapters.", min_length=1)
-    ] = ("to_q", "to_k", "to_v", "to_out.0")
+    target_modules: Annotated[tuple[str, ...], _doc("Names (suffixes) of the linear layers that get adapters.", min_length=1)] = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+    )
 
 
-class Model(Section, kw_only=True):
+class Model(Section, kw_only=True, frozen=True):
     pipeline: Annotated[str, _doc("Model family, a name of the entry-point group `omni_async.pipelines`.")] = "qwen_image"
     path: Annotated[str, _doc("Checkpoint folder in diffusers layout; relative paths start at the recipe's folder.")]
     dtype: Annotated[Literal["float32", "bfloat16"], _doc("Dtype of the engines' weights, and of the trainer's compute.")] = "float32"
     lora: Annotated[Lora | None, _doc("Train adapters instead of all weights.")] = None
 
 
-class Data(Section, kw_only=True):
+class Data(Section, kw_only=True, frozen=True):
     prompts: Annotated[str, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")]
     shuffle: Annotated[bool, _doc("A new seeded order every epoch.")] = True
     max_prompt_chars: Annotated[int, _doc("Longer prompts are refused before anything starts.", ge=1)] = 4000
 
 
-class WindowConfig(Section, kw_only=True):
+class WindowConfig(Section, kw_only=True, frozen=True):
     size: Annotated[int, _doc("Number of consecutive trained (noisy) steps.", ge=1)] = 2
     range: Annotated[
         tuple[int, int], _doc("The window lies in [lo, hi): its start is drawn uniformly from lo..hi-size, once per group.")
     ] = (0, 5)
 
 
-class Sde(Section, kw_only=True):
+class Sde(Section, kw_only=True, frozen=True):
     kind: Annotated[Literal["flow", "cps", "dance"], _doc("Transition kernel: Flow-GRPO, coefficient-preserving, or DanceGRPO.")] = "flow"
     noise_level: Annotated[float, _doc("Noise scale n (eta).", gt=0, le=10)] = 0.7
     window: Annotated[WindowConfig, _doc("Which steps carry noise and are trained.")] = msgspec.field(default_factory=WindowConfig)
 
 
-class Emulated(Section, kw_only=True):
+class Emulated(Section, kw_only=True, frozen=True):
     step_s: Annotated[float, _doc("Seconds of one denoising step of a batch.", ge=0)] = 0.01
     per_sample_s: Annotated[float, _doc("Seconds each further sample of the batch adds to a step.", ge=0)] = 0.0
     decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0)] = 0.0
 
 
-class Rollout(Section, kw_only=True):
+class Rollout(Section, kw_only=True, frozen=True):
     engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("What draws the samples.")] = "vllm_omni"
     workers: Annotated[int, _doc("Number of engines, one producer actor each.", ge=1)] = 1
     group_size: Annotated[int, _doc("Samples per prompt group.", ge=2)] = 8
@@ -87,13 +96,13 @@ class Rollout(Section, kw_only=True):
     emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(default_factory=Emulated)
 
 
-class Scorer(Section, kw_only=True):
+class Scorer(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("A registered scorer; `omni-async list` shows them.")]
     weight: Annotated[float, _doc("Factor in the weighted sum (weights are not normalised).")] = 1.0
     params: Annotated[dict[str, Any], _doc("The scorer's own options.")] = {}
 
 
-class Reward(Section, kw_only=True):
+class Reward(Section, kw_only=True, frozen=True):
     workers: Annotated[int, _doc("Number of reward workers.", ge=1)] = 1
     batch: Annotated[int, _doc("Most samples a worker scores at once; it never waits to fill a batch.", ge=1)] = 8
     timeout_s: Annotated[float, _doc("Longest one batch may take.", gt=0)] = 60.0
@@ -101,115 +110,131 @@ class Reward(Section, kw_only=True):
     scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.", min_length=1)]
 
 
-class Staleness(Section, kw_only=True):
-    max_updates: Annotated[int, _doc("S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.", ge=0)] = 2
+class Staleness(Section, kw_only=True, frozen=True):
+    max_updates: Annotated[
+        int, _doc("S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.", ge=0)
+    ] = 2
 
 
-class Buffer(Section, kw_only=True):
+class Buffer(Section, kw_only=True, frozen=True):
     trajectories: Annotated[int, _doc("Samples being generated or waiting for a score, over all engines.", ge=1)] = 64
     groups: Annotated[int, _doc("Admitted groups the trainer has not taken yet.", ge=1)] = 16
     window: Annotated[int, _doc("The trainer takes any ready group among the oldest `window`; 1 is strict admission order.", ge=1)] = 1
 
 
-class Weights(Section, kw_only=True):
+class Weights(Section, kw_only=True, frozen=True):
     transport: Annotated[Literal["object_store"], _doc("How weights travel.")] = "object_store"
     payload: Annotated[Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")] = "full"
     publish_every: Annotated[int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1)] = 1
-    swap: Annotated[Literal["step", "request", "drain"], _doc("When engines switch: between two denoising steps, between samples, or when all leased samples are done.")] = "step"
+    swap: Annotated[
+        Literal["step", "request", "drain"],
+        _doc("When engines switch: between two denoising steps, between samples, or when all leased samples are done."),
+    ] = "step"
     bucket_mb: Annotated[int, _doc("Size of the flat buckets.", ge=1)] = 256
     timeout_s: Annotated[float, _doc("Longest an engine may take to stage and swap a version.", gt=0)] = 600.0
 
 
-class Advantage(Section, kw_only=True):
-    std: Annotated[Literal["global", "group", "none"], _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all.")] = "global"
+class Advantage(Section, kw_only=True, frozen=True):
+    std: Annotated[
+        Literal["global", "group", "none"], _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all.")
+    ] = "global"
     ddof: Annotated[Literal[0, 1], _doc("1: unbiased variance (VeRL-Omni); 0: population variance (flow_grpo).")] = 1
     eps: Annotated[float, _doc("Added to the std.", ge=0)] = 1e-4
     clip_max: Annotated[float, _doc("Advantages are clamped to +-clip_max.", gt=0)] = 5.0
     drop_zero_variance: Annotated[bool, _doc("Reject groups whose rewards are all equal: they carry no signal.")] = True
 
 
-class Algorithm(Section, kw_only=True):
+class Algorithm(Section, kw_only=True, frozen=True):
     name: Annotated[Literal["flow_grpo"], _doc("The objective.")] = "flow_grpo"
-    clip_range: Annotated[float | None, _doc("PPO clip range on the mean log-ratio per latent element.", gt=0)] = None
-    clip_range_nats: Annotated[float | None, _doc("The same in nats of the whole sample: clip_range = nats / latent elements.", gt=0)] = None
+    clip_range: Annotated[Positive | None, _doc("PPO clip range on the mean log-ratio per latent element.")] = None
+    clip_range_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample: clip_range = nats / latent elements.")] = None
     kl_coef: Annotated[float, _doc("Weight of the KL to the reference policy.", ge=0)] = 0.0
-    kl_form: Annotated[Literal["published", "exact"], _doc("`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL.")] = "published"
+    kl_form: Annotated[
+        Literal["published", "exact"], _doc("`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL.")
+    ] = "published"
     advantage: Annotated[Advantage, _doc("From rewards to advantages.")] = msgspec.field(default_factory=Advantage)
 
 
-class Optimizer(Section, kw_only=True):
+class Optimizer(Section, kw_only=True, frozen=True):
     name: Annotated[Literal["adamw", "sgd"], _doc("Optimizer.")] = "adamw"
     lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0)] = 3e-4
-    betas: Annotated[tuple[float, float], _doc("AdamW's betas.")] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], _doc("AdamW's betas.")] = (0.9, 0.999)
     eps: Annotated[float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0)] = 1e-8
     weight_decay: Annotated[float, _doc("Decoupled weight decay.", ge=0)] = 1e-4
     momentum: Annotated[float, _doc("SGD's momentum.", ge=0, lt=1)] = 0.0
     schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = "constant"
     warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0)] = 0
-    max_grad_norm: Annotated[float | None, _doc("Clip the gradient's global norm; null leaves it.", gt=0)] = 1.0
+    max_grad_norm: Annotated[Positive | None, _doc("Clip the gradient's global norm; null leaves it.")] = 1.0
 
 
-class Trainer(Section, kw_only=True):
-    backend: Annotated[Literal["auto", "fsdp2", "plain"], _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise.")] = "auto"
+class Trainer(Section, kw_only=True, frozen=True):
+    backend: Annotated[
+        Literal["auto", "fsdp2", "plain"], _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise.")
+    ] = "auto"
     workers: Annotated[int, _doc("Trainer ranks; each group's samples are dealt over them.", ge=1)] = 1
     updates: Annotated[int, _doc("Policy updates in this run.", ge=1)] = 100
     groups_per_update: Annotated[int, _doc("P: prompt groups per update.", ge=1)] = 4
     steps_per_update: Annotated[int, _doc("Optimizer steps an update is cut into.", ge=1)] = 1
     micro_batch_size: Annotated[int, _doc("Rows (sample x trained step) per forward and backward on one rank.", ge=1)] = 8
-    streaming: Annotated[Literal["auto", "on", "off"], _doc("Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is exact.")] = "auto"
+    streaming: Annotated[
+        Literal["auto", "on", "off"],
+        _doc("Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is exact."),
+    ] = "auto"
     gradient_checkpointing: Annotated[bool, _doc("Recompute activations in backward.")] = False
     optimizer: Annotated[Optimizer, _doc("Optimizer and schedule.")] = msgspec.field(default_factory=Optimizer)
 
 
-class Validation(Section, kw_only=True):
-    every: Annotated[int, _doc("Updates between validation rounds; the first (version 0) and the last version are always validated.", ge=1)] = 20
+class Validation(Section, kw_only=True, frozen=True):
+    every: Annotated[
+        int, _doc("Updates between validation rounds; the first (version 0) and the last version are always validated.", ge=1)
+    ] = 20
     prompts: Annotated[str, _doc("Prompts never trained on.")]
     samples_per_prompt: Annotated[int, _doc("Seeds per prompt.", ge=1)] = 1
     num_inference_steps: Annotated[int, _doc("Denoising steps, noise 0.", ge=1)] = 20
     share: Annotated[float, _doc("Most of an engine's places validation may take while training samples wait.", gt=0, le=1)] = 0.5
 
 
-class Checkpoint(Section, kw_only=True):
+class Checkpoint(Section, kw_only=True, frozen=True):
     every: Annotated[int, _doc("Updates between checkpoints (one is always written at the end and on interruption).", ge=1)] = 20
     keep: Annotated[int, _doc("Newest checkpoints kept.", ge=1)] = 3
     resume: Annotated[str | None, _doc("A checkpoint folder to continue from.")] = None
 
 
-class Mlflow(Section, kw_only=True):
+class Mlflow(Section, kw_only=True, frozen=True):
     enabled: Annotated[bool, _doc("Log to MLflow.")] = True
     tracking_uri: Annotated[str | None, _doc("Null: a local sqlite file, `mlflow.db`, in run.dir.")] = None
     experiment: Annotated[str, _doc("Experiment name.", min_length=1)] = "omni_async"
 
 
-class Tracking(Section, kw_only=True):
+class Tracking(Section, kw_only=True, frozen=True):
     mlflow: Annotated[Mlflow, _doc("MLflow.")] = msgspec.field(default_factory=Mlflow)
     images_every: Annotated[int, _doc("Updates between image grids.", ge=1)] = 10
     images: Annotated[int, _doc("Images in a grid.", ge=1, le=256)] = 16
 
 
-class Resources(Section, kw_only=True):
+class Resources(Section, kw_only=True, frozen=True):
     cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", gt=0)] = 1
     gpus: Annotated[float, _doc("Accelerators of one actor.", ge=0)] = 0
 
 
-class Placement(Section, kw_only=True):
+class Placement(Section, kw_only=True, frozen=True):
     rollout: Annotated[Resources, _doc("Each producer with its engine.")] = msgspec.field(default_factory=Resources)
     reward: Annotated[Resources, _doc("Each reward worker.")] = msgspec.field(default_factory=Resources)
     trainer: Annotated[Resources, _doc("Each trainer rank.")] = msgspec.field(default_factory=Resources)
 
 
-class Config(Section, kw_only=True):
-    run: Run = msgspec.field(default_factory=Run)
-    model: Model
-    data: Data
-    rollout: Rollout = msgspec.field(default_factory=Rollout)
-    reward: Reward
-    staleness: Staleness = msgspec.field(default_factory=Staleness)
-    buffer: Buffer = msgspec.field(default_factory=Buffer)
-    weights: Weights = msgspec.field(default_factory=Weights)
-    algorithm: Algorithm = msgspec.field(default_factory=Algorithm)
-    trainer: Trainer = msgspec.field(default_factory=Trainer)
-    validation: Validation | None = None
-    checkpoint: Checkpoint = msgspec.field(default_factory=Checkpoint)
-    tracking: Tracking = msgspec.field(default_factory=Tracking)
-    placement: Placement = msgspec.field(default_factory=Placement)
+class Config(Section, kw_only=True, frozen=True):
+    run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles live.")] = msgspec.field(default_factory=Run)
+    model: Annotated[Model, _doc("What is trained.")]
+    data: Annotated[Data, _doc("The prompts.")]
+    rollout: Annotated[Rollout, _doc("How samples are made.")] = msgspec.field(default_factory=Rollout)
+    reward: Annotated[Reward, _doc("How samples are scored.")]
+    staleness: Annotated[Staleness, _doc("How far generation may run ahead of training.")] = msgspec.field(default_factory=Staleness)
+    buffer: Annotated[Buffer, _doc("How much may lie between the roles.")] = msgspec.field(default_factory=Buffer)
+    weights: Annotated[Weights, _doc("How new weights reach the engines.")] = msgspec.field(default_factory=Weights)
+    algorithm: Annotated[Algorithm, _doc("The objective.")] = msgspec.field(default_factory=Algorithm)
+    trainer: Annotated[Trainer, _doc("How the policy is trained.")] = msgspec.field(default_factory=Trainer)
+    validation: Annotated[Validation | None, _doc("Rounds on held-out prompts; null: none.")] = None
+    checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(default_factory=Checkpoint)
+    tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
+    placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(default_factory=Placement)

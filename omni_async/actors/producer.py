@@ -1,0 +1,152 @@
+"""The producer: one per rollout engine. Keeps the engine full of leased samples and lets new weights in.
+
+Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a publish, a score or a
+rejection) and for samples to finish. `weights.swap` decides what a swap waits for:
+  step     nothing: it happens between two denoising steps of whatever runs
+  request  samples already in the engine; leased ones that have not started wait for the new weights
+  drain    every leased sample; nothing is leased meanwhile
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.tracer import Tracer
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
+from omni_async.store import ObjectStore
+from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
+
+
+class Producer:
+    def __init__(
+        self, name: str, config: Config, engine: RolloutEngine, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._engine = engine
+        self._coordinator = coordinator
+        self._store = store
+        self._clock = clock
+        self._tracer = Tracer(name, coordinator, clock)
+        self._leased: set[asyncio.Task[None]] = set()
+        self._running = 0
+        self._changed = asyncio.Condition()
+        self._leasing_paused = False
+        self._starting_paused = False
+        self._swapping = asyncio.Lock()
+        # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not started.
+        places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
+        self._places = asyncio.Semaphore(places)
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def run(self) -> None:
+        """Until the run is over. A dead engine ends it with EngineError; a failed sample only itself."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                flusher = tasks.create_task(self._tracer.flush_every(1.0))
+                while requests := await self._next_samples():
+                    for request in requests:
+                        task = tasks.create_task(self._produce(request), name=request.sample_id)
+                        self._leased.add(task)
+                        task.add_done_callback(self._leased.discard)
+                    while len(self._leased) >= self._config.rollout.max_inflight:
+                        await asyncio.wait(self._leased, return_when=asyncio.FIRST_COMPLETED)
+                flusher.cancel()
+                for task in self._leased:
+                    task.cancel()  # the run is over: nobody wants them any more
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to tell why
+        finally:
+            await self._tracer.flush()
+            await self._engine.close()
+
+    async def _next_samples(self) -> list[SampleRequest]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._leasing_paused)
+        capacity = self._config.rollout.max_inflight
+        idle = not self._leased
+        asked = self._clock.now()
+        requests = await self._coordinator.next_samples(self.name, capacity - len(self._leased), capacity)
+        if idle:
+            self._tracer.add("backpressured", asked, self._clock.now())
+        return requests
+
+    async def _produce(self, request: SampleRequest) -> None:
+        async with self._places:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._starting_paused)
+            self._running += 1
+            started = self._clock.now()
+            try:
+                async with asyncio.timeout(self._config.rollout.timeout_s):
+                    trajectory = await self._engine.generate(request)
+            except EngineError:
+                raise
+            except TimeoutError:
+                raise EngineError(
+                    f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {self._config.rollout.timeout_s}"
+                ) from None
+            except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
+                await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
+                return
+            finally:
+                self._running -= 1
+                async with self._changed:
+                    self._changed.notify_all()
+        finished = self._clock.now()
+        self._tracer.add("generate", started, finished, sample=request.sample_id, versions=_compact(trajectory.versions))
+        await self._coordinator.samples_done(self.name, [await self._result(request, trajectory, started, finished)])
+
+    async def _result(self, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> SampleResult:
+        """Tensors go to the store; the image apart from the rest and as a numpy array (H, W, 3), because scorers need it alone."""
+        picture = trajectory.image.permute(1, 2, 0).contiguous().numpy()
+        reference, media = await asyncio.gather(self._store.put(trajectory.tensors), self._store.put(picture))
+        steps = request.window.steps if request.window else ()
+        return SampleResult(
+            sample_id=request.sample_id,
+            engine=self.name,
+            trajectory=reference,
+            media=media,
+            version=trajectory.versions[0],
+            step_versions=tuple(trajectory.versions[i] for i in steps),
+            started=started,
+            finished=finished,
+        )
+
+    async def receive_weights(self, manifest: WeightManifest, buckets: list[Any]) -> WeightReport:
+        """Stage in the background, then swap at the boundary that `weights.swap` names. Raises EngineError if the weights do not arrive whole."""
+        async with self._swapping:
+            staging = self._clock.now()
+            arrived = [await self._store.get(bucket) for bucket in buckets]
+            digest = await self._engine.stage(manifest, arrived)
+            if digest != manifest.digest:
+                raise EngineError(f"{self.name}: version {manifest.version} arrived with digest {digest}, published was {manifest.digest}")
+            self._tracer.add("stage", staging, self._clock.now(), version=manifest.version)
+            try:
+                await self._reach_boundary()
+                with self._tracer.span("swap", version=manifest.version):
+                    return await self._engine.swap(manifest.version)
+            finally:
+                async with self._changed:
+                    self._leasing_paused = self._starting_paused = False
+                    self._changed.notify_all()
+
+    async def _reach_boundary(self) -> None:
+        mode = self._config.weights.swap
+        self._leasing_paused = mode == "drain"
+        self._starting_paused = mode == "request"
+        async with self._changed:
+            if mode == "request":
+                await self._changed.wait_for(lambda: self._running == 0)
+            elif mode == "drain":
+                await self._changed.wait_for(lambda: all(task.done() for task in self._leased))
+
+
+def _compact(versions: tuple[int, ...]) -> str:
+    return str(versions[0]) if len(set(versions)) == 1 else f"{min(versions)}..{max(versions)}"

@@ -1,0 +1,83 @@
+"""The reward worker: scores samples the moment they are generated, in batches of whatever is there.
+
+Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. The scorer runs in a thread of its
+own, off the event loop. A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along; what still
+fails is reported as an error, never as a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.tracer import Tracer
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.rewards.base import Scorer
+from omni_async.store import ObjectStore
+from omni_async.types import Score, ScoreJob, ScoreResult
+
+
+class Rewarder:
+    def __init__(self, name: str, config: Config, scorer: Scorer, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
+        self.name = name
+        self._config = config
+        self._scorer = scorer
+        self._coordinator = coordinator
+        self._store = store
+        self._clock = clock
+        self._tracer = Tracer(name, coordinator, clock)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def start(self) -> None:
+        """The scorer was built with its models loaded; nothing else to do."""
+
+    async def run(self) -> None:
+        flusher = asyncio.create_task(self._tracer.flush_every(1.0))
+        try:
+            while jobs := await self._next_jobs():
+                results = await self._score_all(jobs)
+                await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+        finally:
+            flusher.cancel()
+            await asyncio.gather(flusher, return_exceptions=True)
+            await self._tracer.flush()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _next_jobs(self) -> list[ScoreJob]:
+        with self._tracer.span("starved"):
+            return await self._coordinator.next_to_score(self.name, self._config.reward.batch)
+
+    async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
+        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
+        with self._tracer.span("score", samples=len(jobs)):
+            try:
+                scores = await self._score(pictures, jobs)
+                return [ScoreResult(job.sample_id, score=score) for job, score in zip(jobs, scores, strict=True)]
+            except Exception as error:  # noqa: BLE001 (a scorer is foreign code; its failure is the sample's, not the worker's)
+                if len(jobs) == 1:
+                    return [ScoreResult(jobs[0].sample_id, error=_describe(error, self._config.reward.timeout_s))]
+            return [await self._score_one(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+
+    async def _score_one(self, picture: Any, job: ScoreJob) -> ScoreResult:
+        try:
+            return ScoreResult(job.sample_id, score=(await self._score([picture], [job]))[0])
+        except Exception as error:  # noqa: BLE001 (as above)
+            return ScoreResult(job.sample_id, error=_describe(error, self._config.reward.timeout_s))
+
+    async def _score(self, pictures: list[Any], jobs: list[ScoreJob]) -> list[Score]:
+        call = asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, pictures, [job.prompt for job in jobs])
+        try:
+            async with asyncio.timeout(self._config.reward.timeout_s):
+                return await call
+        except TimeoutError:
+            # The thread cannot be stopped: leave it behind, and give the next batch a thread that answers.
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+            raise
+
+
+def _describe(error: Exception, timeout_s: float) -> str:
+    return f"no score within {timeout_s} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,46 @@
+"""Records an actor's spans and hands them to the coordinator in batches, for the timeline and the busy fractions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omni_async.actors.api import CoordinatorApi
+from omni_async.control.clock import Clock
+from omni_async.types import Span
+
+# Waits shorter than this are scheduling, not starvation, and would only fatten the trace.
+_SHORTEST_WAIT_S = 0.001
+
+
+class Tracer:
+    def __init__(self, actor: str, coordinator: CoordinatorApi, clock: Clock) -> None:
+        self.actor = actor
+        self._coordinator = coordinator
+        self._clock = clock
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def span(self, kind: str, **args: Any) -> Iterator[None]:
+        start = self._clock.now()
+        try:
+            yield
+        finally:
+            self.add(kind, start, self._clock.now(), **args)
+
+    def add(self, kind: str, start: float, end: float, **args: Any) -> None:
+        if kind not in ("starved", "backpressured") or end - start >= _SHORTEST_WAIT_S:
+            self._spans.append(Span(self.actor, kind, start, end, args))
+
+    async def flush(self) -> None:
+        if self._spans:
+            spans, self._spans = self._spans, []
+            await self._coordinator.report_spans(spans)
+
+    async def flush_every(self, seconds: float) -> None:
+        """Runs until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            await self.flush()

@@ -1,0 +1,116 @@
+"""The trainer: drives the ranks through updates, publishes versions, writes checkpoints.
+
+Waits for the next group (`starved`; unblocked by the group's last score) and for nothing else: publishing goes on in the publisher while the
+next update's first groups are trained. Ends when all updates are done or the coordinator says that the run is over, and leaves a checkpoint
+of the last whole update either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi
+from omni_async.actors.tracer import Tracer
+from omni_async.actors.update import Update, streaming_mode
+from omni_async.algorithms.registry import find_objective
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.types import UpdateReport
+
+
+class Trainer:
+    """`ranks[0]` lives here on `host`, exports, and its metrics count. `checkpoints` is the folder of the run's checkpoints."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Sequence[RankApi],
+        coordinator: CoordinatorApi,
+        publisher: PublisherApi,
+        checkpoints: str,
+        clock: Clock,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._coordinator = coordinator
+        self._publisher = publisher
+        self._checkpoints = Path(checkpoints)
+        self._clock = clock
+        self._host = host
+        self._tracer = Tracer("trainer", coordinator, clock)
+        self._version = 0
+        self._saved: int | None = None
+
+    async def start(self) -> None:
+        """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
+        rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
+        extras = await asyncio.gather(*(rank.setup(self._config.checkpoint.resume, rendezvous) for rank in self._ranks))
+        self._version = int(extras[0].get("version", 0))
+        # Means are not needed by every objective, but they show how far the policy has drifted without sampling noise (kappa).
+        fields = find_objective(self._config.algorithm.name).fields
+        await self._coordinator.require_fields(tuple(dict.fromkeys((*fields, "means"))))
+
+    async def run(self) -> None:
+        mode, why = streaming_mode(self._config)
+        await self._coordinator.phase(f"training streams: {mode} ({why})")
+        flusher = asyncio.create_task(self._tracer.flush_every(1.0))
+        try:
+            await self._publish()
+            while self._version < self._config.trainer.updates and await self._update():
+                every = self._config.weights.publish_every
+                if self._version % every == 0 or self._version == self._config.trainer.updates:
+                    await self._publish()
+                if self._version % self._config.checkpoint.every == 0:
+                    await self._save()
+            if self._saved != self._version:
+                await self._save()
+        finally:
+            flusher.cancel()
+            await asyncio.gather(flusher, return_exceptions=True)
+            await self._tracer.flush()
+
+    async def _update(self) -> bool:
+        """One update; False if the run ended before its last group came."""
+        started = self._clock.now()
+        update = Update(self._config, self._ranks, self._tracer, self._version)
+        while update.places:
+            with self._tracer.span("starved"):
+                group = await self._coordinator.next_group(self._version, update.places)
+            if group is None:
+                return False
+            await update.add(group)
+        metrics = await update.finish()
+        self._version += 1
+        groups = tuple(group.group for group in update.groups)
+        await self._coordinator.update_done(UpdateReport(self._version, groups, metrics, started, self._clock.now()))
+        return True
+
+    async def _publish(self) -> None:
+        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher."""
+        with self._tracer.span("export", version=self._version):
+            exported = await asyncio.gather(*(rank.export(self._version) for rank in self._ranks))
+        if exported[0] is None:
+            raise RuntimeError("trainer rank 0 exported nothing")
+        await self._publisher.publish(*exported[0])
+
+    async def _save(self) -> None:
+        folder = self._checkpoints / f"update-{self._version:06d}"
+        extra: dict[str, Any] = {"version": self._version, "next_group": await self._coordinator.next_group_number()}
+        with self._tracer.span("checkpoint", version=self._version):
+            await asyncio.gather(*(rank.save(str(folder), extra) for rank in self._ranks))
+        self._saved = self._version
+        old = sorted(self._checkpoints.glob("update-*"))[: -self._config.checkpoint.keep]
+        for path in old:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,118 @@
+"""`omni-async`: the command line. Parsing, validation and messages only; everything heavy is imported once a command needs it.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong configuration or usage (one message, no traceback), 130 interrupted after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omni_async import __version__
+from omni_async.config import Config, ConfigError, load, resolved_yaml
+
+_TRAIN = """\
+Train from a recipe. Every value of the YAML file can be overridden on the command line:
+
+  omni-async train recipes/quickstart/quickstart.yaml
+  omni-async train recipes/quickstart/quickstart.yaml staleness.max_updates=0 run.name=sync
+  omni-async train recipes/quickstart/quickstart.yaml rollout.workers=2 trainer.workers=2
+
+A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints, timeline and summary.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="omni-async", description="Fully asynchronous RL post-training of generative models.")
+    parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+    train = commands.add_parser("train", help="train from a recipe", description=_TRAIN, formatter_class=raw)
+    check = commands.add_parser("check", help="validate a recipe and print it with every default filled in")
+    for command in (train, check):
+        command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
+        command.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+    commands.add_parser("list", help="list model families, engines, algorithms and scorers")
+    docs = commands.add_parser("docs", help="write the configuration reference from the schema")
+    docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        match options.command:
+            case "train":
+                return _train(load(options.recipe, options.overrides))
+            case "check":
+                return _check(load(options.recipe, options.overrides))
+            case "list":
+                return _list()
+            case _:
+                from omni_async.config.reference import reference
+
+                options.out.write_text(reference(), encoding="utf-8")
+                return _say(f"wrote {options.out}")
+    except ConfigError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); nothing is wrong with the command.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _train(config: Config) -> int:
+    from omni_async.runtime.preflight import preflight
+
+    inputs = preflight(config)
+
+    from omni_async.runtime.train import EXIT_CODES, train
+    from omni_async.tracking.mlflow_connect import MlflowUnusableError
+    from omni_async.tracking.rundir import RunDirectoryError
+
+    try:
+        summary = train(inputs)
+    except (RunDirectoryError, MlflowUnusableError) as error:
+        return _refuse(str(error))
+    if summary.status == "failed":
+        sys.stderr.write(f"omni-async: the run failed: {summary.reason}\n")
+    return EXIT_CODES[summary.status]
+
+
+def _check(config: Config) -> int:
+    from omni_async.runtime.preflight import preflight
+
+    preflight(config)
+    return _say(resolved_yaml(config).rstrip())
+
+
+def _list() -> int:
+    from importlib.metadata import entry_points
+
+    from omni_async.config.describe import describe, fields_of
+    from omni_async.config.schema import Algorithm, Rollout, Sde
+    from omni_async.rewards.registry import names
+
+    _say("model families  " + ", ".join(sorted(point.name for point in entry_points(group="omni_async.pipelines"))))
+    for label, section, field in (("engines", Rollout, "engine"), ("algorithms", Algorithm, "name"), ("transitions", Sde, "kind")):
+        _say(f"{label:<16}" + describe(fields_of(section)[field]).removeprefix("one of ").replace("'", ""))
+    return _say("scorers         " + ", ".join(names()))
+
+
+def _say(text: str) -> int:
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"omni-async: {message}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

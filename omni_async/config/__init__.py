@@ -1,0 +1,7 @@
+"""Configuration: a YAML file and command-line overrides in, one validated `Config` out. Imports neither torch nor Ray, so it is instant."""
+
+from omni_async.config.checks import check
+from omni_async.config.load import ConfigError, load, resolved_yaml
+from omni_async.config.schema import Config
+
+__all__ = ["Config", "ConfigError", "check", "load", "resolved_yaml"]

@@ -1,0 +1,68 @@
+"""Combinations that cannot work, each with the reason and the way out. Bounds of single values live in the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from omni_async.config.schema import Config
+
+
+def _window(c: Config) -> Iterator[str]:
+    window, steps = c.rollout.sde.window, c.rollout.num_inference_steps
+    lo, hi = window.range
+    if not 0 <= lo < hi:
+        yield f"rollout.sde.window.range: expected 0 <= lo < hi, got {list(window.range)}"
+    elif hi - lo < window.size:
+        yield f"rollout.sde.window.size: {window.size} steps do not fit into range {list(window.range)}"
+    elif hi > steps - 1:
+        yield (
+            f"rollout.sde.window.range: the last step is never trained (its transition is degenerate), so hi may be at most "
+            f"num_inference_steps - 1 = {steps - 1}, got {hi}"
+        )
+
+
+def _publishing(c: Config) -> Iterator[str]:
+    if c.staleness.max_updates + 1 < c.weights.publish_every:
+        yield (
+            f"staleness.max_updates: {c.staleness.max_updates} is smaller than weights.publish_every - 1 = {c.weights.publish_every - 1}: "
+            f"the trainer would wait for groups that only a publish admits; raise max_updates or lower publish_every"
+        )
+    if c.weights.payload == "lora" and c.model.lora is None:
+        yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
+
+
+def _batches(c: Config) -> Iterator[str]:
+    t = c.trainer
+    if t.groups_per_update % t.steps_per_update:
+        yield f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
+    if c.rollout.group_size % t.workers:
+        yield f"trainer.workers: {t.workers} ranks do not divide rollout.group_size = {c.rollout.group_size}; each group is dealt over the ranks"
+    if t.backend == "plain" and t.workers > 1:
+        yield f"trainer.backend: 'plain' is one rank, got trainer.workers = {t.workers}; use 'fsdp2' or 'auto'"
+    if c.buffer.groups < t.groups_per_update and t.streaming == "off":
+        yield f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update}, which streaming: off collects first"
+    if t.streaming == "on" and c.algorithm.advantage.std == "global" and (c.algorithm.kl_coef > 0 or t.steps_per_update > 1):
+        yield "trainer.streaming: 'on' is not exact with a global std and a KL term or several steps per update; use 'auto' or advantage.std: group"
+
+
+def _algorithm(c: Config) -> Iterator[str]:
+    if c.algorithm.clip_range is not None and c.algorithm.clip_range_nats is not None:
+        yield "algorithm.clip_range: give either clip_range or clip_range_nats, not both"
+    if not any(s.weight for s in c.reward.scorers):
+        yield "reward.scorers: every weight is 0, so there is no reward"
+
+
+def _runtime(c: Config) -> Iterator[str]:
+    if c.run.runtime == "inprocess":
+        if c.rollout.engine == "vllm_omni":
+            yield "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray, or engine: diffusers"
+        if c.trainer.workers > 1:
+            yield f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use runtime: ray"
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_window, _publishing, _batches, _algorithm, _runtime)
+
+
+def check(config: Config) -> str | None:
+    """The first problem found, or None."""
+    return next((problem for section in _CHECKS for problem in section(config)), None)

@@ -1,0 +1,95 @@
+"""Says what a field of the schema allows, in words: for error messages and for the generated reference."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+_BOUNDS = (
+    ("ge", ">="),
+    ("gt", ">"),
+    ("le", "<="),
+    ("lt", "<"),
+    ("multiple_of", "multiple of"),
+    ("min_length", "length >="),
+    ("pattern", "matching"),
+)
+
+
+def _strip(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
+    if get_origin(annotation) is Annotated:
+        base, *metas = get_args(annotation)
+        inner, more = _strip(base)
+        return inner, [*more, *(m for m in metas if isinstance(m, msgspec.Meta))]
+    return annotation, []
+
+
+def describe(annotation: Any) -> str:
+    """The allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`."""
+    base, metas = _strip(annotation)
+    origin, args = get_origin(base), get_args(base)
+    bounds = [f"{word} {getattr(m, key)}" for m in metas for key, word in _BOUNDS if getattr(m, key) is not None]
+    if origin is Literal:
+        text = "one of " + ", ".join(repr(a) for a in args)
+    elif origin in (Union, types.UnionType):
+        text = " or ".join(describe(a) for a in args)
+    elif origin is tuple:
+        text = f"list of {describe(args[0])}" if args[-1] is Ellipsis else f"list of {len(args)} {describe(args[0])}"
+    elif base is type(None):
+        text = "null"
+    elif origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
+        text = "mapping"
+    else:
+        text = getattr(base, "__name__", str(base))
+    return ", ".join([f"{text} {bounds[0]}", *bounds[1:]]) if bounds else text
+
+
+def description(annotation: Any) -> str:
+    """The documentation attached to a field, or an empty string."""
+    return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
+
+
+def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
+    """The section a field holds (through Annotated, Optional and tuple), if it holds one."""
+    base, _ = _strip(annotation)
+    if isinstance(base, type) and issubclass(base, msgspec.Struct):
+        return base
+    return next((found for a in get_args(base) if (found := struct_of(a)) is not None), None)
+
+
+def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
+    """The annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list). None if the path leaves the schema."""
+    annotation: Any = root
+    for key in path:
+        base, _ = _strip(annotation)
+        if get_origin(base) is tuple and key.isdecimal():
+            items = get_args(base)
+            annotation = items[0] if items[-1] is Ellipsis else items[min(int(key), len(items) - 1)]
+            continue
+        section = struct_of(annotation)
+        if section is None or key not in (fields := fields_of(section)):
+            return None
+        annotation = fields[key]
+    return annotation
+
+
+def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required ones."""
+    hints = fields_of(section)
+    for field in msgspec.structs.fields(section):
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        path = f"{prefix}{field.name}"
+        yield path, hints[field.name], default
+        nested = struct_of(hints[field.name])
+        if nested is not None:
+            is_list = get_origin(_strip(hints[field.name])[0]) is tuple
+            yield from walk(nested, f"{path}{'[]' if is_list else ''}.")

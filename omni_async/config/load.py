@@ -1,0 +1,196 @@
+"""From a YAML file and `key.path=value` overrides to a `Config`, or one `ConfigError` that names the place and what is allowed there."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from omni_async.config.checks import check
+from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
+from omni_async.config.schema import Config
+
+# Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory.
+_PATHS = ("model.path", "data.prompts", "validation.prompts", "checkpoint.resume")
+_DEEPEST = 50  # levels of nesting; the schema has five
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; its text is the whole message for the user."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain YAML, except that a key given twice is an error, `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and
+    dates are text (as in YAML 1.2)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's way)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"keys are names, got {key!r}", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` would read as something else."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested too deeply") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
+        raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
+
+
+def _at(tree: Any, path: list[str]) -> Any:
+    for key in path:
+        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+    return tree
+
+
+def _index(items: list[Any], key: str, override: str) -> int:
+    indices = [str(i) for i in range(len(items))]
+    if key not in indices:
+        raise ConfigError(f"override {override!r}: {key!r} is not an index of a list of {len(items)}")
+    return indices.index(key)
+
+
+def _set_override(tree: dict[str, Any], override: str) -> str:
+    """Apply `a.b.c=value` (value in YAML) to the tree; returns the path."""
+    path, separator, value = override.partition("=")
+    path = path.strip()
+    if not separator or not path:
+        raise ConfigError(f"override {override!r}: expected key.path=value, e.g. trainer.updates=10")
+    *parents, last = path.split(".")
+    here: Any = tree
+    for key in parents:
+        if isinstance(here, list):
+            here = here[_index(here, key, override)]
+        else:
+            if here.get(key) is None:
+                here[key] = {}
+            here = here[key]
+        if not isinstance(here, (dict, list)):
+            raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
+    parsed = _parse(value, f"override {path!r}")
+    if isinstance(here, list):
+        here[_index(here, last, override)] = parsed
+    else:
+        here[last] = parsed
+    return path
+
+
+def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
+    *parents, last = path.split(".")
+    here: Any = tree
+    for key in parents:
+        here = here.get(key) if isinstance(here, dict) else None
+    if isinstance(here, dict) and isinstance(here.get(last), str):
+        try:
+            here[last] = str((folder / Path(here[last]).expanduser()).resolve())
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{path}: expected a path, got {here[last]!r}: {error}") from None
+
+
+def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = ()) -> None:
+    """Refuse what no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer types, endless structures."""
+    place = ".".join(path)
+    if isinstance(value, (dict, list)):
+        if len(above) > _DEEPEST or any(value is outer for outer in above):
+            raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _require_plain(item, (*path, str(key)), (*above, value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        annotation = annotation_at(Config, [*path])
+        raise ConfigError(f"{place}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{place}: expected a number below 2**63, got one of {value.bit_length()} bits")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}")
+
+
+def _explain(error: msgspec.ValidationError, tree: Any) -> str:
+    """msgspec's message, turned into `path: expected ..., got ...`."""
+    text, _, location = str(error).partition(" - at `$")
+    path = re.findall(r"[^.\[\]`]+", location)
+    unknown = re.match(r"Object contains unknown field `(.*)`", text)
+    missing = re.match(r"Object missing required field `(.*)`", text)
+    if unknown:
+        section = struct_of(annotation_at(Config, path)) if path else Config
+        allowed = sorted(fields_of(section)) if section else []
+        close = difflib.get_close_matches(unknown[1], allowed, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"{'.'.join([*path, unknown[1]])}: unknown key; {hint}allowed: {', '.join(allowed)}"
+    if missing:
+        key = [*path, missing[1]]
+        return f"{'.'.join(key)}: required, expected {describe(annotation_at(Config, key))}"
+    annotation = annotation_at(Config, path)
+    expected = describe(annotation) if annotation is not None else text.lower()
+    return f"{'.'.join(path) or 'the file'}: expected {expected}, got {_at(tree, path)!r}"
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    tree = _parse(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
+    for key in _PATHS:
+        _anchor(tree, key, path.parent)
+    for override in overrides:
+        key = _set_override(tree, override)
+        for below in _PATHS:
+            if below == key or below.startswith(f"{key}."):
+                _anchor(tree, below, Path.cwd())
+    try:
+        _require_plain(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error, tree)}") from None
+    problem = check(config)
+    if problem:
+        raise ConfigError(f"{path}: {problem}")
+    return config
+
+
+def resolved_yaml(config: Config) -> str:
+    """The configuration with every default filled in, as YAML that `load` reads back."""
+    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

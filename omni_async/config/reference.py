@@ -1,0 +1,46 @@
+"""Generates docs/configuration.md from the schema: the page cannot disagree with the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import yaml
+
+from omni_async.config.describe import describe, description, fields_of, struct_of, walk
+from omni_async.config.schema import Config
+
+_HEAD = """\
+# Configuration reference
+
+<!-- Generated from omni_async/config/schema.py by `omni-async docs`; edit the schema, not this page. -->
+
+A recipe is one YAML file with the sections below. Unknown keys, wrong types, values out of range and impossible combinations are refused
+before anything starts, with the key and what it allows. Any value can be overridden on the command line as `key.path=value`. Relative paths
+in a recipe start at the recipe's folder.
+"""
+
+
+def reference() -> str:
+    """The whole page, in Markdown."""
+    parts = [_HEAD]
+    for section, annotation in fields_of(Config).items():
+        struct = struct_of(annotation)
+        if struct is None:
+            continue
+        parts.append(f"## {section}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
+        parts.extend(_row(path, field, default) for path, field, default in walk(struct, f"{section}."))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(path: str, annotation: Any, default: Any) -> str:
+    if default is msgspec.NODEFAULT:
+        shown = "**required**"
+    elif isinstance(default, msgspec.Struct):
+        shown = "see below"
+    else:
+        value = list(default) if isinstance(default, tuple) else default
+        shown = f"`{yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}`"
+    allowed = describe(annotation).replace("|", "\\|")
+    return f"| `{path}` | {allowed} | {shown} | {description(annotation)} |"

@@ -1,0 +1,131 @@
+"""The two bounded buffers between the roles.
+
+Room is reserved *before* work begins: a sample's place when it is leased to an engine, a group's place when it is admitted. So `put` never
+waits, nothing that is finished ever waits for room, and the classic deadlock (a buffer full of young groups while the trainer waits for the
+oldest) cannot form. Backpressure is felt where it does no harm: at the next lease or admission.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from msgspec import Struct
+
+from omni_async.types import ReadyGroup, ScoreJob
+
+
+class BufferStatistics(Struct, frozen=True):
+    """`reserved` counts places promised or filled, `ready` what can be taken now."""
+
+    capacity: int
+    reserved: int
+    ready: int
+
+
+class TrajectoryBuffer:
+    """Samples that are being generated, wait for a score, or are being scored."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._reserved: set[str] = set()
+        self._queue: deque[ScoreJob] = deque()
+        self._scoring: set[str] = set()
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._reserved)
+
+    def reserve(self, sample_id: str) -> None:
+        if self.free <= 0:
+            raise ValueError(f"no room for sample {sample_id}: all {self.capacity} places are reserved")
+        self._reserved.add(sample_id)
+
+    def put(self, job: ScoreJob) -> None:
+        if job.sample_id not in self._reserved:
+            raise ValueError(f"sample {job.sample_id} has no place reserved")
+        self._queue.append(job)
+
+    def retry(self, job: ScoreJob) -> None:
+        """Back to the front: an older sample's group is waited for sooner."""
+        self._scoring.discard(job.sample_id)
+        self._queue.appendleft(job)
+
+    def take(self, limit: int) -> list[ScoreJob]:
+        jobs = [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
+        self._scoring.update(job.sample_id for job in jobs)
+        return jobs
+
+    def being_scored(self, sample_id: str) -> bool:
+        """Taken by a reward worker that has not answered yet, and still of use."""
+        return sample_id in self._scoring
+
+    def release(self, sample_id: str) -> None:
+        """The sample's place is free: it was scored, or will never be."""
+        self._reserved.discard(sample_id)
+        self._scoring.discard(sample_id)
+
+    def discard(self, sample_ids: set[str]) -> None:
+        """Forget queued samples whose group ended."""
+        self._queue = deque(job for job in self._queue if job.sample_id not in sample_ids)
+        self._reserved -= sample_ids
+        self._scoring -= sample_ids
+
+    def statistics(self) -> BufferStatistics:
+        return BufferStatistics(self.capacity, len(self._reserved), len(self._queue))
+
+
+class ReplayBuffer:
+    """Scored groups, taken by the trainer in windowed admission order.
+
+    `window` = 1 is strict first-in-first-out. With a larger window a ready group may overtake up to `window - 1` older ones that are not
+    ready, but only while every other untaken group can still be trained within its own budget: group g, admitted at version a, must be taken
+    by update a + S, so before a younger group takes a place there must be enough places left for all groups due by each later update.
+    """
+
+    def __init__(self, capacity: int, *, window: int, max_updates: int, groups_per_update: int) -> None:
+        self.capacity = capacity
+        self._window = window
+        self._max_updates = max_updates
+        self._per_update = groups_per_update
+        self._admitted: dict[int, int] = {}  # untaken groups, in admission order -> admitted version
+        self._ready: dict[int, ReadyGroup] = {}
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._admitted)
+
+    def reserve(self, group: int, version: int) -> None:
+        if self.free <= 0:
+            raise ValueError(f"no room for group {group}: all {self.capacity} places are reserved")
+        self._admitted[group] = version
+
+    def put(self, group: ReadyGroup) -> None:
+        if group.group not in self._admitted:
+            raise ValueError(f"group {group.group} has no place reserved")
+        self._ready[group.group] = group
+
+    def end(self, group: int) -> None:
+        """The group was rejected or dropped."""
+        self._admitted.pop(group, None)
+        self._ready.pop(group, None)
+
+    def take(self, update: int, places: int) -> ReadyGroup | None:
+        """The group that update number `update` (version being trained) should train next, if one is ready; `places` is how many groups the
+        update still needs, this one included."""
+        for overtaken, group in enumerate(self._admitted):
+            if overtaken >= self._window:
+                return None
+            if group in self._ready and (overtaken == 0 or self._others_stay_in_time(group, update, places - 1)):
+                del self._admitted[group]
+                return self._ready.pop(group)
+        return None
+
+    def _others_stay_in_time(self, taken: int, update: int, places: int) -> bool:
+        due = sorted(version + self._max_updates for group, version in self._admitted.items() if group != taken)
+        return all(number <= places + (deadline - update) * self._per_update for number, deadline in enumerate(due, start=1))
+
+    def __contains__(self, group: int) -> bool:
+        return group in self._admitted
+
+    def statistics(self) -> BufferStatistics:
+        return BufferStatistics(self.capacity, len(self._admitted), len(self._ready))

@@ -1,0 +1,522 @@
+"""The coordinator: one asyncio class that hosts the whole control plane. Everybody else asks it for work and tells it what was done.
+
+| call            | made by    | waits for                                  | unblocked by                                          |
+|-----------------|------------|--------------------------------------------|-------------------------------------------------------|
+| `next_samples`  | producer   | a queued sample and a trajectory place     | admission (a slot freed), a score, a retry, validation |
+| `next_to_score` | rewarder   | a generated sample                         | `samples_done`, a retried score                       |
+| `next_group`    | trainer    | the group that may be trained next         | the group's last score                                |
+| `events`        | driver     | anything that happened                     | any of the above                                      |
+
+Every wait also ends when the run closes: the calls then return nothing. No call here touches a tensor, blocks, or runs in another thread;
+its state changes only between awaits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from omni_async.config import Config
+from omni_async.control.admission import Slots
+from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
+from omni_async.control.events import EventLog, RunEvent
+from omni_async.control.groups import GroupProgress, SampleProgress
+from omni_async.control.ledger import ConservationError, Ledger
+from omni_async.control.requests import RequestFactory
+from omni_async.control.seeds import PromptStream
+from omni_async.control.signal import has_signal
+from omni_async.control.validation import ValidationRound, ValidationSchedule
+from omni_async.control.versions import Versions, WeightMismatch
+from omni_async.control.waiting import Bell
+from omni_async.types import (
+    LedgerEntry,
+    Prompt,
+    ReadyGroup,
+    SampleRequest,
+    SampleResult,
+    ScoreJob,
+    ScoreResult,
+    Span,
+    Terminal,
+    UpdateReport,
+    WeightReport,
+)
+
+# A run whose groups are all rejected would spin forever; after this many slots' worth in a row it ends and says why.
+_REJECTED_ROUNDS = 4
+
+
+class Coordinator:
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        prompts: Sequence[Prompt],
+        validation_prompts: Sequence[Prompt],
+        ledger_sink: Callable[[LedgerEntry], None],
+        *,
+        start_version: int = 0,
+        start_group: int = 0,
+    ) -> None:
+        self._config = config
+        self._run_id = run_id
+        self._per_update = config.trainer.groups_per_update
+        self._last_version = config.trainer.updates
+        self._factory = RequestFactory(config)
+        self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
+        self._validation_prompts = tuple(validation_prompts)
+        self._schedule = ValidationSchedule(config.validation.every, self._last_version) if config.validation else None
+        self._slots = Slots(config.staleness.max_updates, self._per_update)
+        self._trajectories = TrajectoryBuffer(config.buffer.trajectories)
+        self._replay = ReplayBuffer(
+            config.buffer.groups,
+            window=config.buffer.window,
+            max_updates=config.staleness.max_updates,
+            groups_per_update=self._per_update,
+        )
+        self.ledger = Ledger(ledger_sink)
+        self.versions = Versions(start_version)
+        for worker in range(config.rollout.workers):
+            self.versions.join(f"rollout-{worker}")
+        self._next_group = start_group
+        self._wanted = (self._last_version - start_version) * self._per_update
+        self._rejected_in_a_row = 0
+        self._groups: dict[int, GroupProgress] = {}
+        self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
+        self._rounds: dict[int, ValidationRound] = {}
+        self._queue: list[tuple[int, int, SampleRequest]] = []  # heap: oldest group first, so a retried sample goes first
+        self._validation_queue: deque[SampleRequest] = deque()
+        self._leases: dict[str, tuple[str, SampleRequest]] = {}
+        self._images = 0
+        self._work = Bell()
+        self._generated = Bell()
+        self._ready = Bell()
+        self._log = EventLog()
+        self._outcome: tuple[str, str | None] | None = None
+
+    # ---- producers ----------------------------------------------------------------------------------------------------------------
+
+    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over."""
+        while not self._closed:
+            if self.versions.of(engine) >= 0 and (leased := self._lease(engine, free, capacity)):
+                return leased
+            await self._work.wait()
+        return []
+
+    def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        free = min(free, self._trajectories.free)
+        engines = len(self.versions.engines())
+        capacity = min(capacity, math.ceil(self._trajectories.capacity / engines))
+        share = self._config.validation.share if self._config.validation else 1.0
+        validating = sum(1 for owner, request in self._leases.values() if owner == engine and request.kind == "validation")
+        allowed = math.ceil(share * capacity) - validating if self._queue else free
+        chosen = [self._validation_queue.popleft() for _ in range(min(free, allowed, len(self._validation_queue)))]
+        # Several engines share a short queue evenly; a long one is first come, first served.
+        fair = math.ceil(len(self._queue) / engines)
+        chosen += [heapq.heappop(self._queue)[2] for _ in range(min(free - len(chosen), fair))]
+        for request in chosen:
+            self._trajectories.reserve(request.sample_id)
+            self._leases[request.sample_id] = (engine, request)
+        return chosen
+
+    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        for result in results:
+            lease = self._end_lease(engine, result.sample_id)
+            if lease is None:
+                continue
+            progress = self._progress(lease)
+            if progress is None:
+                self._trajectories.release(result.sample_id)  # the group ended while the sample was being made
+                continue
+            self._require_trained_steps(lease, result)
+            progress.result = result
+            self._images += lease.kind == "train"
+            self._trajectories.put(progress.job())
+        self._generated.ring()
+        self._work.ring()
+
+    def _require_trained_steps(self, request: SampleRequest, result: SampleResult) -> None:
+        expected = request.window.size if request.window else 0
+        if len(result.step_versions) != expected:
+            raise ValueError(
+                f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected} trained steps"
+            )
+        if any(v > self.versions.trained for v in result.step_versions):
+            raise WeightMismatch(
+                f"sample {result.sample_id} of {result.engine} claims versions {result.step_versions}, newest is {self.versions.trained}"
+            )
+
+    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
+        """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
+        request = self._end_lease(engine, sample_id)
+        if request is None:
+            return
+        self._trajectories.release(sample_id)
+        if self._progress(request) is not None:
+            if request.attempt <= self._config.rollout.retries:
+                self._enqueue(_again(request))
+            elif request.kind == "validation":
+                self._fail_validation(request, error)
+            else:
+                self._end_group(self._groups[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
+        self._work.ring()
+
+    def _end_lease(self, engine: str, sample_id: str) -> SampleRequest | None:
+        """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to (any more): the
+        sample's place, if it has one, belongs to somebody else."""
+        owner, request = self._leases.get(sample_id, (None, None))
+        if owner != engine:
+            return None
+        del self._leases[sample_id]
+        return request
+
+    def _enqueue(self, request: SampleRequest) -> None:
+        if request.kind == "validation":
+            self._validation_queue.append(request)
+        else:
+            group = self._groups[request.group]
+            group.attempts = max(group.attempts, request.attempt)
+            heapq.heappush(self._queue, (request.group, request.sample, request))
+
+    def _progress(self, request: SampleRequest) -> SampleProgress | None:
+        """The live sample behind a request; None if its group or round is over or the sample has a result already."""
+        home = self._groups.get(request.group) if request.kind == "train" else self._rounds.get(request.group)
+        progress = home.samples.get(request.sample_id) if home else None
+        return progress if progress is not None and progress.result is None else None
+
+    # ---- reward workers -----------------------------------------------------------------------------------------------------------
+
+    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+        """Up to `limit` generated samples, as many as there are. Empty: the run is over."""
+        while not self._closed:
+            if jobs := self._trajectories.take(limit):
+                return jobs
+            await self._generated.wait()
+        return []
+
+    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+        """`kinds` maps the sample ids to train or validation, as their jobs said."""
+        for result in results:
+            if not self._trajectories.being_scored(result.sample_id):
+                continue  # a second answer, or the group ended meanwhile
+            if kinds[result.sample_id] == "validation":
+                self._validation_scored(result)
+            else:
+                self._training_scored(result)
+        self._generated.ring()
+        self._work.ring()
+
+    def _training_scored(self, result: ScoreResult) -> None:
+        group = self._groups.get(_group_of(result.sample_id))
+        progress = group.samples[result.sample_id] if group else None
+        if group is None or progress is None or progress.score is not None:
+            self._trajectories.release(result.sample_id)
+            return
+        if result.score is None:
+            progress.score_attempts += 1
+            if progress.score_attempts <= self._config.reward.retries:
+                self._trajectories.retry(progress.job())
+                return
+            self._end_group(group, "rejected", f"reward failed {progress.score_attempts} times: {result.error}")
+            return
+        progress.score = result.score
+        self._trajectories.release(result.sample_id)
+        if not group.complete:
+            return
+        if self._config.algorithm.advantage.drop_zero_variance and not has_signal([s.value for s in group.scores]):
+            self._end_group(group, "rejected", "zero reward variance")
+        else:
+            self._replay.put(group.ready())
+            self._ready.ring()
+
+    # ---- trainer ------------------------------------------------------------------------------------------------------------------
+
+    async def require_fields(self, fields: tuple[str, ...]) -> None:
+        """Before the first version is published: what training samples must carry."""
+        self._factory.fields = fields
+
+    async def next_group(self, version: int, places: int) -> ReadyGroup | None:
+        """The next group for the update that starts from `version` and still needs `places` groups. None: the run is over."""
+        while not self._closed:
+            if ready := self._replay.take(version, places):
+                staleness = version - ready.oldest_version
+                if staleness > self._config.staleness.max_updates:
+                    self._fail(
+                        f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._config.staleness.max_updates}"
+                    )
+                    return None
+                self._training[ready.group] = (self._groups.pop(ready.group), ready)
+                self._rejected_in_a_row = 0
+                self._admit()
+                return ready
+            await self._ready.wait()
+        return None
+
+    async def update_done(self, report: UpdateReport) -> None:
+        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is
+        reported after the run was ended comes too late: its groups are in the ledger as dropped."""
+        if self._closed:
+            return
+        staleness: list[int] = []
+        ready: list[ReadyGroup] = []
+        for group_id in report.groups:
+            progress, group = self._training.pop(group_id)
+            ready.append(group)
+            staleness.append(report.version - 1 - group.oldest_version)
+            self._slots.trained(group_id, report.version)
+            self._record(progress, "trained", None, trained_version=report.version, staleness=staleness[-1])
+        self.versions.trained = report.version
+        self.ledger.check(self._slots.live)
+        self._log.add("update", self._update_data(report, ready, staleness), self._update_media(report, ready))
+
+    def _update_data(self, report: UpdateReport, groups: list[ReadyGroup], staleness: list[int]) -> dict[str, Any]:
+        scores = [sample.score for group in groups for sample in group.samples]
+        parts = {name for score in scores for name in score.parts}
+        return {
+            "version": report.version,
+            "started": report.started,
+            "finished": report.finished,
+            "images": self._images,
+            "metrics": report.metrics,
+            "reward": sum(s.value for s in scores) / len(scores),
+            "parts": {name: sum(s.parts.get(name, 0.0) for s in scores) / len(scores) for name in sorted(parts)},
+            "staleness": staleness,
+            "held": self.versions.held,
+            "buffers": self._buffer_statistics(),
+            "conservation": self.ledger.counters(),
+        }
+
+    def _update_media(self, report: UpdateReport, groups: list[ReadyGroup]) -> tuple[tuple[Any, str], ...]:
+        tracking = self._config.tracking
+        if report.version % tracking.images_every and report.version not in (1, self._last_version):
+            return ()
+        samples = [(group, sample) for group in groups for sample in group.samples]
+        every = max(1, len(samples) // tracking.images)
+        return tuple((sample.media, _caption(group.prompt, sample.score)) for group, sample in samples[::every][: tracking.images])
+
+    # ---- weights ------------------------------------------------------------------------------------------------------------------
+
+    async def announce(self, version: int, digest: str) -> None:
+        """The publisher is about to send `version` to the engines."""
+        self.versions.announce(version, digest)
+
+    async def engine_holds(self, report: WeightReport) -> None:
+        """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
+        try:
+            self.versions.report(report)
+        except WeightMismatch as error:
+            self._fail(str(error))
+            return
+        held = self.versions.held
+        if held is None or self._closed:
+            return
+        self._slots.held(held)
+        if self._schedule and self._schedule.due(held):
+            self._start_validation(held)
+        self._admit()
+        self._finish_if_complete()
+        self._work.ring()
+
+    def _admit(self) -> None:
+        """Admit groups while there is a slot, room for them downstream, and an update left that will train them."""
+        version = self.versions.held
+        if version is None or self._closed:
+            return
+        while self._slots.free > 0 and self._replay.free > 0 and self._still_wanted():
+            group, self._next_group = self._next_group, self._next_group + 1
+            prompt = self._prompts[group]
+            window = self._factory.window(group)
+            requests = self._factory.training(group, prompt, window)
+            self._slots.take(group)
+            self._replay.reserve(group, version)
+            self.ledger.admit(group)
+            self._groups[group] = GroupProgress(group, prompt, window, version, requests)
+            for request in requests:
+                self._enqueue(request)
+            self._work.ring()
+
+    def _still_wanted(self) -> bool:
+        return self.ledger.events["trained"] + len(self._training) + len(self._groups) < self._wanted
+
+    # ---- validation ---------------------------------------------------------------------------------------------------------------
+
+    def _start_validation(self, version: int) -> None:
+        requests = self._factory.validation(version, self._validation_prompts)
+        if not requests:
+            return
+        self._rounds[version] = ValidationRound(version, requests)
+        self._validation_queue.extend(requests)
+
+    def _validation_scored(self, result: ScoreResult) -> None:
+        round_ = self._rounds.get(_group_of(result.sample_id))
+        progress = round_.samples[result.sample_id] if round_ else None
+        if round_ is None or progress is None or progress.score is not None:
+            self._trajectories.release(result.sample_id)
+            return
+        if result.score is None:
+            progress.score_attempts += 1
+            if progress.score_attempts <= self._config.reward.retries:
+                self._trajectories.retry(progress.job())
+            else:
+                self._fail_validation(progress.request, result.error or "no score")
+            return
+        progress.score = result.score
+        self._trajectories.release(result.sample_id)
+        self._end_round_if_complete(round_)
+
+    def _fail_validation(self, request: SampleRequest, error: str) -> None:
+        self._trajectories.release(request.sample_id)
+        if round_ := self._rounds.get(request.group):
+            round_.failed[request.sample_id] = error
+            self._end_round_if_complete(round_)
+
+    def _end_round_if_complete(self, round_: ValidationRound) -> None:
+        if not round_.complete:
+            return
+        del self._rounds[round_.version]
+        data = {"version": round_.version, "versions": list(round_.versions), "parts": round_.means(), "failed": len(round_.failed)}
+        scored = [s for s in round_.samples.values() if s.score is not None and s.result is not None]
+        every = max(1, len(scored) // self._config.tracking.images)
+        media = tuple(
+            (s.result.media, _caption(s.request.prompt, s.score))
+            for s in scored[::every][: self._config.tracking.images]
+            if s.result and s.score
+        )
+        self._log.add("validation", data, media)
+        self._finish_if_complete()
+
+    # ---- ends ---------------------------------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        progress: GroupProgress,
+        event: Terminal,
+        reason: str | None,
+        *,
+        trained_version: int | None = None,
+        staleness: int | None = None,
+    ) -> None:
+        self.ledger.end(
+            LedgerEntry(
+                run=self._run_id,
+                group=progress.group,
+                prompt=progress.prompt.index,
+                event=event,
+                reason=reason,
+                admitted_version=progress.admitted_version,
+                trained_version=trained_version,
+                staleness=staleness,
+                step_versions=progress.step_versions,
+                attempts=progress.attempts,
+                reward=progress.mean_reward,
+            )
+        )
+
+    def _end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
+        """Reject or drop a live group; its slot admits a replacement at once."""
+        self._record(group, event, reason)
+        del self._groups[group.group]
+        self._slots.end(group.group)
+        self._replay.end(group.group)
+        self._queue = [entry for entry in self._queue if entry[0] != group.group]
+        heapq.heapify(self._queue)
+        # Leased samples keep their place until the engine reports; everything else of the group is forgotten now.
+        self._trajectories.discard({sample_id for sample_id in group.samples if sample_id not in self._leases})
+        if self._closed:
+            return
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row >= _REJECTED_ROUNDS * self._slots.capacity:
+            self._fail(f"{self._rejected_in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
+        self._admit()
+        self._ready.ring()
+        self._work.ring()
+
+    def _finish_if_complete(self) -> None:
+        if self.versions.held == self._last_version and not self._rounds and self.versions.trained == self._last_version:
+            self._close("done", None)
+
+    async def stop(self, reason: str) -> None:
+        """End the run early, in order: workers see their calls return nothing."""
+        self._close("interrupted", reason)
+
+    async def fail(self, reason: str) -> None:
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self._close("failed", reason)
+
+    def _close(self, status: str, reason: str | None) -> None:
+        if self._closed:
+            return
+        self._outcome = (status, reason)
+        why = f"run {status}" + (f": {reason}" if reason else "")
+        for group in [*self._groups.values(), *(progress for progress, _ in self._training.values())]:
+            self._record(group, "dropped", why)
+            self._slots.end(group.group)
+        self._groups.clear()
+        self._training.clear()
+        self._rounds.clear()
+        try:
+            self.ledger.check(self._slots.live)
+        except ConservationError as error:
+            self._outcome = ("failed", str(error))
+        self._log.add("ended", {"status": self._outcome[0], "reason": self._outcome[1], **self.final_counts()})
+        for bell in (self._work, self._generated, self._ready):
+            bell.ring()
+
+    @property
+    def _closed(self) -> bool:
+        return self._outcome is not None
+
+    # ---- watching -----------------------------------------------------------------------------------------------------------------
+
+    async def events(self) -> list[RunEvent]:
+        return await self._log.take()
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        self._log.add("spans", {"spans": spans})
+
+    async def phase(self, text: str) -> None:
+        self._log.add("phase", {"text": text})
+
+    async def next_group_number(self) -> int:
+        """The first group number no run of this lineage has used: what a checkpoint stores to continue the prompt stream."""
+        return self._next_group
+
+    def _buffer_statistics(self) -> dict[str, dict[str, int]]:
+        slots, trajectories, replay = self._slots.statistics(), self._trajectories.statistics(), self._replay.statistics()
+        return {
+            "slots": {"capacity": slots.capacity, "live": slots.live, "awaiting_publication": slots.awaiting_publication},
+            "trajectories": {"capacity": trajectories.capacity, "reserved": trajectories.reserved, "ready": trajectories.ready},
+            "replay": {"capacity": replay.capacity, "reserved": replay.reserved, "ready": replay.ready},
+        }
+
+    async def statistics(self) -> dict[str, Any]:
+        return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
+
+    def final_counts(self) -> dict[str, Any]:
+        return {
+            "images": self._images,
+            "conservation": self.ledger.counters(),
+            "reasons": dict(self.ledger.reasons),
+            "staleness": {str(k): v for k, v in sorted(self.ledger.staleness.items())},
+        }
+
+
+def _group_of(sample_id: str) -> int:
+    return int(sample_id.split(".", 1)[0][1:])
+
+
+def _again(request: SampleRequest) -> SampleRequest:
+    return msgspec.structs.replace(request, attempt=request.attempt + 1)
+
+
+def _caption(prompt: Prompt, score: Any) -> str:
+    read = f" read {score.text!r}" if score.text is not None else ""
+    return f"{score.value:.2f}{read} | {prompt.text}"

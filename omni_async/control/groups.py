@@ -1,0 +1,60 @@
+"""One admitted prompt group on its way from prompt to `ReadyGroup`. Pure bookkeeping: no waiting, no tensors."""
+
+from __future__ import annotations
+
+from omni_async.types import Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow
+
+
+class SampleProgress:
+    """One sample: requested, generated (has a result), scored."""
+
+    def __init__(self, request: SampleRequest) -> None:
+        self.request = request
+        self.result: SampleResult | None = None
+        self.score: Score | None = None
+        self.score_attempts = 0
+
+    def job(self) -> ScoreJob:
+        if self.result is None:
+            raise ValueError(f"sample {self.request.sample_id} is not generated yet")
+        return ScoreJob(self.request.sample_id, self.request.kind, self.request.prompt, self.result.media)
+
+
+class GroupProgress:
+    """A group and its samples. `attempts` is the most generations any of its samples needed."""
+
+    def __init__(self, group: int, prompt: Prompt, window: SdeWindow, admitted_version: int, requests: list[SampleRequest]) -> None:
+        self.group = group
+        self.prompt = prompt
+        self.window = window
+        self.admitted_version = admitted_version
+        self.samples = {request.sample_id: SampleProgress(request) for request in requests}
+        self.attempts = 1
+
+    @property
+    def scores(self) -> list[Score]:
+        return [s.score for s in self.samples.values() if s.score is not None]
+
+    @property
+    def complete(self) -> bool:
+        return all(s.score is not None for s in self.samples.values())
+
+    @property
+    def mean_reward(self) -> float | None:
+        scores = self.scores
+        return sum(s.value for s in scores) / len(scores) if scores else None
+
+    @property
+    def step_versions(self) -> tuple[int, int] | None:
+        """Oldest and newest version of any trained step so far."""
+        versions = [v for s in self.samples.values() if s.result is not None for v in s.result.step_versions]
+        return (min(versions), max(versions)) if versions else None
+
+    def ready(self) -> ReadyGroup:
+        samples = []
+        for progress in self.samples.values():
+            result, score = progress.result, progress.score
+            if result is None or score is None:
+                raise ValueError(f"group {self.group} is not complete: sample {progress.request.sample_id}")
+            samples.append(ReadySample(result.sample_id, result.trajectory, result.media, score, result.step_versions))
+        return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples))

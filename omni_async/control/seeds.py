@@ -1,0 +1,57 @@
+"""Prompt order, SDE windows and noise seeds, all from the run seed and ids: never from time, worker or placement.
+
+That makes a regenerated sample the same sample, and a run's data independent of how many engines drew it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from omni_async.types import Prompt, SdeWindow
+
+
+def derive(*parts: int | str) -> int:
+    """A 63-bit integer from the parts; any change of any part gives an unrelated number."""
+    text = "/".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> int:
+    return derive("sample", run_seed, prompt, group, sample)
+
+
+def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
+    """For groups whose samples share their first latents."""
+    return derive("initial", run_seed, prompt, group)
+
+
+def draw_window(run_seed: int, group: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
+    """One window per group, its start uniform on lo..hi-size, both ends included (Flow-GRPO-Fast)."""
+    lo, hi = bounds
+    start = random.Random(derive("window", run_seed, group)).randint(lo, hi - size)
+    return SdeWindow(start=start, size=size)
+
+
+class PromptStream:
+    """The prompt of the n-th admitted group: epochs over the file, each in its own seeded order if shuffled."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise ValueError("no prompts")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(derive("epoch", self._seed, epoch)).shuffle(order)
+        return order
+
+    def __getitem__(self, n: int) -> Prompt:
+        epoch, place = divmod(n, len(self._prompts))
+        return self._prompts[self._order(epoch)[place]]

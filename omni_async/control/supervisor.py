@@ -1,0 +1,65 @@
+"""One owner for every task of a run.
+
+Tasks are started by name; the first one that fails, or `stop()`, ends all of them, and leaving the `async with` block waits until each has
+really finished. Nothing outlives the block, and the failure that ended it is raised with its task's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any
+
+from omni_async.control.waiting import Bell
+
+
+class TaskFailed(RuntimeError):
+    """A supervised task raised; `__cause__` is what it raised."""
+
+    def __init__(self, task: str, cause: BaseException) -> None:
+        super().__init__(f"{task}: {type(cause).__name__}: {cause}")
+        self.task = task
+        self.__cause__ = cause
+
+
+class Supervisor:
+    """`async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`"""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+        self._changed = Bell()
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks[task] = name
+        task.add_done_callback(lambda _: self._changed.ring())
+        self._changed.ring()
+        return task
+
+    async def wait(self, until: asyncio.Task[Any] | None = None) -> None:
+        """Until `until` (default: every task) finished. Raises TaskFailed as soon as any task fails."""
+        while True:
+            for task, name in self._tasks.items():
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    raise TaskFailed(name, error)
+            if (until is not None and until.done()) or all(task.done() for task in self._tasks):
+                return
+            await self._changed.wait()
+
+    async def settle(self) -> None:
+        """Until every task has finished, however it finished."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def stop(self) -> None:
+        """Cancel what still runs and wait for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()

@@ -1,0 +1,72 @@
+"""Which policy version exists, which was published, and which each engine holds.
+
+Version v is the policy after v updates. The trainer makes versions, the publisher announces some with a digest, engines report what they
+hold. A report that does not match the announcement is a `WeightMismatch`: plausible but wrong weights are the worst kind of silent error.
+"""
+
+from __future__ import annotations
+
+from omni_async.types import WeightReport
+
+
+class WeightMismatch(RuntimeError):
+    """An engine holds other weights than were published."""
+
+
+class Versions:
+    def __init__(self, start: int = 0) -> None:
+        self.trained = start
+        self._digests: dict[int, str] = {}
+        self._engines: dict[str, int] = {}
+
+    @property
+    def held(self) -> int | None:
+        """The oldest version any live engine may still use; None while an engine holds nothing or there is none."""
+        if not self._engines:
+            return None
+        oldest = min(self._engines.values())
+        return oldest if oldest >= 0 else None
+
+    @property
+    def published(self) -> int | None:
+        return max(self._digests, default=None)
+
+    def join(self, engine: str) -> None:
+        """An engine exists, and holds nothing yet."""
+        self._engines[engine] = -1
+
+    def leave(self, engine: str) -> None:
+        self._engines.pop(engine, None)
+
+    def of(self, engine: str) -> int:
+        return self._engines[engine]
+
+    def announce(self, version: int, digest: str) -> None:
+        if self.published is not None and version <= self.published:
+            raise ValueError(f"version {version} published after {self.published}")
+        if version > self.trained:
+            raise ValueError(f"version {version} published before its update was reported: the newest version is {self.trained}")
+        self._digests[version] = digest
+
+    def report(self, report: WeightReport) -> None:
+        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before."""
+        if report.engine not in self._engines:
+            raise WeightMismatch(f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}")
+        expected = self._digests.get(report.version)
+        if expected is None:
+            raise WeightMismatch(
+                f"engine {report.engine} holds version {report.version}, which was never published (latest: {self.published})"
+            )
+        if report.digest != expected:
+            raise WeightMismatch(
+                f"engine {report.engine} holds version {report.version} with digest {report.digest}, published was {expected}: its weights are wrong"
+            )
+        if report.version < self._engines[report.engine]:
+            raise WeightMismatch(f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}")
+        self._engines[report.engine] = report.version
+        # Digests older than any engine's version can never be reported again.
+        oldest = min(self._engines.values())
+        self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
+
+    def engines(self) -> dict[str, int]:
+        return dict(self._engines)

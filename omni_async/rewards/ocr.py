@@ -1,0 +1,95 @@
+"""The OCR reward: does the image show the text the prompt asks for? For images that hold one line of text.
+
+similarity = 1 - Levenshtein distance / length of the longer text, spaces left out (as flow_grpo does). It is 0 or 1 for one character, so
+whole groups tie. `dense: true` adds what the recogniser thinks of the *wanted* text, whatever it read:
+
+    value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `omni_async.rewards.ctc`)
+
+which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a wrong one, because p can
+only be what that one leaves. A right reading never scores below 1/2; a reading with nothing right in it never above.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+from rapidfuzz.distance import Levenshtein
+
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.checks import describe, require_images
+from omni_async.rewards.ctc import text_probability
+from omni_async.rewards.recogniser import Reading, Recogniser
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+
+
+def wanted_text(prompt: Prompt) -> str | None:
+    """The prompt's target, else the first text in double quotes, without white space; None if there is none."""
+    if prompt.target is not None:
+        text = prompt.target
+    else:
+        match = _QUOTED.search(prompt.text)
+        text = (match[1] or match[2]) if match else ""
+    return "".join(text.split()) or None
+
+
+class OcrScorer:
+    """Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense, `ocr_target` (p).
+
+    `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
+    """
+
+    name = "ocr"
+
+    def __init__(
+        self,
+        *,
+        dense: bool = False,
+        case_sensitive: bool = False,
+        threads: Annotated[int, Meta(ge=1)] = 1,
+        width: Annotated[int, Meta(ge=48, le=2048)] = 64,
+    ) -> None:
+        self._dense = dense
+        self._case_sensitive = case_sensitive
+        self._recogniser = Recogniser(threads=threads, width=width)
+        self._entries: dict[str, list[int]] = defaultdict(list)
+        self._silent = [0]
+        for index, character in enumerate(self._recogniser.alphabet[1:], start=1):
+            if character.isspace():
+                self._silent.append(index)
+            else:
+                self._entries[self._fold(character)].append(index)
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        require_images(self.name, images, prompts)
+        wanted = [self._wanted(position, prompt) for position, prompt in enumerate(prompts)]
+        return [self._judge(self._recogniser.read(image), text) for image, text in zip(images, wanted, strict=True)]
+
+    def _fold(self, text: str) -> str:
+        return text if self._case_sensitive else text.lower()
+
+    def _wanted(self, position: int, prompt: Prompt) -> str:
+        text = wanted_text(prompt)
+        if text is None:
+            raise ScoreError(f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"')
+        text = self._fold(text)
+        unknown = sorted(set(text) - self._entries.keys())
+        if unknown:
+            raise ScoreError(f"scorer {self.name!r}, {describe(position, prompt)}: the recogniser's alphabet lacks {''.join(unknown)!r}")
+        return text
+
+    def _judge(self, reading: Reading, wanted: str) -> Score:
+        read = self._fold("".join(reading.text.split()))
+        similarity = Levenshtein.normalized_similarity(read, wanted)
+        parts = {"ocr": similarity, "ocr_exact": float(read == wanted), "ocr_confidence": reading.confidence}
+        if not self._dense:
+            return Score(value=similarity, parts=parts, text=reading.text)
+        probability = text_probability(reading.frames, [self._entries[character] for character in wanted], self._silent)
+        return Score(value=(similarity + probability) / 2, parts={**parts, "ocr_target": probability}, text=reading.text)

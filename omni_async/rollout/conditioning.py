@@ -1,0 +1,29 @@
+"""Conditioning of the prompts seen last: a group repeats its prompt, and text encoders are frozen."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tensordict import TensorDict
+
+from omni_async.policy import Codec
+from omni_async.types import SampleRequest
+
+
+class ConditioningCache:
+    """Used from one thread. `size` prompts are kept, the least recently used one goes first."""
+
+    def __init__(self, codec: Codec, size: int = 64) -> None:
+        self.codec = codec
+        self._size = size
+        self._kept: OrderedDict[tuple[str, str | None], TensorDict] = OrderedDict()
+
+    def of(self, request: SampleRequest) -> TensorDict:
+        """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be written to."""
+        key = (request.prompt.text, request.negative_prompt if request.true_cfg_scale > 1 else None)
+        if key not in self._kept:
+            self._kept[key] = self.codec.encode(*key)
+            if len(self._kept) > self._size:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]

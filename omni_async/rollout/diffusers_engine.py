@@ -1,0 +1,229 @@
+"""The reference engine: the policy contract and nothing else, so it runs every family that has one.
+
+Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and guidance) up to
+`max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for: a request, or a swap. What
+unblocks it: `generate`, `swap`, `close`. A staged version is switched in between any two denoising steps, by the same thread.
+
+Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop tick are all queued
+before the runner looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from tensordict import TensorDict
+
+from omni_async.policy import Codec, Policy
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.conditioning import ConditioningCache
+from omni_async.rollout.payloads import Staged, adapted_weights
+from omni_async.rollout.stepping import InFlight, check_request, take_steps
+from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.weights.buckets import WeightError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: SampleRequest
+    result: asyncio.Future[Trajectory]
+
+    @property
+    def batch_key(self) -> tuple[object, ...]:
+        r = self.request
+        return r.height, r.width, r.num_inference_steps, r.true_cfg_scale
+
+
+@dataclass(frozen=True)
+class _Swap:
+    staged: Staged
+    done: asyncio.Future[WeightReport]
+
+
+class DiffusersEngine:
+    """See `RolloutEngine`. `device` defaults to the current accelerator, or the CPU where there is none."""
+
+    def __init__(self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None) -> None:
+        self.name = name
+        self._policy = policy
+        self._dtype = dtype
+        self._max_batch = max_batch
+        self._device = torch.device(device) if device is not None else torch.accelerator.current_accelerator(True) or torch.device("cpu")
+        self._version = 0
+        self._digest = ""
+        self._staged: Staged | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._swaps: queue.SimpleQueue[_Swap] = queue.SimpleQueue()
+        self._work = asyncio.Event()
+        self._closing = False
+        self._runner: asyncio.Task[None] | None = None
+        # Adapted weights as they were before the first LoRA version.
+        self._base: dict[str, torch.Tensor] = {}
+
+    async def start(self) -> WeightReport:
+        await asyncio.to_thread(self._load)
+        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        return self._report()
+
+    def _load(self) -> None:
+        self._transformer = self._policy.load_transformer(self._dtype).to(self._device).requires_grad_(False)
+        self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
+        self._conditioning = ConditioningCache(self._codec)
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        check_request(request)
+        self._policy.latent_shape(request.height, request.width)
+        self._require_open()
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._work.set()
+        return await waiting.result
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        started = time.perf_counter()
+        try:
+            await asyncio.to_thread(Staged(manifest, buckets).verify)
+        except WeightError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        return manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        self._require_open()
+        if self._staged is None or self._staged.manifest.version != version:
+            staged = self._staged.manifest.version if self._staged else None
+            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged}")
+        swap = _Swap(self._staged, asyncio.get_running_loop().create_future())
+        self._staged = None
+        self._swaps.put(swap)
+        self._work.set()
+        return await swap.done
+
+    async def close(self) -> None:
+        self._closing = True
+        self._work.set()
+        if self._runner is not None:
+            await self._runner
+            self._runner = None
+
+    def _require_open(self) -> None:
+        if self._runner is None or self._closing:
+            raise EngineError(f"{self.name} is not running")
+
+    def _report(self, staged_s: float = 0.0, swap_s: float = 0.0) -> WeightReport:
+        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s, swap_s=swap_s)
+
+    # ---- the runner: one task, at most one worker thread at a time ------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._closing:
+                await self._work.wait()
+                self._work.clear()
+                while not self._closing and (self._waiting or not self._swaps.empty()):
+                    batch = self._take_batch()
+                    outcome = await asyncio.to_thread(self._make, loop, [w.request for w in batch])
+                    for waiting, result in zip(batch, outcome, strict=True):
+                        _settle(waiting.result, result)
+        finally:
+            closed = EngineError(f"{self.name} was closed")
+            for waiting in self._waiting:
+                _settle(waiting.result, closed)
+            while not self._swaps.empty():
+                _settle(self._swaps.get().done, closed)
+
+    def _take_batch(self) -> list[_Waiting]:
+        """The oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
+        alive = [w for w in self._waiting if not w.result.done()]
+        batch = [w for w in alive if w.batch_key == alive[0].batch_key][: self._max_batch]
+        chosen = {id(w) for w in batch}
+        self._waiting = deque(w for w in alive if id(w) not in chosen)
+        return batch
+
+    def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
+        """In the worker thread. A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
+        self._swap_pending(loop)
+        conditioning: dict[int, TensorDict] = {}
+        results: dict[int, Trajectory | Exception] = {}
+        try:
+            for row, request in enumerate(requests):
+                try:
+                    conditioning[row] = self._conditioning.of(request)
+                except ValueError as error:
+                    results[row] = error
+            if conditioning:
+                made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
+                results.update(zip(conditioning, made, strict=True))
+        except Exception as error:  # noqa: BLE001 - whatever it was, it goes to every caller of the batch
+            failure = error if isinstance(error, EngineError) else EngineError(f"{self.name}: {type(error).__name__}: {error}")
+            failure.__cause__ = error if failure is not error else error.__cause__
+            return [results.get(row, failure) for row in range(len(requests))]
+        return [results[row] for row in range(len(requests))]
+
+    @torch.no_grad()
+    def _denoise(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest], conditioning: list[TensorDict]) -> list[Trajectory]:
+        first = requests[0]
+        height, width = first.height, first.width
+        sigmas = self._policy.sigmas(first.num_inference_steps, height, width)
+        shape = self._policy.latent_shape(height, width)
+        samples = [InFlight(request, sigmas, shape, self._device) for request in requests]
+        stacked = self._policy.stack_conditioning(conditioning)
+        latents = torch.stack([s.latents for s in samples])
+        while not samples[0].done:
+            self._swap_pending(loop)
+            if self._closing:
+                raise EngineError(f"{self.name} was closed")
+            sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
+            scale = first.true_cfg_scale
+            velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, height=height, width=width, true_cfg_scale=scale)
+            latents = take_steps(samples, velocity, self._version)
+        images = self._codec.decode(latents, height, width).cpu()
+        made = []
+        for sample, row, image in zip(samples, conditioning, images.unbind(), strict=True):
+            tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
+            made.append(Trajectory(tensors, image.clone(), tuple(sample.versions)))
+        return made
+
+    def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:
+        while not self._swaps.empty():
+            swap = self._swaps.get()
+            try:
+                outcome: WeightReport | Exception = self._swap_in(swap.staged)
+            except Exception as error:  # noqa: BLE001 - reported to the caller of swap
+                outcome = EngineError(f"{self.name}: version {swap.staged.manifest.version} could not be loaded: {error}")
+            loop.call_soon_threadsafe(_settle, swap.done, outcome)
+
+    @torch.no_grad()
+    def _swap_in(self, staged: Staged) -> WeightReport:
+        started = time.perf_counter()
+        live = dict(self._transformer.state_dict())
+        if staged.manifest.payload == "lora":
+            for name in adapted_weights(t.name for t in staged.manifest.tensors) & live.keys():
+                self._base.setdefault(name, live[name].clone())
+        else:
+            self._base.clear()
+        for name, weight in staged.weights(live | self._base, self._device):
+            live[name].copy_(weight)
+        self._version, self._digest = staged.manifest.version, staged.manifest.digest
+        return self._report(staged.staged_s, time.perf_counter() - started)
+
+
+def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    if future.done():  # its caller was cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

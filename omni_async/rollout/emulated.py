@@ -1,0 +1,149 @@
+"""An engine that takes the time of a real one and makes real trajectories, without a model: for tests of the rest of the system.
+
+One denoising step at a time, continuous batching: a sample joins the running batch as soon as there is room and leaves it after its last
+step. The policy's velocity is 0 in every version; transitions, noise and log-probs are the real ones, so they agree with a recomputation
+that also uses velocity 0. The image is a flat colour derived from the seed. Waits for: a request; a step's service time. Unblocked by:
+`generate`, `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+from omni_async.config.schema import Emulated
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.payloads import Staged
+from omni_async.rollout.stepping import InFlight, check_request, take_steps
+from omni_async.sde.schedules import linear
+from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.weights.buckets import WeightError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_TEXT_TOKENS, _TEXT_WIDTH = 4, 8
+
+
+def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
+    """uint8 (3, height, width) of one colour, which depends on the seed alone."""
+    colour = hashlib.blake2b(str(seed).encode(), digest_size=3).digest()
+    return torch.tensor(list(colour), dtype=torch.uint8)[:, None, None].expand(3, height, width).clone()
+
+
+class EmulatedEngine:
+    """See `RolloutEngine`. `latent_shape(height, width)` and `sigmas(steps, height, width)` may be a policy's methods."""
+
+    def __init__(
+        self,
+        name: str,
+        times: Emulated,
+        *,
+        max_batch: int,
+        latent_shape: Callable[[int, int], tuple[int, ...]],
+        sigmas: Callable[[int, int, int], torch.Tensor] = lambda steps, height, width: linear(steps),
+    ) -> None:
+        self.name = name
+        self._times = times
+        self._max_batch = max_batch
+        self._latent_shape = latent_shape
+        self._sigmas = sigmas
+        self._version, self._digest = 0, ""
+        self._staged: Staged | None = None
+        self._waiting: deque[tuple[InFlight, asyncio.Future[Trajectory]]] = deque()
+        self._running: list[tuple[InFlight, asyncio.Future[Trajectory]]] = []
+        self._work = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+
+    async def start(self) -> WeightReport:
+        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        return WeightReport(engine=self.name, version=self._version, digest=self._digest)
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        check_request(request)
+        self._require_open()
+        sigmas = self._sigmas(request.num_inference_steps, request.height, request.width)
+        sample = InFlight(request, sigmas, self._latent_shape(request.height, request.width))
+        result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sample, result))
+        self._work.set()
+        return await result
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        started = time.perf_counter()
+        try:
+            await asyncio.to_thread(Staged(manifest, buckets).verify)
+        except WeightError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        return manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        self._require_open()
+        if self._staged is None or self._staged.manifest.version != version:
+            staged = self._staged.manifest.version if self._staged else None
+            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged}")
+        # Steps are computed between two awaits of the runner, so this always falls between two steps.
+        staged_s, self._version, self._digest = self._staged.staged_s, version, self._staged.manifest.digest
+        self._staged = None
+        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s)
+
+    async def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.cancel()
+            await asyncio.wait([runner])
+
+    def _require_open(self) -> None:
+        if self._runner is None or self._runner.done():
+            raise EngineError(f"{self.name} is not running")
+
+    async def _run(self) -> None:
+        reason = "was closed"
+        try:
+            while True:
+                await self._iterate()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for _, result in [*self._running, *self._waiting]:
+                if not result.done():
+                    result.set_exception(EngineError(f"{self.name} {reason}"))
+
+    async def _iterate(self) -> None:
+        self._running = [(s, r) for s, r in self._running if not r.done()]
+        while self._waiting and len(self._running) < self._max_batch:
+            self._running.append(self._waiting.popleft())
+        if not self._running:
+            self._work.clear()
+            await self._work.wait()
+            return
+        await asyncio.sleep(self._times.step_s + self._times.per_sample_s * (len(self._running) - 1))
+        self._step()
+        for sample, result in [pair for pair in self._running if pair[0].done]:
+            await asyncio.sleep(self._times.decode_s)
+            if not result.done():
+                result.set_result(_trajectory(sample))
+
+    def _step(self) -> None:
+        """One step of everything running; samples of different shapes take theirs one shape after the other."""
+        by_shape: dict[tuple[int, ...], list[InFlight]] = {}
+        for sample, _ in self._running:
+            by_shape.setdefault(sample.shape, []).append(sample)
+        for shape, samples in by_shape.items():
+            take_steps(samples, torch.zeros(len(samples), *shape), self._version)
+
+
+def _trajectory(sample: InFlight) -> Trajectory:
+    request = sample.request
+    conditioning = {"prompt_embeds": torch.zeros(_TEXT_TOKENS, _TEXT_WIDTH), "prompt_mask": torch.ones(_TEXT_TOKENS, dtype=torch.bool)}
+    tensors = sample.tensors(TensorDict(conditioning, batch_size=[]))
+    return Trajectory(TensorDict(tensors, batch_size=[]), flat_image(request.seed, request.height, request.width), tuple(sample.versions))

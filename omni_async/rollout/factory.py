@@ -1,0 +1,55 @@
+"""From configuration to an engine. Each engine's module, and what it imports, is loaded only if it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_async.config.schema import Config
+from omni_async.policy import PipelineFamily
+from omni_async.rollout.base import RolloutEngine
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build_engine(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
+    """The engine of `config.rollout.engine`, not started yet; `engine_name` is how it calls itself in reports and errors.
+
+    ValueError if the checkpoint is not the family's, or the family does not run on that engine.
+    """
+    rollout = config.rollout
+    match rollout.engine:
+        case "emulated":
+            from omni_async.rollout.emulated import EmulatedEngine
+
+            policy = family.load_policy(config.model.path)
+            return EmulatedEngine(
+                engine_name, rollout.emulated, max_batch=rollout.max_batch, latent_shape=policy.latent_shape, sigmas=policy.sigmas
+            )
+        case "diffusers":
+            from omni_async.rollout.diffusers_engine import DiffusersEngine
+
+            device = "cpu" if config.placement.rollout.gpus == 0 else None
+            return DiffusersEngine(
+                engine_name, family.load_policy(config.model.path), dtype=_dtype(config), max_batch=rollout.max_batch, device=device
+            )
+        case "vllm_omni":
+            from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+
+            if family.vllm_pipeline is None or family.vllm_extension is None:
+                raise ValueError(f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'")
+            return VllmOmniEngine(
+                engine_name,
+                family,
+                path=config.model.path,
+                dtype=config.model.dtype,
+                max_batch=rollout.max_batch,
+                rpc_timeout_s=config.weights.timeout_s,
+            )
+    raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")
+
+
+def _dtype(config: Config) -> torch.dtype:
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

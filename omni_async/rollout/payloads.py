@@ -1,0 +1,68 @@
+"""Published weights as an engine takes them in: verified once when staged, turned into full weights under diffusers names when swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.lora import merged_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that arrived whole: `verify` has compared the digest of `buckets` with the manifest's."""
+
+    manifest: WeightManifest
+    buckets: list[np.ndarray]
+    staged_s: float = 0.0
+
+    def verify(self) -> None:
+        """WeightError if the buckets are not what the manifest promises."""
+        verify(self.manifest, self.buckets)
+
+    def weights(self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that this version changes, under diffusers names, one tensor at a time; they must not be written to.
+
+        `base` maps every weight of the transformer to its value without adapters. A full payload yields all of them; a LoRA payload yields
+        `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything is yielded, if names or shapes do not fit.
+        """
+        received = dict(unpack(self.manifest, self.buckets))
+        version = self.manifest.version
+        if self.manifest.payload == "lora":
+            adapted = adapted_weights(received)
+            if unknown := sorted(adapted - base.keys()):
+                raise ValueError(f"version {version} adapts {unknown[0]!r}, which the transformer does not have")
+            chosen = {name: base[name] for name in sorted(adapted)}
+            return merged_weights(chosen, received, lora_scale(self.manifest), lambda tensor: tensor.detach().to(device))
+        expected = {name: tuple(weight.shape) for name, weight in base.items()}
+        got = {name: tuple(weight.shape) for name, weight in received.items()}
+        if wrong := sorted(set(expected.items()) ^ set(got.items())):
+            name = wrong[0][0]
+            raise ValueError(
+                f"weights of version {version} do not fit the transformer: {name!r} is {got.get(name, 'absent')}, "
+                f"expected {expected.get(name, 'nothing of that name')}"
+            )
+        return iter(received.items())
+
+
+def adapted_weights(adapters: Iterable[str]) -> set[str]:
+    """Names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
+    return {name.rsplit(".lora_", 1)[0] + ".weight" for name in adapters}
+
+
+def lora_scale(manifest: WeightManifest) -> float:
+    """`manifest.lora["scale"]`, or alpha / rank where that is what it gives."""
+    lora = manifest.lora or {}
+    if "scale" in lora:
+        return float(lora["scale"])
+    if "alpha" in lora and "rank" in lora:
+        return float(lora["alpha"]) / float(lora["rank"])
+    raise ValueError(f"the LoRA payload of version {manifest.version} has neither a scale nor alpha and rank: {lora}")

@@ -1,0 +1,94 @@
+"""vLLM's CPU platform with the interface vLLM-Omni adds, for diffusion stages. See `cpu_platform` for when it is chosen."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
+
+
+class CpuOmniPlatform(OmniPlatform, CpuPlatform):
+    _omni_enum = OmniPlatformEnum.OOT
+    # vLLM-Omni writes logical device numbers here, so it must not be the variable from which vLLM reads NUMA nodes.
+    device_control_env_var = "OMNI_ASYNC_CPU_DEVICES"
+
+    @classmethod
+    def get_diffusion_attn_backend_cls(cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False) -> str:
+        if selected_backend not in (None, "TORCH_SDPA", "SDPA"):
+            raise ValueError(f"on a CPU the only attention backend is TORCH_SDPA, got {selected_backend}")
+        return "omni_async.rollout.vllm_cpu_attention.CpuSDPABackend"
+
+    @classmethod
+    def get_default_stage_config_path(cls) -> str:
+        return "vllm_omni/deploy"
+
+    @classmethod
+    def supports_torch_inductor(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_diffusion_dense_flash_attention(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def get_device_count(cls) -> int:
+        return os.cpu_count() or 1
+
+    @classmethod
+    def get_device_version(cls) -> str | None:
+        return None
+
+    @classmethod
+    def set_device(cls, device: Any) -> None:
+        return None
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    @classmethod
+    def synchronize(cls, device: Any = None) -> None:
+        return None
+
+    @classmethod
+    def empty_cache(cls) -> None:
+        return None
+
+    @classmethod
+    def record_device_event(cls) -> None:
+        return None
+
+    @classmethod
+    def reset_peak_memory_stats(cls, device: Any = None) -> None:
+        return None
+
+    # vLLM-Omni asks for the peak after every denoising step of every batch; reading /proc that often costs more than the number is worth.
+    @classmethod
+    def max_memory_reserved(cls, device: Any = None) -> int:
+        return 0
+
+    @classmethod
+    def max_memory_allocated(cls, device: Any = None) -> int:
+        return 0
+
+    @classmethod
+    def get_free_memory(cls, device: Any = None) -> int:
+        return int(psutil.virtual_memory().available)
+
+    @classmethod
+    def get_device_memory(cls, device: Any = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)

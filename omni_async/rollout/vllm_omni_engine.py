@@ -1,0 +1,167 @@
+"""The production engine: vLLM-Omni with step-wise continuous batching, in this process.
+
+vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and carries weights. An
+engine initialises torch.distributed and claims the process, so a process has one engine and no trainer. Waits for: the results stream of
+a request; the answer of a worker call, which vLLM-Omni runs between two denoising steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+from omni_async.policy import PipelineFamily
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.payloads import Staged
+from omni_async.rollout.stepping import check_request
+from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.weights.buckets import WeightError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Read when vLLM and tqdm are imported. A user's own choice wins. Without the event-driven loop two threads poll every millisecond, also
+# while the engine idles.
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_OMNI_EVENT_DRIVEN_ORCH": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
+}
+
+
+class VllmOmniEngine:
+    """See `RolloutEngine`. `dtype` is the engine's weight dtype by name."""
+
+    def __init__(self, name: str, family: PipelineFamily, *, path: str, dtype: str, max_batch: int, rpc_timeout_s: float = 600.0) -> None:
+        self.name = name
+        self._family = family
+        self._policy = family.load_policy(path)
+        self._path = path
+        self._dtype = dtype
+        self._max_batch = max_batch
+        self._rpc_timeout_s = rpc_timeout_s
+        self._omni: Any = None
+        self._staged: Staged | None = None
+        self._serial = 0
+
+    async def start(self) -> WeightReport:
+        """Takes tens of seconds, most of it imports; the event loop runs on meanwhile."""
+        for variable, value in _ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+        self._omni = await asyncio.to_thread(self._build)
+        held = await self._call("held_weights")
+        return WeightReport(engine=self.name, version=held["version"], digest=held["digest"])
+
+    def _build(self) -> Any:
+        from transformers.utils.logging import disable_progress_bar
+        from vllm_omni import AsyncOmni
+
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        return AsyncOmni(
+            model=self._path,
+            dtype=self._dtype,
+            enforce_eager=True,
+            num_gpus=1,
+            custom_pipeline_args={"pipeline_class": self._family.vllm_pipeline},
+            worker_extension_cls=self._family.vllm_extension,
+            step_execution=True,
+            max_num_seqs=self._max_batch,
+            log_stats=False,
+        )
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        from vllm_omni.errors import OmniClientError
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        from omni_async.rollout.vllm_worker import REQUEST_KEY, RESULT_KEY
+
+        check_request(request)
+        self._policy.latent_shape(request.height, request.width)
+        omni = self._require_open()
+        parameters = OmniDiffusionSamplingParams(
+            height=request.height,
+            width=request.width,
+            num_inference_steps=request.num_inference_steps,
+            true_cfg_scale=request.true_cfg_scale,
+            extra_args={REQUEST_KEY: request},
+        )
+        self._serial += 1
+        output: Any = None
+        try:
+            # The prompt itself travels in the request; vLLM-Omni only needs to see one.
+            stream = omni.generate(
+                {"prompt": request.prompt.text}, sampling_params_list=[parameters], request_id=f"{request.sample_id}.{self._serial}"
+            )
+            async for update in stream:
+                output = update
+        except OmniClientError as error:
+            raise ValueError(str(error)) from error
+        except Exception as error:
+            raise EngineError(f"{self.name}: sample {request.sample_id}: {error}") from error
+        result = None if output is None else output.multimodal_output.get("metadata", {}).get(RESULT_KEY)
+        if result is None:
+            raise EngineError(
+                f"{self.name}: sample {request.sample_id}: {getattr(output, 'error', None) or 'vLLM-Omni returned no result'}"
+            )
+        # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary ones.
+        tensors = {name: value.clone() for name, value in result["tensors"].items()}
+        return Trajectory(TensorDict(tensors, batch_size=[]), result["image"].clone(), result["versions"])
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        started = time.perf_counter()
+        try:
+            await asyncio.to_thread(Staged(manifest, buckets).verify)
+        except WeightError as error:
+            raise EngineError(f"{self.name}: {error}") from error
+        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        return manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.manifest.version != version:
+            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged.manifest.version if staged else None}")
+        answer = await self._call("swap_weights", staged, False)
+        held = await self._call("held_weights")
+        if (held["version"], held["digest"]) != (version, staged.manifest.digest):
+            raise EngineError(f"{self.name}: swapped to version {version}, but the worker holds {held}")
+        return WeightReport(
+            engine=self.name, version=held["version"], digest=held["digest"], staged_s=staged.staged_s, swap_s=answer["swap_s"]
+        )
+
+    async def close(self) -> None:
+        omni, self._omni = self._omni, None
+        if omni is not None:
+            await asyncio.to_thread(omni.shutdown)
+
+    def _require_open(self) -> Any:
+        if self._omni is None:
+            raise EngineError(f"{self.name} is not running")
+        return self._omni
+
+    async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """The workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a dictionary that says so."""
+        try:
+            answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
+        except Exception as error:
+            raise EngineError(f"{self.name}: {method} failed: {error}") from error
+        found = _flatten(answers)
+        for answer in found:
+            if not isinstance(answer, dict) or answer.get("error") or answer.get("todo") or answer.get("supported") is False:
+                raise EngineError(f"{self.name}: {method} failed: {answer}")
+        if not found or any((a.get("version"), a.get("digest")) != (found[0].get("version"), found[0].get("digest")) for a in found):
+            raise EngineError(f"{self.name}: {method}: the workers disagree: {answers}")
+        first: dict[str, Any] = found[0]
+        return first
+
+
+def _flatten(answers: Any) -> list[Any]:
+    """vLLM-Omni nests answers by stage, replica and rank."""
+    if isinstance(answers, list | tuple):
+        return [leaf for answer in answers for leaf in _flatten(answer)]
+    return [answers]

@@ -1,0 +1,206 @@
+"""The worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the weight swap.
+
+A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and `fill_state`.
+vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here computes the velocity of the batch
+with the native pipeline, takes every sample's transition, and decodes those that are done together. Per-request hooks that follow only
+hand rows on, because a Python call per request and step would cost more than a small model's forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tensordict import TensorDict
+from vllm.model_executor.layers.linear import LinearBase
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.errors import OmniClientError
+
+from omni_async.policy import Codec, Policy
+from omni_async.rollout.conditioning import ConditioningCache
+from omni_async.rollout.payloads import Staged
+from omni_async.rollout.stepping import InFlight, take_steps
+from omni_async.types import Prompt, SampleRequest
+
+REQUEST_KEY = "omni_async_request"
+RESULT_KEY = "omni_async"
+_SAMPLE = "omni_async_sample"
+_CONDITIONING = "omni_async_conditioning"
+_IMAGE = "omni_async_image"
+
+
+class RolloutPipelineMixin:
+    """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's input is cast."""
+
+    supports_step_execution = True
+
+    def __init__(self, *, od_config: Any, prefix: str = "") -> None:
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        self.weight_version = 0
+        self.weight_digest = ""
+        self.policy = self.make_policy(od_config.model)
+        self.conditioning = ConditioningCache(self.make_codec())
+        self.codec = self.conditioning.codec
+        for module in self.transformer.modules():
+            if isinstance(module, LinearBase):
+                # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could follow.
+                setattr(module, "skip_weight_relayout", True)  # noqa: B010 - vLLM's own switch, not declared by the class
+
+    # ---- what a family defines -------------------------------------------------------------------------------------------------------
+
+    transformer: torch.nn.Module
+
+    def make_policy(self, path: str) -> Policy:
+        """The family's policy for the checkpoint at `path`: its latent shape and sigmas are used."""
+        raise NotImplementedError
+
+    def make_codec(self) -> Codec:
+        """The family's codec around this pipeline's own text encoder and VAE."""
+        raise NotImplementedError
+
+    def fill_state(self, state: Any, request: SampleRequest, conditioning: TensorDict) -> None:
+        """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index. Batch size 1."""
+        raise NotImplementedError
+
+    # ---- vLLM-Omni's step-wise protocol ----------------------------------------------------------------------------------------------
+
+    def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
+        request = _request_of(state, self.model_device)
+        sigmas = self.policy.sigmas(request.num_inference_steps, request.height, request.width)
+        shape = self.policy.latent_shape(request.height, request.width)
+        try:
+            conditioning = self.conditioning.of(request)
+        except ValueError as error:
+            # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
+            raise OmniClientError(str(error)) from error
+        sample = InFlight(request, sigmas, shape, self.model_device)
+        state.extra[_SAMPLE], state.extra[_CONDITIONING] = sample, conditioning
+        state.latents = sample.latents[None]
+        # The native pipelines divide by 1000 before the transformer.
+        state.timesteps = (sigmas[:-1] * 1000.0).to(self.model_device)
+        state.step_index = 0
+        self.fill_state(state, request, conditioning)
+        return state
+
+    def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
+        """(B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to their requests."""
+        cast = copy.copy(input_batch)
+        cast.latents = cast.latents.to(self.model_dtype)
+        velocity: torch.Tensor = super().denoise_step(cast, **kwargs)  # type: ignore[misc]
+        samples = [state.extra[_SAMPLE] for state in states]
+        latents = take_steps(samples, velocity.float(), self.weight_version)
+        self._decode([state for state in states if state.extra[_SAMPLE].done])
+        return latents
+
+    def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None:
+        state.latents = noise_pred
+        state.step_index += 1
+
+    def post_decode(self, state: Any, **kwargs: Any) -> DiffusionOutput:
+        sample: InFlight = state.extra[_SAMPLE]
+        tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
+        result = {"tensors": tensors, "image": state.extra[_IMAGE], "versions": tuple(sample.versions)}
+        # vLLM-Omni turns the payload's image into a PIL one; nobody looks at it, so it gets a single pixel.
+        return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        return next(self.transformer.parameters()).dtype
+
+    @property
+    def model_device(self) -> torch.device:
+        return next(self.transformer.parameters()).device
+
+    def _decode(self, states: list[Any]) -> None:
+        """Decodes finished samples, those of one size in one batch."""
+        by_size: dict[tuple[int, int], list[Any]] = {}
+        for state in states:
+            request = state.extra[_SAMPLE].request
+            by_size.setdefault((request.height, request.width), []).append(state)
+        for (height, width), same in by_size.items():
+            images = self.codec.decode(torch.stack([s.extra[_SAMPLE].latents for s in same]), height, width).cpu()
+            for state, image in zip(same, images, strict=True):
+                state.extra[_IMAGE] = image
+
+
+def _request_of(state: Any, device: torch.device) -> SampleRequest:
+    sampling = state.sampling
+    request = (sampling.extra_args or {}).get(REQUEST_KEY)
+    if isinstance(request, SampleRequest):
+        return request
+    # vLLM-Omni's own warm-up request. On a CPU there are no kernels to warm up, and its 512 x 512 pixels would take seconds.
+    pixels = {"height": 64, "width": 64} if device.type == "cpu" else {"height": sampling.height, "width": sampling.width}
+    return SampleRequest(
+        sample_id=state.request_id,
+        kind="validation",
+        group=0,
+        sample=0,
+        prompt=Prompt(index=0, text="warm-up"),
+        seed=0,
+        **pixels,
+        num_inference_steps=max(2, sampling.num_inference_steps),
+        true_cfg_scale=1.0,
+        negative_prompt="",
+        noise_level=0.0,
+        sde_kind="flow",
+        window=None,
+    )
+
+
+class RolloutWorkerExtension(CustomPipelineWorkerExtension):
+    """Remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
+
+    def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
+        """Loads a version and says what the pipeline holds now. `verify` rehashes first, where the buckets travelled to another process.
+
+        ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out of the load.
+        """
+        started = time.perf_counter()
+        if verify:
+            staged.verify()
+        pipeline = self.model_runner.pipeline
+        wanted: set[str] = set()
+
+        def named(base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in staged.weights(base, pipeline.model_device):
+                wanted.add(f"transformer.{name}")
+                yield f"transformer.{name}", weight
+
+        with ExitStack() as stack:
+            loaded = set(pipeline.load_weights(named(_Checkpoint(Path(pipeline.od_config.model) / "transformer", stack))))
+        if staged.manifest.payload == "full":
+            wanted |= {f"transformer.{name}" for name, _ in pipeline.transformer.named_parameters()}
+        if missing := sorted(wanted - loaded):
+            raise RuntimeError(f"{len(missing)} of {len(wanted)} transformer parameters were not loaded, beginning with {missing[0]!r}")
+        pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
+        return self.held_weights() | {"swap_s": time.perf_counter() - started}
+
+    def held_weights(self) -> dict[str, Any]:
+        pipeline = self.model_runner.pipeline
+        return {"version": pipeline.weight_version, "digest": pipeline.weight_digest}
+
+
+class _Checkpoint(Mapping[str, torch.Tensor]):
+    """The tensors of a folder of safetensors files under their diffusers names, read when asked for. The live parameters would not do as
+    the base of an adapter: they are fused, sharded and already adapted."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)

@@ -1,0 +1,44 @@
+"""Every role on one event loop: for tests, debugging, and machines without Ray. Same classes, same messages, no serialisation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from omni_async.control.coordinator import Coordinator
+from omni_async.runtime import roles
+from omni_async.runtime.preflight import RunInputs
+from omni_async.store import LocalStore, ObjectStore
+from omni_async.tracking.rundir import RunDirectory
+
+
+class InProcessCluster:
+    def __init__(self, inputs: RunInputs, run: RunDirectory) -> None:
+        config = inputs.config
+        self.store: ObjectStore = LocalStore()
+        self.coordinator: Coordinator = roles.build_coordinator(inputs, run.run_id, str(run.ledger))
+        self._producers = {
+            name: roles.build_producer(name, inputs, self.coordinator, self.store)
+            for name in (f"rollout-{worker}" for worker in range(config.rollout.workers))
+        }
+        self._rewarders = {
+            name: roles.build_rewarder(name, config, self.coordinator, self.store)
+            for name in (f"reward-{worker}" for worker in range(config.reward.workers))
+        }
+        self._publisher = roles.build_publisher(config, self._producers, self.coordinator)
+        self._trainer = roles.build_trainer(inputs, [], self.coordinator, self._publisher, self.store, str(run.checkpoints))
+
+    async def start(self) -> None:
+        starts = [self._trainer.start(), *(p.start() for p in self._producers.values()), *(r.start() for r in self._rewarders.values())]
+        await asyncio.gather(*starts)
+
+    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        actors: dict[str, Any] = {**self._producers, **self._rewarders, "trainer": self._trainer}
+        return {name: actor.run() for name, actor in actors.items()}
+
+    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {"publisher": self._publisher.run()}
+
+    async def close(self) -> None:
+        """Roles free what they hold when their work ends."""

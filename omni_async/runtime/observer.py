@@ -1,0 +1,195 @@
+"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a summary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.control.events import RunEvent
+from omni_async.runtime.cluster import RunControl
+from omni_async.store import ObjectStore
+from omni_async.tracking.console import Console
+from omni_async.tracking.images import image_grid
+from omni_async.tracking.metrics import histogram
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
+from omni_async.tracking.timeline import busy_fractions
+from omni_async.types import Span
+
+# Console figures look back this far: recent enough to follow a change, long enough to be steady.
+_RECENT_S = 30.0
+
+
+class Observer:
+    """One run's record. `watch` runs until the run has ended; `summary` afterwards says what it was."""
+
+    def __init__(self, config: Config, run: RunDirectory, console: Console, mlflow: MlflowSink | None, clock: Clock) -> None:
+        self._config = config
+        self._run = run
+        self._console = console
+        self._mlflow = mlflow
+        self._clock = clock
+        self._spans: list[Span] = []
+        self._rewards: list[float] = []
+        self._staleness: list[int] = []
+        self._finished: list[tuple[float, int]] = []
+        self._validation: list[ValidationPoint] = []
+        self._pictures: set[asyncio.Task[None]] = set()
+        self.started = clock.now()
+        self.ended: dict[str, Any] | None = None
+
+    async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
+        """Until the `ended` event. Pictures are fetched and drawn on the side."""
+        while self.ended is None:
+            for event in await coordinator.events():
+                self._take(event, store)
+
+    async def drain(self, coordinator: RunControl, store: ObjectStore, seconds: float) -> None:
+        """After the end: what the roles still report while they finish, and the pictures being drawn."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    for event in await coordinator.events():
+                        self._take(event, store)
+        except TimeoutError:
+            pass
+        if self._pictures:
+            await asyncio.wait(self._pictures, timeout=30)
+
+    def _take(self, event: RunEvent, store: ObjectStore) -> None:
+        match event.kind:
+            case "phase":
+                self._console.phase(event.data["text"])
+            case "spans":
+                self._spans.extend(event.data["spans"])
+            case "update":
+                self._update(event.data)
+            case "validation":
+                self._validated(event.data)
+            case "ended":
+                self.ended = event.data
+        if event.media:
+            name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
+            task = asyncio.create_task(self._picture(name, event, store))
+            self._pictures.add(task)
+            task.add_done_callback(self._pictures.discard)
+
+    def _update(self, data: dict[str, Any]) -> None:
+        version, reward, staleness = data["version"], data["reward"], data["staleness"]
+        self._rewards.append(reward)
+        self._staleness.extend(staleness)
+        self._finished.append((data["finished"], data["images"]))
+        rate = self._images_per_s(data["finished"])
+        busy = self._recently_busy()
+        buffers = data["buffers"]
+        numbers = {
+            "reward": reward,
+            **{f"reward/{name}": value for name, value in data["parts"].items()},
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "images": data["images"],
+            "images_per_s": rate,
+            "update_s": data["finished"] - data["started"],
+            **data["metrics"],
+            **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
+            **{f"buffers/{name}": statistics["reserved"] for name, statistics in buffers.items() if "reserved" in statistics},
+        }
+        self._run.append_metrics(version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]})
+        if self._mlflow:
+            self._mlflow.log_metrics(numbers, version)
+        slots = buffers["slots"]
+        self._console.update(
+            {
+                "update": version,
+                "reward": reward,
+                "staleness": numbers["staleness/mean"],
+                "staleness_counts": histogram(staleness),
+                "images_per_s": rate,
+                "buffers": {
+                    "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
+                    **{name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")},
+                },
+                "busy": {role: shares["busy"] for role, shares in busy.items()},
+                "extra": {name: data["metrics"][name] for name in ("loss", "grad_norm", "clip_fraction", "ess") if name in data["metrics"]},
+            }
+        )
+
+    def _images_per_s(self, now: float) -> float:
+        """Over the recent past, or since the start of the run while that is shorter."""
+        earlier = [(self.started, 0), *(point for point in self._finished if point[0] < now - _RECENT_S)][-1]
+        seconds = now - earlier[0]
+        return (self._finished[-1][1] - earlier[1]) / seconds if seconds > 0 else 0.0
+
+    def _recently_busy(self) -> dict[str, dict[str, float]]:
+        now = self._clock.now()
+        start = max(self.started, now - _RECENT_S)
+        recent: list[Span] = []
+        for span in reversed(self._spans):
+            if span.end < start - _RECENT_S:
+                break
+            recent.append(span)
+        return busy_fractions(recent, start, now)
+
+    def _validated(self, data: dict[str, Any]) -> None:
+        parts = dict(data["parts"])
+        value = parts.pop("reward", None)
+        if value is None:
+            self._console.note(f"validation of version {data['version']}: no sample could be scored")
+            return
+        self._validation.append(ValidationPoint(data["version"], value, parts))
+        self._console.validation(data["version"], value, parts)
+        self._run.append_metrics(data["version"], {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()})
+        if self._mlflow:
+            self._mlflow.log_metrics({f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}, data["version"])
+
+    async def _picture(self, name: str, event: RunEvent, store: ObjectStore) -> None:
+        arrays = await asyncio.gather(*(store.get(reference) for reference, _ in event.media))
+        items = [(np.asarray(array), caption) for array, (_, caption) in zip(arrays, event.media, strict=True)]
+        await asyncio.to_thread(self._draw, name, items, event.data["version"])
+
+    def _draw(self, name: str, items: Sequence[tuple[np.ndarray, str]], version: int) -> None:
+        grid = image_grid(items)
+        grid.save(self._run.samples / f"{name}.png")
+        if self._mlflow:
+            self._mlflow.log_image(grid, name.split("-")[0], version)
+
+    @property
+    def spans(self) -> list[Span]:
+        return self._spans
+
+    def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float) -> Summary:
+        ended = self.ended or {}
+        counters = ended.get("conservation") or dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
+        return summarise(
+            run=self._run.run_id,
+            status=status,
+            reason=reason,
+            started=self.started,
+            finished=finished,
+            images=ended.get("images", 0),
+            rewards=self._rewards,
+            staleness=self._staleness,
+            counters=Counters(**counters),
+            spans=self._spans,
+            devices=self._devices(),
+            reject_reasons=ended.get("reasons"),
+            validation=self._validation,
+            peak_memory_bytes=peak_memory,
+        )
+
+    def _devices(self) -> float:
+        """Every accelerator of the job, reward workers' included; every CPU where it uses none."""
+        placement = self._config.placement
+        roles = [
+            (self._config.rollout.workers, placement.rollout),
+            (self._config.reward.workers, placement.reward),
+            (self._config.trainer.workers, placement.trainer),
+        ]
+        gpus = sum(count * resources.gpus for count, resources in roles)
+        return gpus or sum(count * resources.cpus for count, resources in roles)

@@ -1,0 +1,92 @@
+"""The Ray shell: one actor class that hosts any role, and the proxy through which roles call each other.
+
+Ray runs every concurrency group of an async actor on an event loop of its own, and a role must live on one. So the role has a home loop in
+its own thread, and the actor's methods are doors that carry calls there: `data` for calls that may wait long, `control` for those that must
+get through while the data door is crowded, `health` for the question whether the home loop still turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+
+# Calls that wait for something to happen; everything else goes through the control door.
+_LONG_CALLS = frozenset({"next_samples", "next_to_score", "next_group", "events", "run", "start", "receive_weights"})
+
+
+class Shell:
+    """Hosts the role that `build()` makes. Becomes a Ray actor through `actor_class`."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._home = asyncio.new_event_loop()
+        threading.Thread(target=self._home.run_forever, name="home", daemon=True).start()
+        self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._home).result()
+
+    @staticmethod
+    async def _make(build: Callable[[], Any]) -> Any:
+        return build()
+
+    async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+
+    @ray.method(concurrency_group="data")
+    async def long_call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await self._at_home(getattr(self._role, method)(*args))
+
+    @ray.method(concurrency_group="control")
+    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        return await self._at_home(getattr(self._role, method)(*args))
+
+    @ray.method(concurrency_group="health")
+    async def ping(self) -> float:
+        """Seconds the home loop took to answer."""
+        asked = time.monotonic()
+        await self._at_home(asyncio.sleep(0))
+        return time.monotonic() - asked
+
+
+def actor_class() -> Any:
+    return ray.remote(concurrency_groups={"data": 1024, "control": 256, "health": 2})(Shell)
+
+
+class Proxy:
+    """A role in another process: `await proxy.method(*args)`. Picklable, so roles can be handed each other."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        door = self._actor.long_call if method in _LONG_CALLS else self._actor.call
+
+        async def call(*args: Any) -> Any:
+            try:
+                return await door.remote(method, args)
+            except ray.exceptions.RayTaskError as error:
+                # The role's own exception, not Ray's account of where it passed through.
+                raise getattr(error, "cause", None) or error from None
+
+        return call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Proxy, (self._name, self._actor)
+
+
+class RayStore:
+    """Ray's object store: a value is written once, and read by reference where it is needed."""
+
+    async def put(self, value: Any) -> Any:
+        return await asyncio.to_thread(ray.put, value)
+
+    async def get(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except ray.exceptions.ObjectLostError as error:
+            raise LookupError(f"object {reference.hex()} is gone: {error}") from error

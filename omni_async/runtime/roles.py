@@ -1,0 +1,95 @@
+"""Builds each role from the configuration: the one place where both runtimes get their producers, rewarders, ranks and coordinator from.
+
+Module-level functions with plain arguments, so that the Ray runtime can send them to other processes. Heavy imports happen inside, in the
+process that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi
+from omni_async.actors.producer import Producer
+from omni_async.actors.publisher import WeightPublisher
+from omni_async.actors.rank import Rank
+from omni_async.actors.rewarder import Rewarder
+from omni_async.config import Config
+from omni_async.control.clock import WallClock
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.ledger import JsonlSink
+from omni_async.runtime.preflight import RunInputs
+from omni_async.store import ObjectStore
+
+if TYPE_CHECKING:
+    from omni_async.actors.trainer import Trainer
+    from omni_async.training.engine import TrainEngine
+
+
+def limit_threads(cpus: float) -> None:
+    """Torch's thread count for this process (OMP_NUM_THREADS, set at its start, covers the rest)."""
+    import torch
+
+    torch.set_num_threads(max(1, int(cpus)))
+
+
+def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinator:
+    return Coordinator(
+        inputs.config,
+        run_id,
+        inputs.prompts,
+        inputs.validation_prompts,
+        JsonlSink(Path(ledger)),
+        start_version=inputs.start_version,
+        start_group=inputs.start_group,
+    )
+
+
+def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore) -> Producer:
+    from omni_async.rollout.factory import build_engine
+
+    engine = build_engine(inputs.config, name, inputs.family)
+    return Producer(name, inputs.config, engine, coordinator, store, WallClock())
+
+
+def build_rewarder(name: str, config: Config, coordinator: CoordinatorApi, store: ObjectStore) -> Rewarder:
+    from omni_async.rewards.composition import WeightedScorer
+
+    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, WallClock())
+
+
+def build_publisher(config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi) -> WeightPublisher:
+    return WeightPublisher(config, producers, coordinator, WallClock())
+
+
+def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
+    world_size = inputs.config.trainer.workers
+
+    def build_engine() -> TrainEngine:
+        from omni_async.training.engine import TrainEngine
+
+        device: Any = None
+        if inputs.config.placement.trainer.gpus == 0:
+            import torch
+
+            device = torch.device("cpu")
+        return TrainEngine(inputs.config, inputs.family.load_policy(inputs.config.model.path), rank, world_size, device)
+
+    return Rank(rank, world_size, build_engine, store)
+
+
+def build_trainer(
+    inputs: RunInputs,
+    others: Sequence[RankApi],
+    coordinator: CoordinatorApi,
+    publisher: PublisherApi,
+    store: ObjectStore,
+    checkpoints: str,
+    host: str = "127.0.0.1",
+) -> Trainer:
+    """The trainer with rank 0; `others` are the ranks 1.. that live elsewhere."""
+    from omni_async.actors.trainer import Trainer
+
+    ranks = [build_rank(0, inputs, store), *others]
+    return Trainer(inputs.config, ranks, coordinator, publisher, checkpoints, WallClock(), host)

@@ -1,0 +1,224 @@
+"""One training run, from a checked configuration to an exit code: brings a cluster up, supervises its roles, records what happens.
+
+Whatever ends a run (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves a checkpoint, the
+rest of the events is taken, and trace, summary and MLflow are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.config import Config
+from omni_async.control.clock import WallClock
+from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.runtime.cluster import Cluster
+from omni_async.runtime.observer import Observer
+from omni_async.runtime.preflight import RunInputs
+from omni_async.tracking.console import Console, for_stream
+from omni_async.tracking.memory import MemorySampler
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Status, Summary, write_summary
+from omni_async.tracking.timeline import write_trace
+
+logger = logging.getLogger(__name__)
+
+# How long roles get to finish in order (a checkpoint, last spans) once the run has ended.
+_CLOSING_S = 60.0
+EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+
+
+@dataclass
+class Ending:
+    """How the run ended; the first cause stays."""
+
+    status: Status = "done"
+    reason: str | None = None
+    cause: BaseException | None = field(default=None, repr=False)
+
+    def because(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
+        if self.status == "done":
+            self.status, self.reason, self.cause = status, reason, cause
+
+
+def build_cluster(inputs: RunInputs, run: RunDirectory) -> Cluster:
+    if inputs.config.run.runtime == "inprocess":
+        from omni_async.runtime.inprocess import InProcessCluster
+
+        return InProcessCluster(inputs, run)
+    from omni_async.runtime.ray_cluster import RayCluster
+
+    return RayCluster(inputs, run)
+
+
+def train(inputs: RunInputs, console: Console | None = None) -> Summary:
+    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything heavy is started; every later failure is in the
+    summary's status and reason."""
+    config, clock = inputs.config, WallClock()
+    run = RunDirectory.create(config, clock)
+    console = console or for_stream(sys.stdout, config.trainer.updates)
+    console.phase(f"run {run.run_id}")
+    memory = MemorySampler()
+    memory.start()
+    try:
+        return asyncio.run(_train(inputs, run, console, memory))
+    finally:
+        memory.stop()
+        console.close()
+
+
+async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> Summary:
+    config, clock = inputs.config, WallClock()
+    ending = Ending()
+    mlflow: MlflowSink | None = None
+    observer: Observer | None = None
+    cluster: Cluster | None = None
+    async with _interrupts() as interrupted:
+        try:
+            opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run)) if config.tracking.mlflow.enabled else None
+            console.phase("starting Ray" if config.run.runtime == "ray" else "loading the model")
+            cluster = await asyncio.to_thread(build_cluster, inputs, run)
+            await _unless(interrupted, cluster.start())
+            mlflow = await opening if opening else None
+            console.phase("generating the first samples")
+            observer = Observer(config, run, console, mlflow, clock)
+            await _run(cluster, observer, interrupted, ending)
+        except Interrupted:
+            ending.because("interrupted", "SIGINT before the first update")
+        except Exception as error:
+            ending.because("failed", _describe(error), error)
+            logger.debug("the run failed", exc_info=error)
+        finished = clock.now()
+        if cluster is not None:
+            await cluster.close()
+    observer = observer or Observer(config, run, console, mlflow, clock)
+    summary = observer.summary(ending.status, ending.reason, memory.stop(), finished)
+    _write(run, observer, summary, mlflow)
+    _farewell(console, run, summary, mlflow)
+    return summary
+
+
+async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event, ending: Ending) -> None:
+    """From the first sample until every role has finished."""
+    coordinator, store = cluster.coordinator, cluster.store
+    async with Supervisor() as services, Supervisor() as supervisor:
+        watching = services.start("driver", observer.watch(coordinator, store))
+        services.start("interrupts", _stop_when(interrupted, coordinator))
+        for name, work in cluster.services().items():
+            services.start(name, work)
+        for name, work in cluster.work().items():
+            supervisor.start(name, work)
+        try:
+            await _first(services.wait(until=watching), supervisor.wait())
+        except TaskFailed as failure:
+            ending.because("failed", _describe(failure.__cause__ or failure), failure)
+            with contextlib.suppress(Exception):  # the coordinator itself may be what failed
+                await coordinator.fail(ending.reason or "")
+        with contextlib.suppress(TaskFailed, TimeoutError):
+            # The roles see that the run has ended; the trainer still writes its checkpoint.
+            async with asyncio.timeout(_CLOSING_S):
+                await asyncio.gather(supervisor.settle(), observer.drain(coordinator, store, 1.0))
+        if observer.ended:
+            status, reason = observer.ended["status"], observer.ended["reason"]
+            if status != "done":
+                ending.because(status, reason or status)
+        else:
+            ending.because("failed", "the coordinator never said how the run ended")
+
+
+class Interrupted(Exception):
+    """Ctrl-C before there was anything to stop in order."""
+
+
+@contextlib.asynccontextmanager
+async def _interrupts() -> AsyncIterator[asyncio.Event]:
+    """SIGINT and SIGTERM set the event; a second one falls through to Python's own handling."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def ring() -> None:
+        event.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
+            loop.add_signal_handler(number, ring)
+    try:
+        yield event
+    finally:
+        for number in signals:
+            with contextlib.suppress(RuntimeError, ValueError):
+                loop.remove_signal_handler(number)
+
+
+async def _unless(interrupted: asyncio.Event, work: Any) -> None:
+    """Do the work, or raise Interrupted."""
+    task, interrupt = asyncio.ensure_future(work), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Interrupted
+        task.result()
+    finally:
+        interrupt.cancel()
+        task.cancel()
+
+
+async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
+    await interrupted.wait()
+    await coordinator.stop("interrupted by a signal")
+    await asyncio.Event().wait()  # a service: it ends by being cancelled
+
+
+async def _first(*works: Any) -> None:
+    """Until the first of them is done; its exception is raised, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _open_mlflow(config: Config, run: RunDirectory) -> MlflowSink:
+    return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config))
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _write(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> None:
+    write_trace(run.trace, observer.spans)
+    write_summary(run.summary, summary)
+    if mlflow:
+        for path in (run.config_yaml, run.summary, run.trace):
+            mlflow.log_artifact(path)
+        mlflow.finish(summary.status)
+
+
+def _farewell(console: Console, run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) -> None:
+    """Where everything is, for a person who has just watched it happen."""
+    curve = [point.parts.get("ocr_exact", point.value) for point in summary.validation]
+    if curve:
+        console.note(f"validation: {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
+    console.note(f"{summary.status}{': ' + summary.reason if summary.reason else ''}: {summary.updates} updates in {summary.wall_s:.0f} s")
+    console.note(f"  images    {run.samples}")
+    console.note(f"  metrics   {run.metrics}, {run.summary}, {run.ledger}")
+    console.note(f"  timeline  {run.trace}  (open in https://ui.perfetto.dev)")
+    if mlflow:
+        console.note(f"  MLflow    {mlflow.ui_command}")

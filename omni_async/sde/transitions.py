@@ -1,0 +1,187 @@
+"""One denoising step of a flow-matching sampler as a Gaussian policy: x' = mean + scale * noise. Engines and trainer share this file.
+
+Notation: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0, a step goes from `sigma` down to `sigma_next`,
+h = sigma - sigma_next > 0. B rows, D latent elements per row, n = `noise_level`. Three kinds:
+
+| kind  | origin                              | g (diffusion coefficient)   | std        | scale                     |
+|-------|-------------------------------------|-----------------------------|------------|---------------------------|
+| flow  | Flow-GRPO, arXiv 2505.05470         | n sqrt(sigma / (1 - sigma)) | g          | g sqrt(h)                 |
+| dance | DanceGRPO, arXiv 2505.07818         | n                           | n sqrt(h)  | n sqrt(h)                 |
+| cps   | Flow-CPS, arXiv 2509.05952          | -                           | = scale    | sigma_next sin(n pi / 2)  |
+
+`std` is what the public references return as `std_dev_t` (it is what the published KL divides by); `scale` is what multiplies the noise.
+For `flow` they differ by sqrt(h). A `flow` row with sigma exactly 1 uses sigma_max = sigmas[1] inside g, because 1 / (1 - 1) has no value.
+
+Every mean is linear, a x + b v. The per-row numbers a, b, std and scale are computed in float64 and rounded once, and the mean over
+latent elements accumulates in float64: so a float32 row comes out the same whatever else is in its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KINDS = ("flow", "cps", "dance")
+
+
+@dataclass(frozen=True)
+class Transition:
+    """`mean` (B, ...); `std` (B,) the references' std_dev_t; `scale` (B,) the standard deviation of x'. All in x's dtype."""
+
+    mean: Tensor
+    std: Tensor
+    scale: Tensor
+
+
+def transition(kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor) -> Transition:
+    """The Gaussian of x' given x and the velocity v, both (B, ...); the others are (B,). x is float32 or float64 and v is cast to it.
+
+    ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of order, and
+    for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2).
+    """
+    _check_kind(kind)
+    _check_shapes(x, v=v)
+    rows = _rows64(x, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max, noise_level=noise_level)
+    _check_rows(kind, rows)
+    s, s_next, n = rows["sigma"], rows["sigma_next"], rows["noise_level"]
+    if kind == "cps":
+        angle = n * (math.pi / 2)
+        std = scale = s_next * angle.sin()
+        kept = s_next * angle.cos().abs()  # sqrt(sigma_next^2 - scale^2)
+        of_x = (1 - s_next) + kept
+        of_v = kept * (1 - s) - (1 - s_next) * s
+    else:
+        dt = s_next - s
+        if kind == "flow":
+            finite = torch.where(s == 1, rows["sigma_max"], s)
+            g = n * (s / (1 - finite)).sqrt()
+            std, scale = g, g * (-dt).sqrt()
+        else:
+            g = n
+            std = scale = n * (-dt).sqrt()
+        of_x = 1 + g.square() / (2 * s) * dt
+        of_v = (1 + g.square() * (1 - s) / (2 * s)) * dt
+    mean = x * _column(of_x, x) + v.to(x.dtype) * _column(of_v, x)
+    return Transition(mean, std.to(x.dtype), scale.to(x.dtype))
+
+
+def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """(B,) in mean's dtype: the log-density of x' averaged, not summed, over its D elements. No gradient flows into x'.
+
+    `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is what its
+    reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again. scale must be > 0.
+    """
+    _check_kind(kind)
+    _check_shapes(mean, x_next=x_next)
+    scale = _rows64(mean, scale=scale)["scale"]
+    squares = (x_next.detach().to(mean.dtype) - mean).square()
+    mean_square = squares.flatten(1).mean(dim=1, dtype=torch.float64)
+    if kind == "cps":
+        return (-mean_square).to(mean.dtype)
+    value = -mean_square / (2 * scale.square()) - scale.log() - 0.5 * math.log(2 * math.pi)
+    return value.to(mean.dtype)
+
+
+def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
+    """(B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats: D, and for `cps` D / (2 scale^2)."""
+    _check_kind(kind)
+    if num_elements < 1:
+        raise ValueError(f"num_elements must be >= 1, got {num_elements}")
+    if kind == "cps":
+        return num_elements / (2 * scale.square())
+    return torch.full_like(scale, num_elements)
+
+
+def ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """x' = x + (sigma_next - sigma) v: the noise-free Euler step, (B, ...) in x's dtype."""
+    _check_shapes(x, v=v)
+    rows = _rows64(x, sigma=sigma, sigma_next=sigma_next)
+    return x + v.to(x.dtype) * _column(rows["sigma_next"] - rows["sigma"], x)
+
+
+def take_step(
+    kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor, noise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal. Errors as `transition`."""
+    _check_kind(kind)
+    _check_shapes(x, noise=noise)
+    step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
+    x_next = step.mean + noise.to(x.dtype) * _column(step.scale, x)
+    return x_next, log_prob(kind, x_next, step.mean, step.scale), step.mean
+
+
+def step_mixed(
+    kind: str,
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    sigma_max: Tensor,
+    noise_level: Tensor,
+    noise: Tensor,
+    noisy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x', log_prob, mean) where rows with `noisy` (B,) bool are `take_step` and the others `ode_step` with log_prob 0, mean = x'.
+
+    Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there).
+    """
+    _check_kind(kind)
+    _check_shapes(x, noise=noise)
+    if noisy.dtype != torch.bool or noisy.shape != x.shape[:1]:
+        raise ValueError(f"noisy must be bool of shape {tuple(x.shape[:1])}, got {noisy.dtype} of shape {tuple(noisy.shape)}")
+    _rows64(x, sigma_max=sigma_max, noise_level=noise_level)
+    x_next = mean = ode_step(x, v, sigma, sigma_next)
+    log_probs = x.new_zeros(x.shape[0])
+    rows = noisy.nonzero().squeeze(1)
+    if len(rows) == 0:
+        return x_next, log_probs, mean
+    own = take_step(kind, x[rows], v[rows], sigma[rows], sigma_next[rows], sigma_max[rows], noise_level[rows], noise[rows])
+    return x_next.index_copy(0, rows, own[0]), log_probs.index_copy(0, rows, own[1]), mean.index_copy(0, rows, own[2])
+
+
+def _column(per_row: Tensor, x: Tensor) -> Tensor:
+    """(B,) to (B, 1, ...), in x's dtype."""
+    return per_row.to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"sde kind: expected one of {list(KINDS)}, got {kind!r}")
+
+
+def _check_shapes(x: Tensor, **others: Tensor) -> None:
+    if x.ndim < 2 or x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"latents must be float32 (or float64) of shape (B, ...), got {x.dtype} of shape {tuple(x.shape)}")
+    for name, other in others.items():
+        if other.shape != x.shape:
+            raise ValueError(f"{name} must have shape {tuple(x.shape)} like the latents, got {tuple(other.shape)}")
+
+
+def _rows64(x: Tensor, **rows: Tensor) -> dict[str, Tensor]:
+    for name, row in rows.items():
+        if row.shape != x.shape[:1]:
+            raise ValueError(f"{name} must have shape {tuple(x.shape[:1])}, a number per row, got {tuple(row.shape)}")
+    return {name: row.to(torch.float64) for name, row in rows.items()}
+
+
+def _check_rows(kind: str, rows: dict[str, Tensor]) -> None:
+    s, s_next, s_max, n = rows["sigma"], rows["sigma_next"], rows["sigma_max"], rows["noise_level"]
+    good = {
+        ("noise_level", "finite and > 0; a noise-free row is an ode_step"): (n > 0) & n.isfinite(),
+        ("sigma", "in (0, 1]"): (s > 0) & (s <= 1),
+        ("sigma_next", "in [0, sigma)"): (s_next >= 0) & (s_next < s),
+    }
+    if kind == "flow":
+        good["sigma_max", "sigmas[1], in (0, 1), on a row where sigma is 1"] = (s != 1) | ((s_max > 0) & (s_max < 1))
+    if kind == "cps":
+        good["sigma_next", "> 0 for kind 'cps', whose scale is 0 there"] = s_next != 0
+        good["noise_level", "< 2 for kind 'cps', whose scale is sigma_next sin(noise_level pi / 2)"] = n < 2
+    if torch.stack(list(good.values())).all():  # one device synchronisation when all is well
+        return
+    for (name, wanted), rows_good in good.items():
+        if not rows_good.all():
+            row = int(rows_good.logical_not().nonzero()[0])
+            raise ValueError(f"{name} must be {wanted}, got {rows[name][row].item()} in row {row}")

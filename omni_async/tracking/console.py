@@ -1,0 +1,95 @@
+"""What a person or a pipe sees of a run. A pipe gets exactly one flushed line per update; a terminal gets a live display."""
+
+from __future__ import annotations
+
+from typing import Protocol, TextIO, TypedDict
+
+
+class UpdateView(TypedDict, total=False):
+    """What one update shows; leave out what isn't known. `staleness` is a mean, `staleness_counts` how many groups had which,
+    `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by name."""
+
+    update: int
+    reward: float
+    staleness: float
+    staleness_counts: dict[int, int]
+    images_per_s: float
+    buffers: dict[str, tuple[int, int]]
+    busy: dict[str, float]
+    extra: dict[str, float]
+
+
+class Console(Protocol):
+    def phase(self, text: str) -> None:
+        """What is being waited for, before there are updates: `starting ray`, `loading engine`."""
+
+    def update(self, view: UpdateView) -> None:
+        """An update is done."""
+
+    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
+        """A validation round is done."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own."""
+
+    def close(self) -> None:
+        """Nothing more is shown; calling it again changes nothing."""
+
+
+def for_stream(stream: TextIO, total_updates: int) -> Console:
+    """The console that suits the stream."""
+    if stream.isatty():
+        from omni_async.tracking.live_console import LiveConsole
+
+        return LiveConsole(stream, total_updates)
+    return LineConsole(stream, total_updates)
+
+
+class LineConsole:
+    """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 val 0.52`.
+
+    A reader that goes away (`| head`) silences it; the run goes on.
+    """
+
+    def __init__(self, stream: TextIO, total_updates: int) -> None:
+        self._stream = stream
+        self._total = total_updates
+        self._validation: float | None = None
+        self._closed = False
+
+    def phase(self, text: str) -> None:
+        self._line(text)
+
+    def update(self, view: UpdateView) -> None:
+        words = [f"update {view.get('update', '?')}/{self._total}"]
+        if "reward" in view:
+            words.append(f"reward {view['reward']:.3f}")
+        words += [f"{name} {value:.4g}" for name, value in view.get("extra", {}).items()]
+        if "staleness" in view:
+            words.append(f"staleness {view['staleness']:.1f}")
+        words += [f"{name} {held}/{capacity}" for name, (held, capacity) in view.get("buffers", {}).items()]
+        words += [f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()]
+        if "images_per_s" in view:
+            words.append(f"images/s {view['images_per_s']:.1f}")
+        if self._validation is not None:
+            words.append(f"val {self._validation:.3f}")
+        self._line(" ".join(words))
+
+    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
+        self._validation = value
+        self._line(" ".join([f"validation of version {version}: {value:.3f}", *(f"{name} {part:.3f}" for name, part in parts.items())]))
+
+    def note(self, text: str) -> None:
+        self._line(text)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _line(self, text: str) -> None:
+        if self._closed:
+            return
+        try:
+            self._stream.write(" ".join(text.split()) + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):  # ValueError: the stream is closed
+            self._closed = True

@@ -1,0 +1,84 @@
+"""Sample grids: images side by side, each with what was asked, what was read and what it earned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from omni_async.types import Prompt, Score
+
+_CELL_MIN, _CELL_MAX = 192, 384
+_FONT_SIZE, _LINE_HEIGHT, _MAX_LINES, _PADDING = 13, 16, 4, 6
+_BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
+
+
+def caption(prompt: Prompt, score: Score) -> str:
+    """`reward 0.812`, then what was read (if the scorer reads), then the prompt."""
+    read = "" if score.text is None else f"  read {score.text!r}"
+    return f"reward {score.value:.3f}{read}\n{prompt.text}"
+
+
+def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = None) -> Image.Image:
+    """A grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says otherwise.
+
+    Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones are reduced.
+    """
+    if not items:
+        raise ValueError("an image grid needs at least one image")
+    font = ImageFont.load_default(_FONT_SIZE)
+    tiles = [_fit(array) for array, _ in items]
+    columns = min(len(items), columns or math.ceil(math.sqrt(len(items))))
+    width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
+    captions = [_wrap(text, font, width) for _, text in items]
+    cell_width = width + _PADDING
+    cell_height = height + _LINE_HEIGHT * max(len(lines) for lines in captions) + 2 * _PADDING
+    rows = math.ceil(len(items) / columns)
+    grid = Image.new("RGB", (columns * cell_width + _PADDING, rows * cell_height + _PADDING), _BACKGROUND)
+    draw = ImageDraw.Draw(grid)
+    for i, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
+        left, top = _PADDING + (i % columns) * cell_width, _PADDING + (i // columns) * cell_height
+        grid.paste(tile, (left, top))
+        for n, line in enumerate(lines):
+            draw.text((left, top + height + 2 + n * _LINE_HEIGHT), line, font=font, fill=_INK)
+    return grid
+
+
+def _fit(array: np.ndarray) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise ValueError(f"expected a uint8 image (height, width, 3), got {array.dtype} {array.shape}")
+    image = Image.fromarray(array)
+    if image.width < _CELL_MIN:
+        factor = math.ceil(_CELL_MIN / image.width)
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    if max(image.size) > _CELL_MAX:
+        image.thumbnail((_CELL_MAX, _CELL_MAX), Image.Resampling.LANCZOS)
+    return image
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    """Lines no wider than `width` pixels, at most `_MAX_LINES`; what doesn't fit is cut with dots."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split():
+            joined = f"{line} {word}" if line else word
+            if line and font.getlength(joined) > width:
+                lines.append(line)
+                line = word
+            else:
+                line = joined
+        lines.append(line)
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 1], lines[_MAX_LINES - 1] + "..."]
+    return [_cut(line, font, width) for line in lines]
+
+
+def _cut(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    if font.getlength(line) <= width:
+        return line
+    while line and font.getlength(line + "...") > width:
+        line = line[:-1]
+    return line + "..."

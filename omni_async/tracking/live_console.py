@@ -1,0 +1,83 @@
+"""The live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from omni_async.tracking.console import UpdateView
+
+_BAR_WIDTH = 24
+_REFRESH_PER_S = 4
+
+
+class LiveConsole:
+    """Phases, notes and validations scroll by above the display; numbers are replaced in place."""
+
+    def __init__(self, stream: TextIO, total_updates: int) -> None:
+        self._rich = RichConsole(file=stream, highlight=False)
+        columns = (MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._progress = Progress(TextColumn("update"), *columns, console=self._rich, speed_estimate_period=600.0)
+        self._task = self._progress.add_task("updates", total=total_updates, start=False)
+        self._view: UpdateView = {}
+        self._validation: str | None = None
+        self._live = Live(console=self._rich, get_renderable=self._render, refresh_per_second=_REFRESH_PER_S, redirect_stdout=False)
+        self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._rich.print(Text(text, style="dim"))
+
+    def update(self, view: UpdateView) -> None:
+        self._view = view
+        if not self._progress.tasks[0].started:
+            self._progress.start_task(self._task)
+        if "update" in view:
+            self._progress.update(self._task, completed=view["update"])
+        self._live.refresh()
+
+    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
+        details = "  ".join(f"{name} {part:.3f}" for name, part in parts.items())
+        self._validation = f"{value:.3f} (version {version})"
+        self._rich.print(Text(f"validation of version {version}: {value:.3f}  {details}".rstrip(), style="bold"))
+
+    def note(self, text: str) -> None:
+        self._rich.print(Text(text))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for name, cell in self._rows():
+            table.add_row(Text(name, style="dim"), cell)
+        return Group(self._progress, table)
+
+    def _rows(self) -> list[tuple[str, RenderableType]]:
+        view = self._view
+        rows: list[tuple[str, RenderableType]] = []
+        if "reward" in view:
+            rows.append(("reward", Text(f"{view['reward']:.3f}", style="bold green")))
+        if self._validation is not None:
+            rows.append(("validation", Text(self._validation)))
+        if "images_per_s" in view:
+            rows.append(("images/s", Text(f"{view['images_per_s']:.1f}")))
+        if "staleness" in view:
+            counts = "  ".join(f"{value}: {count}" for value, count in view.get("staleness_counts", {}).items())
+            rows.append(("staleness", Text(f"{view['staleness']:.1f}   {counts}".rstrip())))
+        rows += [(name, _bar(held, capacity, f"{held}/{capacity}")) for name, (held, capacity) in view.get("buffers", {}).items()]
+        rows += [(f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in view.get("busy", {}).items()]
+        rows += [(name, Text(f"{value:.4g}")) for name, value in view.get("extra", {}).items()]
+        return rows
+
+
+def _bar(value: float, total: float, label: str) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total=max(total, 1e-9), completed=value, width=_BAR_WIDTH), label)
+    return row

@@ -1,0 +1,72 @@
+"""How much memory a run really takes: proportional set size (shared pages divided among their users) of a tree of processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+import psutil
+
+
+def process_tree_pss(*pids: int) -> int:
+    """Bytes of these processes and all their descendants, each counted once; those that end meanwhile count 0.
+
+    Where PSS is not available (not Linux, or another user's process) the resident size stands in, which counts shared pages repeatedly.
+    Ray's daemons and workers are descendants of the process that called `ray.init()`; a cluster joined by address is not.
+    """
+    tree: dict[int, psutil.Process] = {}
+    for pid in pids:
+        try:
+            root = psutil.Process(pid)
+            tree.update({process.pid: process for process in (root, *root.children(recursive=True))})
+        except psutil.NoSuchProcess:
+            continue
+    return sum(_process_bytes(process) for process in tree.values())
+
+
+def _process_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return 0
+    except (psutil.AccessDenied, AttributeError):
+        pass
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+class MemorySampler:
+    """Measures every `interval_s` on its own thread, from `start` to `stop`; `peak_bytes` is the largest seen."""
+
+    def __init__(self, pids: Iterable[int] = (), interval_s: float = 2.0) -> None:
+        """Watches this process's tree, and `pids` with theirs."""
+        self._pids = {os.getpid(), *pids}
+        self._interval_s = interval_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+        self.peak_bytes = 0
+
+    def add_pid(self, pid: int) -> None:
+        self._pids = self._pids | {pid}
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> int:
+        """End the thread after a last measurement; returns the peak."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._measure()
+        return self.peak_bytes
+
+    def _run(self) -> None:
+        self._measure()
+        while not self._stopping.wait(self._interval_s):
+            self._measure()
+
+    def _measure(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, process_tree_pss(*self._pids))

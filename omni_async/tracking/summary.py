@@ -1,0 +1,123 @@
+"""The last word on a run: `summary.json`, computed from what was counted and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from omni_async.tracking.files import write_atomic
+from omni_async.tracking.metrics import histogram
+from omni_async.tracking.timeline import busy_fractions, overlap_fraction
+from omni_async.types import Span
+
+Status = Literal["done", "interrupted", "failed"]
+_ENDS = 5
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """Groups by how they ended; `live` ones have not. `admitted` is always the sum of the rest."""
+
+    admitted: int
+    trained: int
+    rejected: int
+    dropped: int
+    live: int
+
+    @property
+    def conserved(self) -> bool:
+        return self.admitted == self.trained + self.rejected + self.dropped + self.live
+
+
+class ValidationPoint(msgspec.Struct, frozen=True):
+    version: int
+    value: float
+    parts: dict[str, float] = {}
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """`images_per_s`: generated training images over wall time, by the whole job; divided by *all* its devices (trainer's and
+    reward workers' included) it is `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates.
+    `busy`: role -> {busy, backpressured, starved}. `staleness`: how many trained groups had each staleness.
+    """
+
+    run: str
+    status: Status
+    reason: str | None
+    updates: int
+    wall_s: float
+    images: int
+    images_per_s: float
+    images_per_s_per_device: float
+    devices: float
+    busy: dict[str, dict[str, float]]
+    overlap_fraction: float
+    staleness: dict[int, int]
+    staleness_max: int | None
+    counters: Counters
+    conserved: bool
+    reject_reasons: dict[str, int]
+    first_reward: float | None
+    last_reward: float | None
+    validation: tuple[ValidationPoint, ...]
+    peak_memory_bytes: int | None
+
+
+def summarise(
+    *,
+    run: str,
+    status: Status,
+    started: float,
+    finished: float,
+    images: int,
+    rewards: Sequence[float],
+    staleness: Iterable[int],
+    counters: Counters,
+    spans: Sequence[Span],
+    devices: float,
+    reason: str | None = None,
+    reject_reasons: dict[str, int] | None = None,
+    validation: Iterable[ValidationPoint] = (),
+    peak_memory_bytes: int | None = None,
+) -> Summary:
+    """`started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
+    number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none."""
+    wall = max(0.0, finished - started)
+    rate = images / wall if wall > 0 else 0.0
+    counts = histogram(staleness)
+    return Summary(
+        run=run,
+        status=status,
+        reason=reason,
+        updates=len(rewards),
+        wall_s=wall,
+        images=images,
+        images_per_s=rate,
+        images_per_s_per_device=rate / devices if devices > 0 else rate,
+        devices=devices,
+        busy=busy_fractions(spans, started, finished),
+        overlap_fraction=overlap_fraction(spans, started, finished),
+        staleness=counts,
+        staleness_max=max(counts, default=None),
+        counters=counters,
+        conserved=counters.conserved,
+        reject_reasons=dict(sorted((reject_reasons or {}).items())),
+        first_reward=_mean(rewards[:_ENDS]),
+        last_reward=_mean(rewards[-_ENDS:]),
+        validation=tuple(sorted(validation, key=lambda point: point.version)),
+        peak_memory_bytes=peak_memory_bytes,
+    )
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def read_summary(path: Path) -> Summary:
+    return msgspec.json.decode(path.read_bytes(), type=Summary)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

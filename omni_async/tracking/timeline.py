@@ -1,0 +1,115 @@
+"""What happened when: spans as a Chrome/Perfetto trace, and how busy each role was. Pure functions over finished spans."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.tracking import intervals
+from omni_async.tracking.files import write_atomic
+from omni_async.tracking.intervals import Interval
+from omni_async.types import Span
+
+WAITS = ("backpressured", "starved")
+ROLES = ("rollout", "reward", "trainer")
+
+
+def role_of(actor: str) -> str:
+    """`rollout-0` and `rollout0` are `rollout`: the name up to the first `-` or digit."""
+    match = re.match(r"[^-\d]+", actor)
+    return match[0] if match else actor
+
+
+def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
+    """The trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
+
+    Times are whole microseconds since the earliest span. Lanes are given out on the rounded times, so complete events (`ph: X`) of one
+    lane never overlap, which Perfetto would otherwise drop or nest.
+    """
+    origin = min((span.start for span in spans), default=0.0)
+    per_actor: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        per_actor[span.actor].append(span)
+    events: list[dict[str, Any]] = []
+    for pid, actor in enumerate(sorted(per_actor), start=1):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": actor}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        complete, num_lanes = _lanes(per_actor[actor], pid, origin)
+        for lane in range(num_lanes):
+            label = actor if lane == 0 else f"{actor} #{lane + 1}"
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": label}})
+        events += complete
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
+    """Each span on the lowest lane that is free when it starts; lanes are as many as spans ever overlap."""
+    complete: list[dict[str, Any]] = []
+    running: list[tuple[int, int]] = []  # (end, lane)
+    free: list[int] = []
+    num_lanes = 0
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        start = round((span.start - origin) * 1e6)
+        end = max(start, round((span.end - origin) * 1e6))  # a clock set back must not spoil the file
+        while running and running[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(running)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane, num_lanes = num_lanes, num_lanes + 1
+        heapq.heappush(running, (end, lane))
+        event = {"ph": "X", "name": span.kind, "cat": role_of(span.actor), "pid": pid, "tid": lane, "ts": start, "dur": end - start}
+        complete.append({**event, "args": span.args})
+    return complete, num_lanes
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Write `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
+    write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
+
+
+def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
+    """Where spans of these kinds (None: every kind that is not a wait) lie inside [start, end)."""
+    chosen = ((s.start, s.end) for s in spans if (s.kind not in WAITS if kinds is None else s.kind in kinds))
+    return intervals.clip(intervals.union(chosen), start, end)
+
+
+def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
+    """Per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged over the role's actors.
+
+    An actor's overlapping spans count once. The three exclude each other in this order: an engine that draws eight samples while a
+    ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for.
+    """
+    per_actor: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        per_actor[span.actor].append(span)
+    per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    wall = end - start
+    for actor, own in per_actor.items():
+        busy = _times(own, start, end, None)
+        blocked = intervals.union([*busy, *_times(own, start, end, ("backpressured",))])
+        waiting = intervals.union([*blocked, *_times(own, start, end, ("starved",))])
+        seconds = [intervals.length(times) for times in (busy, blocked, waiting)]
+        shares = [amount / wall if wall > 0 else 0.0 for amount in seconds]
+        per_role[role_of(actor)].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
+    return {
+        role: {
+            name: sum(column) / len(rows)
+            for name, column in zip(("busy", "backpressured", "starved"), zip(*rows, strict=True), strict=True)
+        }
+        for role, rows in sorted(per_role.items())
+    }
+
+
+def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
+    """Fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
+    if end <= start:
+        return 0.0
+    per_role = ([span for span in spans if role_of(span.actor) == role] for role in ROLES)
+    return intervals.length(intervals.at_least(2, (_times(own, start, end, None) for own in per_role))) / (end - start)

@@ -1,0 +1,47 @@
+"""The device of a trainer rank and the collective backend that goes with it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+
+
+def rank_device(rank: int) -> torch.device:
+    """The accelerator this rank uses (rank modulo the visible devices), made current; the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def collective_backend(device: torch.device) -> str:
+    """A `torch.distributed` backend string for `device`. Gloo is always there too, for metrics and checkpoint plans on the CPU."""
+    if device.type == "cpu":
+        return "cpu:gloo"
+    collective = _COLLECTIVES.get(device.type) or dist.get_default_backend_for_device(device.type)
+    return f"cpu:gloo,{device.type}:{collective}"
+
+
+def init_process_group(rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None) -> None:
+    """Joins the trainer's process group. `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds for every
+    collective, so that ranks that lost a partner fail instead of hanging. Returns when all `world` ranks have called it."""
+    device = rank_device(rank) if device is None else device
+    dist.init_process_group(
+        collective_backend(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def init_lone_process_group(device: torch.device) -> None:
+    """A process group of one, which needs no address: FSDP2 wants a group even where there is nobody to talk to."""
+    dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""The trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
+
+Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers them and reduces
+gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA, the reference copy) are held in `model.dtype`,
+since nothing ever adds to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from omni_async.config.schema import Config, Lora
+from omni_async.policy import Policy
+from omni_async.training.device import init_lone_process_group
+from omni_async.training.errors import TrainingError
+from omni_async.weights.buckets import digest_tensors
+from omni_async.weights.lora import ADAPTER, diffusers_name, is_injected_adapter
+
+Backend = Literal["plain", "fsdp2"]
+
+
+def resolve_backend(backend: str, device: torch.device, world_size: int) -> Backend:
+    """`auto` is plain on a single CPU rank, where wrapping only costs time. ValueError for plain on several ranks."""
+    if backend == "plain" and world_size > 1:
+        raise ValueError(f"trainer.backend: plain trains on one rank only, got trainer.workers = {world_size}; use fsdp2 or auto")
+    if backend == "plain" or (backend == "auto" and device.type == "cpu" and world_size == 1):
+        return "plain"
+    return "fsdp2"
+
+
+class TrainedModel:
+    """A policy's transformer, ready for gradients.
+
+    transformer: the module the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
+    digest: of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else empty).
+    """
+
+    def __init__(self, config: Config, policy: Policy, device: torch.device, rank: int, world_size: int) -> None:
+        self.policy = policy
+        self.lora: Lora | None = config.model.lora
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.device = device
+        self.backend = resolve_backend(config.trainer.backend, device, world_size)
+        self._rollout = config.rollout
+        mesh = _mesh(device, rank, world_size) if self.backend == "fsdp2" else None
+        self.transformer = policy.load_transformer(torch.float32 if self.lora is None else self.dtype).eval()
+        self.digest = self._digest() if rank == 0 else ""
+        if self.lora is not None:
+            _add_adapters(self.transformer, self.lora, config.run.seed)
+        else:
+            self.transformer.requires_grad_(True)
+        if config.trainer.gradient_checkpointing:
+            _enable_gradient_checkpointing(self.transformer)
+        self._place(self.transformer, mesh)
+        self._frozen: nn.Module | None = None
+        if config.algorithm.kl_coef > 0 and self.lora is None:
+            # Under autocast some operators use float32 weights as they are, so there the copy must be exact to start at KL 0.
+            dtype = torch.float32 if self.backend == "plain" else self.dtype
+            self._frozen = policy.load_transformer(dtype).eval().requires_grad_(False)
+            self._place(self._frozen, mesh)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+        """The policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
+        return self._velocity(self.transformer, latents, sigma, conditioning)
+
+    def reference_velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+        """The velocity of the policy as loaded: the frozen copy, or the same model with its adapters off. No gradient."""
+        with torch.no_grad():
+            if self._frozen is not None:
+                return self._velocity(self._frozen, latents, sigma, conditioning)
+            if self.lora is None:
+                raise TrainingError("there is no reference policy: algorithm.kl_coef is 0")
+            with _adapters_off(self.transformer):
+                return self._velocity(self.transformer, latents, sigma, conditioning)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise."""
+        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
+
+    def base(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters by diffusers name, without adapters."""
+        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if not is_injected_adapter(name)}
+
+    def adapters(self) -> dict[str, nn.Parameter]:
+        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if is_injected_adapter(name)}
+
+    def _velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+        with self._autocast():
+            r = self._rollout
+            velocity = self.policy.velocity(
+                transformer, latents, sigma, conditioning, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
+            )
+        return velocity.float()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.backend == "plain" and self.dtype != torch.float32:
+            return torch.autocast(self.device.type, dtype=self.dtype)
+        return nullcontext()
+
+    def _digest(self) -> str:
+        return digest_tensors((name, p.to(self.dtype)) for name, p in self.transformer.named_parameters())
+
+    def _place(self, transformer: nn.Module, mesh: DeviceMesh | None) -> None:
+        if mesh is None:
+            transformer.to(self.device)
+            return
+        reduced = self.dtype != torch.float32
+        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if reduced else MixedPrecisionPolicy()
+        for block in transformer_blocks(transformer):
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(transformer, mesh=mesh, mp_policy=precision)
+        # fully_shard moves what it shards; buffers of modules without parameters stay behind.
+        for buffer in transformer.buffers():
+            buffer.data = buffer.data.to(self.device)
+
+
+def transformer_blocks(transformer: nn.Module) -> list[nn.Module]:
+    """The repeated layers: every entry with parameters of the transformer's own module lists (`transformer_blocks`, `blocks`, ...)."""
+    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a possibly sharded tensor. Collective: every rank calls it for the same tensors in the same order."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
+    if not dist.is_initialized():
+        if world_size > 1:
+            raise TrainingError("call training.device.init_process_group on every rank before TrainEngine.setup")
+        init_lone_process_group(device)
+    if dist.get_world_size() != world_size or dist.get_rank() != rank:
+        raise TrainingError(
+            f"the engine is rank {rank} of {world_size}, but the process group says rank {dist.get_rank()} of {dist.get_world_size()}"
+        )
+    return init_device_mesh(device.type, (world_size,))
+
+
+def _add_adapters(transformer: nn.Module, lora: Lora, seed: int) -> None:
+    transformer.requires_grad_(False)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=list(lora.target_modules),
+    )
+    # Every rank shards what it initialised itself, so all must draw the same numbers.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, transformer, ADAPTER)
+        except ValueError as error:
+            raise ValueError(f"model.lora.target_modules: {error}") from error
+    for name, parameter in transformer.named_parameters():
+        if is_injected_adapter(name):
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def _adapters_off(transformer: nn.Module) -> Iterator[None]:
+    # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is enough.
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def _enable_gradient_checkpointing(transformer: nn.Module) -> None:
+    enable = getattr(transformer, "enable_gradient_checkpointing", None)
+    if enable is None:
+        raise ValueError(f"trainer.gradient_checkpointing: {type(transformer).__name__} does not support it")
+    enable()

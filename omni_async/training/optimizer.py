@@ -1,0 +1,53 @@
+"""Optimizer and learning rate from the configuration. The rate is a pure function of the optimizer step, so resuming needs no state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from omni_async.config.schema import Optimizer, Trainer
+
+
+def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def learning_rate(trainer: Trainer, step: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up that reaches `lr` at step `warmup_steps - 1`, then the schedule, which
+    would reach 0 one step after the run's last."""
+    config = trainer.optimizer
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    decay_steps = max(1, trainer.updates * trainer.steps_per_update - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    if config.schedule == "linear":
+        return config.lr * (1.0 - progress)
+    return config.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def gradient_norm(grads: list[torch.Tensor]) -> float:
+    """The global 2-norm over all ranks' shards. Collective where gradients are sharded."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients of this norm are multiplied by; as `torch.nn.utils.clip_grad_norm_`."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))

@@ -1,0 +1,74 @@
+"""LoRA payloads: what adapters are called, and folding them into full weights.
+
+Three naming schemes meet here, all relative to the transformer:
+  injected    what peft leaves in the module tree: `blocks.0.attn.to_q.base_layer.weight`, `blocks.0.attn.to_q.lora_A.default.weight`
+  diffusers   what files and our payloads use: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
+  vLLM        as diffusers, but `to_out.0` (a Linear beside a Dropout) is one layer called `to_out`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+ADAPTER = "default"
+
+_INJECTED = re.compile(rf"^(?P<module>.+)\.(?P<matrix>lora_[AB])\.{ADAPTER}\.weight$")
+_ADAPTER = re.compile(r"^(?P<module>.+)\.(?P<matrix>lora_[AB])\.weight$")
+
+
+def is_injected_adapter(name: str) -> bool:
+    """Whether `name` is a parameter that peft added."""
+    return _INJECTED.match(name) is not None
+
+
+def diffusers_name(name: str) -> str:
+    """`...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others stay."""
+    match = _INJECTED.match(name)
+    return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
+
+
+def vllm_name(name: str) -> str:
+    """The name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` -> `...attn.to_out.lora_A.weight`."""
+    return name.replace(".to_out.0.", ".to_out.")
+
+
+def merged_weights(
+    base: Mapping[str, torch.Tensor],
+    adapters: Mapping[str, torch.Tensor],
+    scale: float,
+    gather: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields `base` in its order with `scale * B @ A` added where there is an adapter; the sum is made in float32 and keeps base's dtype.
+
+    Both mappings have diffusers names. `gather` turns one stored tensor into a whole one (FSDP shards, say) and is called for every tensor
+    in a fixed order: per base weight, the weight, then its A and B. ValueError if an adapter fits no base weight or lacks its other half.
+    """
+    pairs = _pairs(adapters)
+    unknown = sorted(set(pairs) - set(base))
+    if unknown:
+        raise ValueError(f"adapters for weights the model does not have: {', '.join(unknown[:3])}")
+    for name, stored in base.items():
+        weight = gather(stored)
+        if name in pairs:
+            down, up = (gather(adapters[key]).float() for key in pairs[name])
+            weight = (weight.float() + scale * (up @ down)).to(weight.dtype)
+        yield name, weight
+
+
+def _pairs(adapters: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]:
+    """Base weight name -> names of its A and B."""
+    pairs = {}
+    for name in adapters:
+        match = _ADAPTER.match(name)
+        if match is None:
+            raise ValueError(f"not a LoRA adapter name: {name!r}")
+        module = match["module"]
+        names = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+        missing = [n for n in names if n not in adapters]
+        if missing:
+            raise ValueError(f"adapter {module!r} lacks {missing[0]!r}")
+        pairs[f"{module}.weight"] = names
+    return pairs

@@ -1,0 +1,179 @@
+"""Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
+
+Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The transformer is fed sigma
+itself (timestep / 1000).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from tensordict import TensorDict
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from omni_async.sde.schedules import qwen_image_sigmas
+from pipelines.qwen_image import single_frame
+
+PROMPT_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+# The template's system part: its hidden states are dropped, whatever the tokenizer made of it.
+NUM_TEMPLATE_TOKENS = 34
+MAX_TEXT_TOKENS = 1024
+PATCH = 2
+# Decoding more pixels than this at once saves no time and costs memory.
+_DECODE_PIXELS = 1024 * 1024
+
+
+def _read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
+    file = Path(path) / part / name
+    if not file.is_file():
+        raise ValueError(f"model.path: {path} is no Qwen-Image checkpoint in diffusers layout, {file} is missing")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+    """True classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T, C) float32."""
+    combined = uncond + scale * (cond - uncond)
+    return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
+
+
+class QwenImagePolicy:
+    """See `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an unconditional branch
+    `negative_prompt_embeds` and `negative_prompt_mask`.
+
+    Gradients flow through both branches of guidance: that is the derivative of the policy that took the step.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.in_channels = int(_read_config(path, "transformer")["in_channels"])
+        self.pixels_per_token = PATCH * 2 ** len(_read_config(path, "vae")["temperal_downsample"])
+        self.scheduler_config = _read_config(path, "scheduler", "scheduler_config.json")
+
+    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        model: torch.nn.Module = self._load(QwenImageTransformer2DModel, "transformer", dtype)
+        return model
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self._grid(height, width)
+        return (rows * columns, self.in_channels)
+
+    def sigmas(self, num_inference_steps: int, height: int, width: int) -> torch.Tensor:
+        return qwen_image_sigmas(num_inference_steps, self.latent_shape(height, width)[0], self.scheduler_config)
+
+    def velocity(
+        self,
+        transformer: torch.nn.Module,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        conditioning: TensorDict,
+        *,
+        height: int,
+        width: int,
+        true_cfg_scale: float,
+    ) -> torch.Tensor:
+        inputs = latents.to(next(transformer.parameters()).dtype)
+        shapes = [[(1, *self._grid(height, width))]] * len(latents)
+
+        def predict(branch: str) -> torch.Tensor:
+            embeds = conditioning[f"{branch}_embeds"].to(inputs.device, inputs.dtype)
+            mask = conditioning[f"{branch}_mask"].to(inputs.device)
+            v: torch.Tensor = transformer(
+                hidden_states=inputs,
+                timestep=sigma.to(inputs.device),
+                encoder_hidden_states=embeds,
+                # Without padding there is nothing to mask, and attention may take a faster kernel.
+                encoder_hidden_states_mask=None if bool(mask.all()) else mask,
+                img_shapes=shapes,
+                return_dict=False,
+            )[0]
+            return v.float()
+
+        cond = predict("prompt")
+        if true_cfg_scale <= 1.0:
+            return cond
+        if "negative_prompt_embeds" not in conditioning:
+            raise ValueError(f"true_cfg_scale = {true_cfg_scale} needs conditioning encoded with a negative prompt")
+        return combine_guidance(cond, predict("negative_prompt"), true_cfg_scale)
+
+    def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
+        """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary position."""
+        stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in rows[0].keys()}  # noqa: SIM118
+        return TensorDict(stacked, batch_size=[len(rows)])
+
+    def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
+        return QwenImageCodec(
+            tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True),
+            text_encoder=self._load(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype),
+            vae=self._load(AutoencoderKLQwenImage, "vae", dtype),
+        )
+
+    def _load(self, part: Any, folder: str, dtype: torch.dtype) -> Any:
+        return part.from_pretrained(self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True).eval()
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Latent tokens per column and per row."""
+        n = self.pixels_per_token
+        if height % n or width % n or height <= 0 or width <= 0:
+            raise ValueError(f"height and width must be positive multiples of {n}, got {height} x {width}")
+        return height // n, width // n
+
+
+class QwenImageCodec:
+    """See `omni_async.policy.Codec`. The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
+
+    def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
+        self.tokenizer = tokenizer
+        self.text_encoder = text_encoder
+        self.vae = vae
+        # Text-to-image never looks: the vision tower would only take memory.
+        if hasattr(text_encoder.model, "visual"):
+            del text_encoder.model.visual
+        single_frame.specialise(vae)
+        self._mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
+        self._pixels_per_token = PATCH * 2 ** len(vae.temperal_downsample)
+
+    def to(self, device: Any) -> Self:
+        self.text_encoder.to(device)
+        self.vae.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
+        tensors = {}
+        for branch, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
+            if text is not None:
+                embeds = self._hidden_states(text)
+                tensors[f"{branch}_embeds"] = embeds
+                tensors[f"{branch}_mask"] = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
+        return TensorDict(tensors, batch_size=[])
+
+    def _hidden_states(self, text: str) -> torch.Tensor:
+        """(L, E): the last layer's states of everything after the template's system part."""
+        tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
+        num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
+        if num_tokens > MAX_TEXT_TOKENS:
+            raise ValueError(f"prompt of {num_tokens} tokens, Qwen-Image takes at most {MAX_TEXT_TOKENS}: {text[:80]!r}...")
+        # The decoder alone: the language-model head would only compute logits that nobody reads.
+        states: torch.Tensor = self.text_encoder.model(
+            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
+        ).hidden_states[-1]
+        return states[0, NUM_TEMPLATE_TOKENS:].clone()
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        rows, columns = height // self._pixels_per_token, width // self._pixels_per_token
+        maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
+        maps = maps.reshape(len(latents), -1, 1, rows * PATCH, columns * PATCH).to(self.vae.device, self.vae.dtype)
+        mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
+        at_once = max(1, _DECODE_PIXELS // (height * width))
+        pixels = torch.cat([single_frame.decode(self.vae, part * std + mean) for part in torch.split(maps, at_once)])
+        return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)

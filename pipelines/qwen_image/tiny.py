@@ -1,0 +1,240 @@
+"""A Qwen-Image checkpoint small enough for tests: real architecture, random weights, built offline in seconds.
+
+The parts are the ones of the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler), only
+narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The quickstart
+(``recipes/quickstart/build_checkpoint.py``) starts from the same parts and trains two of them.
+
+    python -m pipelines.qwen_image.tiny /tmp/tiny_qwen_image
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+import omni_async  # noqa: F401  # isort: skip
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+# What the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are, so a tokenizer
+# of ours is right only if it spends exactly 34 tokens on the prefix.
+PROMPT_PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+PROMPT_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n"
+NUM_PREFIX_TOKENS = 34
+
+LATENT_CHANNELS = 16
+PATCH_SIZE = 2
+
+_PADDING_TOKEN = "<|endoftext|>"
+_SPECIAL_TOKENS = (
+    _PADDING_TOKEN,
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+# Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SAMPLE_CORPUS = ("the digit 7", "a photo of a red circle on a white background")
+
+
+def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPUS) -> Qwen2Tokenizer:
+    """Trains a byte-level BPE tokenizer on the prompt template and on ``corpus``.
+
+    Every word of the corpus becomes one token if ``vocab_size`` allows, which keeps prompts short for the DiT.
+
+    Raises:
+        ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens.
+    """
+    # Special tokens are added afterwards, so they only separate words here. Every word must be frequent enough to be merged.
+    texts = [PROMPT_PREFIX, PROMPT_SUFFIX, *corpus]
+    for special in _SPECIAL_TOKENS:
+        texts = [text.replace(special, "\n") for text in texts]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts * 2,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size - len(_SPECIAL_TOKENS),
+            min_frequency=2,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    trained = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=[tuple(merge) for merge in trained["merges"]],
+        unk_token=_PADDING_TOKEN,
+        eos_token="<|im_end|>",
+        pad_token=_PADDING_TOKEN,
+        extra_special_tokens=list(_SPECIAL_TOKENS[1:]),
+        model_max_length=4096,
+    )
+    num_prefix_tokens = len(tokenizer(PROMPT_PREFIX)["input_ids"])
+    if num_prefix_tokens != NUM_PREFIX_TOKENS:
+        raise ValueError(
+            f"the prompt template's prefix takes {num_prefix_tokens} tokens, Qwen-Image drops exactly "
+            f"{NUM_PREFIX_TOKENS}: raise vocab_size (now {vocab_size})"
+        )
+    return tokenizer
+
+
+def build_text_encoder(
+    tokenizer: Qwen2Tokenizer, *, vocab_size: int = 768, hidden: int = 64, init_std: float = 0.2
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16), from torch's global generator."""
+    half_head_dim = hidden // 4
+    sections = [half_head_dim // 2, half_head_dim // 4, half_head_dim - half_head_dim // 2 - half_head_dim // 4]
+
+    def token_id(token: str) -> int:
+        return tokenizer.convert_tokens_to_ids(token)
+
+    text_config = dict(
+        hidden_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=2 * hidden,
+        vocab_size=vocab_size,
+        max_position_embeddings=4096,
+        initializer_range=init_std,
+        bos_token_id=token_id(_PADDING_TOKEN),
+        eos_token_id=token_id("<|im_end|>"),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+    )
+    vision_config = dict(
+        depth=1,
+        hidden_size=32,
+        num_heads=2,
+        out_hidden_size=hidden,
+        intermediate_size=32,
+        fullatt_block_indexes=[0],
+        window_size=112,
+        hidden_act="silu",
+    )
+    config = Qwen2_5_VLConfig(
+        tie_word_embeddings=True,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        text_config=text_config,
+        vision_config=vision_config,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """Qwen-Image's scheduler, with the values of the published checkpoint."""
+    return FlowMatchEulerDiscreteScheduler(
+        num_train_timesteps=1000,
+        shift=1.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+
+
+def build_components(
+    *,
+    hidden: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    head_dim: int = 24,
+    vae_base_dim: int = 8,
+    vae_dim_mult: Sequence[int] = (1, 2, 2, 2),
+    vocab_size: int = 768,
+    corpus: Iterable[str] = _SAMPLE_CORPUS,
+    seed: int = 0,
+) -> QwenImagePipeline:
+    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same weights.
+
+    Args:
+        hidden: features of the text encoder, a multiple of 16.
+        layers, heads, head_dim: shape of the DiT; ``head_dim`` a multiple of 4.
+        vae_base_dim, vae_dim_mult: channels of the VAE, which always downsamples 8 times to 16 latent channels.
+        vocab_size, corpus: see ``build_tokenizer``.
+    """
+    if head_dim % 4 or head_dim < 8:
+        raise ValueError(f"head_dim must be a multiple of 4 and at least 8 (rotary axes are even), got {head_dim}")
+    if hidden % 16:
+        raise ValueError(f"hidden must be a multiple of 16 (two heads, three rotary sections), got {hidden}")
+    tokenizer = build_tokenizer(vocab_size, corpus)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        text_encoder = build_text_encoder(tokenizer, vocab_size=vocab_size, hidden=hidden)
+        spatial_rope_dim = (head_dim - 4) // 2
+        transformer = QwenImageTransformer2DModel(
+            patch_size=PATCH_SIZE,
+            in_channels=LATENT_CHANNELS * PATCH_SIZE**2,
+            out_channels=LATENT_CHANNELS,
+            num_layers=layers,
+            num_attention_heads=heads,
+            attention_head_dim=head_dim,
+            joint_attention_dim=hidden,
+            axes_dims_rope=(4, spatial_rope_dim, spatial_rope_dim),
+        )
+        vae = AutoencoderKLQwenImage(
+            base_dim=vae_base_dim,
+            z_dim=LATENT_CHANNELS,
+            dim_mult=list(vae_dim_mult),
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+        )
+    return QwenImagePipeline(
+        scheduler=build_scheduler(),
+        vae=vae.eval(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer.eval(),
+    )
+
+
+def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: object) -> Path:
+    """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see ``build_components``."""
+    path = Path(path)
+    build_components(**shape).to(dtype).save_pretrained(path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image checkpoint (diffusers layout).")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    args = parser.parse_args()
+    build(args.out, seed=args.seed)
+    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
+    print(f"{args.out}: {num_bytes / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

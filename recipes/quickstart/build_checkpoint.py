@@ -1,0 +1,73 @@
+"""Rebuilds the checkpoint of the quickstart, offline and from nothing: renders digits, trains the VAE, pretrains the DiT badly.
+
+    python -m recipes.quickstart.build_checkpoint --out recipes/quickstart/checkpoint
+
+Takes about ten minutes on two cores. The result is in diffusers' layout; the prompt files are written beside this module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from pipelines.qwen_image import tiny  # isort: skip  (before anything imports torchvision)
+import torch
+
+from recipes.quickstart.dit_training import pretrain_dit
+from recipes.quickstart.glyphs import render_dataset
+from recipes.quickstart.prompts import TRAIN_TEMPLATES, VALIDATION_TEMPLATES, all_prompts, write_jsonl
+from recipes.quickstart.vae_training import encode_normalised, train_vae
+
+HERE = Path(__file__).parent
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "checkpoint", help="folder of the checkpoint")
+    parser.add_argument("--prompts", type=Path, default=HERE, help="folder of the two prompt files")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the images")
+    parser.add_argument("--num-images", type=int, default=4000, help="rendered digits to train on")
+    parser.add_argument("--vae-steps", type=int, default=1000, help="optimizer steps of the VAE")
+    parser.add_argument("--vae-batch", type=int, default=16, help="images in a VAE step")
+    parser.add_argument("--dit-steps", type=int, default=1500, help="optimizer steps of the DiT")
+    parser.add_argument("--dit-batch", type=int, default=64, help="images in a DiT step")
+    parser.add_argument("--label-noise", type=float, default=0.4, help="part of the DiT's labels that are random")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads; another number changes the last bits")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # Adam's decayed moments become denormal and slow a CPU down several times
+    torch.manual_seed(args.seed)
+    started = time.monotonic()
+
+    def log(message: str) -> None:
+        print(f"[{time.monotonic() - started:5.0f} s] {message}", flush=True)
+
+    images, labels = render_dataset(args.num_images, args.seed + 1)
+    log(f"rendered {len(images)} digits")
+    pipeline = tiny.build_components(corpus=all_prompts(), seed=args.seed)
+    psnr = train_vae(pipeline.vae, images, num_steps=args.vae_steps, batch_size=args.vae_batch, log=log)
+    log(f"VAE done: PSNR {psnr:.1f} dB on held-out digits")
+    pretrain_dit(
+        pipeline,
+        encode_normalised(pipeline.vae, images),
+        labels,
+        num_steps=args.dit_steps,
+        batch_size=args.dit_batch,
+        label_noise=args.label_noise,
+        log=log,
+    )
+    pipeline.save_pretrained(args.out)
+    write_jsonl(args.prompts / "prompts_train.jsonl", TRAIN_TEMPLATES)
+    write_jsonl(args.prompts / "prompts_validation.jsonl", VALIDATION_TEMPLATES)
+    log(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

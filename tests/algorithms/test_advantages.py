@@ -1,0 +1,111 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.algorithms.advantages import advantage_bound, centred, clip_binds, global_scale, group_advantages
+
+torch.set_num_threads(1)
+
+REWARDS = torch.tensor([1.0, 3.0, 2.0, 8.0, 5.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, 7, -1, -1, 3])  # means 2, 5; the 5.0 is alone
+CENTRED = torch.tensor([-1.0, 1.0, -3.0, 3.0, 0.0], dtype=torch.float64)
+SQUARES = 2.8**2 + 0.8**2 + 1.8**2 + 4.2**2 + 1.2**2  # around the mean of all, 3.8
+
+
+def advantages(rewards=REWARDS, groups=GROUPS, std="global", ddof=1, eps=1e-4, clip_max=5.0):
+    return group_advantages(rewards, groups, std=std, ddof=ddof, eps=eps, clip_max=clip_max)
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, torch.as_tensor(expected, dtype=got.dtype), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_global_std_by_hand(ddof):
+    close(advantages(ddof=ddof), CENTRED / (math.sqrt(SQUARES / (5 - ddof)) + 1e-4))
+
+
+@pytest.mark.parametrize(("ddof", "stds"), [(0, (1.0, 3.0)), (1, (math.sqrt(2), math.sqrt(18)))])
+def test_group_std_by_hand(ddof, stds):
+    small, large = 1 / (stds[0] + 1e-4), 3 / (stds[1] + 1e-4)
+    close(advantages(std="group", ddof=ddof), [-small, small, -large, large, 0.0])
+
+
+def test_no_std_is_the_difference_from_the_group_mean():
+    close(advantages(std="none"), CENTRED)
+
+
+def test_advantages_are_clamped_on_both_sides():
+    close(advantages(std="none", clip_max=2.0), [-1.0, 1.0, -2.0, 2.0, 0.0])
+    assert clip_binds(REWARDS, GROUPS, std="none", ddof=1, eps=1e-4, clip_max=2.0)
+    assert not clip_binds(REWARDS, GROUPS, std="none", ddof=1, eps=1e-4, clip_max=3.0)
+
+
+@pytest.mark.parametrize("std", ["global", "group", "none"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_singleton_gets_zero_even_alone(std, ddof):
+    close(advantages(torch.tensor([4.0]), torch.tensor([0]), std=std, ddof=ddof), [0.0])
+
+
+@pytest.mark.parametrize("std", ["global", "group", "none"])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_equal_rewards_give_exact_zeros_without_eps(std, ddof):
+    got = advantages(torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1]), std=std, ddof=ddof, eps=0.0)
+    assert torch.equal(got, torch.zeros(6))
+
+
+def test_float32_rewards_keep_their_dtype_and_float64_accuracy():
+    rewards = REWARDS.float() + 1e6
+    got = advantages(rewards)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, advantages().float(), atol=1e-6, rtol=1e-6)
+
+
+reward_lists = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, allow_subnormal=False)), min_size=2, max_size=24)
+
+
+@given(rows=reward_lists, std=st.sampled_from(["global", "group"]), ddof=st.sampled_from([0, 1]))
+@settings(max_examples=100, deadline=None)
+def test_order_does_not_matter_groups_sum_to_zero_and_the_bound_holds(rows, std, ddof):
+    groups, rewards = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    got = advantages(rewards, groups, std=std, ddof=ddof, eps=1e-6, clip_max=1e9)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
+    torch.testing.assert_close(advantages(rewards[order], groups[order], std=std, ddof=ddof, eps=1e-6, clip_max=1e9), got[order])
+    for group in groups.unique():
+        assert abs(got[groups == group].sum().item()) < 1e-6
+    largest = int(groups.bincount().max())
+    assert got.abs().max().item() <= advantage_bound(len(rows), largest, std=std, ddof=ddof) + 1e-9
+
+
+def test_the_bound_is_reached_by_one_outlier():
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    got = advantages(rewards, torch.zeros(8, dtype=torch.int64), std="group", eps=0.0)
+    assert got.max().item() == pytest.approx(advantage_bound(8, 8, std="group", ddof=1))
+    assert advantage_bound(8, 8, std="none", ddof=1) == math.inf
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_centred_rewards_times_the_global_scale_are_the_advantages(ddof):
+    pieces = torch.cat([centred(REWARDS[:2]), centred(REWARDS[2:4]), centred(REWARDS[4:])])
+    close(pieces * global_scale(REWARDS, ddof=ddof, eps=1e-4), advantages(ddof=ddof))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": torch.tensor([1.0, math.nan])}, "finite, got nan at position 1"),
+        ({"rewards": torch.tensor([[1.0, 2.0]]), "groups": torch.tensor([[0, 0]])}, r"shape \(N,\)"),
+        ({"groups": torch.tensor([0, 0, 1])}, r"group_ids must be integers of shape \(2,\)"),
+        ({"groups": torch.tensor([0.0, 0.0])}, "group_ids must be integers.*float32"),
+        ({"std": "batch"}, "got 'batch'"),
+        ({"ddof": 2}, "ddof must be 0 or 1, got 2"),
+        ({"eps": -1.0}, "eps must be >= 0, got -1.0"),
+        ({"clip_max": 0.0}, "clip_max must be > 0, got 0.0"),
+    ],
+)
+def test_wrong_input_is_refused_with_its_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        advantages(**({"rewards": torch.tensor([1.0, 2.0]), "groups": torch.tensor([0, 0])} | change))

@@ -1,0 +1,281 @@
+"""Small real roles around a real Coordinator, with random scheduling from a seed: what the tests of the control plane run.
+
+Nothing sleeps: every pause is a number of turns of the event loop, so a stranded waiter shows as a timeout and nothing else does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from omni_async.config import Config, check
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.events import RunEvent
+from omni_async.types import (
+    LedgerEntry,
+    Prompt,
+    ReadyGroup,
+    SampleRequest,
+    SampleResult,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    UpdateReport,
+    WeightReport,
+)
+
+STRANDED_AFTER_S = 20.0
+
+
+def make_config(
+    *,
+    S: int = 1,  # noqa: N803 (the letters of the documentation)
+    P: int = 2,  # noqa: N803
+    group_size: int = 2,
+    updates: int = 4,
+    window: int = 1,
+    publish_every: int = 1,
+    trajectories: int = 64,
+    groups: int = 16,
+    engines: int = 1,
+    max_inflight: int = 4,
+    retries: int = 1,
+    score_retries: int = 1,
+    validation: dict[str, Any] | None = None,
+    seed: int = 0,
+    drop_zero_variance: bool = True,
+) -> Config:
+    config = msgspec.convert(
+        {
+            "run": {"seed": seed},
+            "model": {"path": "model"},
+            "data": {"prompts": "prompts.txt"},
+            "rollout": {
+                "workers": engines,
+                "group_size": group_size,
+                "max_inflight": max_inflight,
+                "retries": retries,
+                "sde": {"window": {"size": 2, "range": [0, 5]}},
+            },
+            "reward": {"retries": score_retries, "scorers": [{"name": "ocr"}]},
+            "staleness": {"max_updates": S},
+            "buffer": {"trajectories": trajectories, "groups": groups, "window": window},
+            "weights": {"publish_every": publish_every},
+            "algorithm": {"advantage": {"drop_zero_variance": drop_zero_variance}},
+            "trainer": {"updates": updates, "groups_per_update": P},
+            "validation": None if validation is None else {"prompts": "validation.txt", **validation},
+        },
+        Config,
+    )
+    assert check(config) is None
+    return config
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    return [Prompt(index=i, text=f"prompt {i}") for i in range(count)]
+
+
+def make_coordinator(
+    config: Config, *, prompts: int = 5, validation_prompts: int = 2, **kwargs: Any
+) -> tuple[Coordinator, list[LedgerEntry]]:
+    """A coordinator and the list its ledger writes to."""
+    entries: list[LedgerEntry] = []
+    coordinator = Coordinator(config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, **kwargs)
+    return coordinator, entries
+
+
+def digest_of(version: int) -> str:
+    return f"digest-{version}"
+
+
+def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], *, version: int = 0) -> SampleResult:
+    return SampleResult(
+        sample_id=request.sample_id,
+        engine=engine,
+        trajectory=f"trajectory {request.sample_id}",
+        media=f"media {request.sample_id}",
+        version=versions[0] if versions else version,
+        step_versions=versions,
+        started=0.0,
+        finished=1.0,
+    )
+
+
+def now(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that does not wait (everything of the coordinator but its four waits)."""
+    try:
+        work.send(None)
+    except StopIteration as finished:
+        return finished.value
+    work.close()
+    raise AssertionError(f"{work} waits")
+
+
+async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
+    """Publish `version` and let engines hold it."""
+    published = coordinator.versions.published
+    if published is None or published < version:
+        await coordinator.announce(version, digest_of(version))
+    for engine in engines or ("rollout-0",):
+        await coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
+
+
+async def finish(coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int) -> None:
+    """The engine made all of these with one version."""
+    versions = [(version,) * (r.window.size if r.window else 0) for r in requests]
+    results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
+    await coordinator.samples_done(engine, results)
+
+
+async def score(coordinator: Coordinator, jobs: list[ScoreJob], values: Callable[[ScoreJob], float | str]) -> None:
+    """Score jobs; a text is an error."""
+    results = []
+    for job in jobs:
+        value = values(job)
+        if isinstance(value, str):
+            results.append(ScoreResult(job.sample_id, error=value))
+        else:
+            results.append(ScoreResult(job.sample_id, score=Score(value)))
+    await coordinator.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results)
+
+
+def distinct(job: ScoreJob) -> float:
+    """A different reward for every sample of a group."""
+    return float(job.sample_id.rsplit(".s", 1)[1])
+
+
+def report(version: int, groups: list[ReadyGroup]) -> UpdateReport:
+    """The report of the update that made `version`."""
+    return UpdateReport(version, tuple(g.group for g in groups), {}, 0.0, 1.0)
+
+
+class Run:
+    """All roles over one coordinator: engines, reward workers, a trainer, a publisher and the driver that reads events."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reward: Callable[[ScoreJob], float | str] = distinct,
+        generate: Callable[[str, SampleRequest], str | None] = lambda engine, request: None,
+        reward_workers: int = 2,
+        seed: int = 0,
+        pause: dict[str, int] | None = None,
+        start_version: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.config = config
+        self.start_version = start_version
+        self.coordinator, self.entries = make_coordinator(config, start_version=start_version, **kwargs)
+        self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
+        self.holds = dict.fromkeys(self.engines, -1)
+        self.events: list[RunEvent] = []
+        self.requests: list[SampleRequest] = []
+        self.taken: list[tuple[int, ReadyGroup]] = []
+        self.leases: list[tuple[str, int]] = []  # engine, how many
+        self._reward, self._generate = reward, generate
+        self._reward_workers = reward_workers
+        self._random = random.Random(seed)
+        self._pause = {"generate": 3, "score": 2, "train": 3, "publish": 4, **(pause or {})}
+        self._to_publish: asyncio.Queue[int] = asyncio.Queue()
+
+    @property
+    def outcome(self) -> tuple[str, str | None]:
+        ended = [e for e in self.events if e.kind == "ended"]
+        assert len(ended) == 1, self.events
+        return ended[0].data["status"], ended[0].data["reason"]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [e.data for e in self.events if e.kind == kind]
+
+    async def turns(self, kind: str) -> None:
+        for _ in range(self._random.randint(0, self._pause[kind])):
+            await asyncio.sleep(0)
+
+    async def producer(self, engine: str) -> None:
+        capacity = self.config.rollout.max_inflight
+        running: set[asyncio.Task[None]] = set()
+        while leased := await self.coordinator.next_samples(engine, capacity - len(running), capacity):
+            self.leases.append((engine, len(leased)))
+            running |= {asyncio.create_task(self.sample(engine, request)) for request in leased}
+            while len(running) >= capacity:
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            running = {task for task in running if not task.done()}
+        await asyncio.gather(*running)
+
+    async def sample(self, engine: str, request: SampleRequest) -> None:
+        self.requests.append(request)
+        started, versions = self.holds[engine], []
+        for step in range(request.num_inference_steps):
+            await self.turns("generate")
+            if request.window and step in request.window.steps:
+                versions.append(self.holds[engine])
+        if (error := self._generate(engine, request)) is not None:
+            await self.coordinator.sample_failed(engine, request.sample_id, error)
+        else:
+            await self.coordinator.samples_done(engine, [make_result(request, engine, tuple(versions), version=started)])
+
+    async def rewarder(self, worker: str) -> None:
+        while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
+            await self.turns("score")
+            await score(self.coordinator, jobs, self._reward)
+
+    async def trainer(self) -> None:
+        per_update, last = self.config.trainer.groups_per_update, self.config.trainer.updates
+        for version in range(self.start_version, last):
+            groups: list[ReadyGroup] = []
+            while len(groups) < per_update:
+                group = await self.coordinator.next_group(version, per_update - len(groups))
+                if group is None:
+                    return
+                self.taken.append((version, group))
+                groups.append(group)
+                await self.turns("train")
+            await self.coordinator.update_done(report(version + 1, groups))
+            if (version + 1) % self.config.weights.publish_every == 0 or version + 1 == last:
+                self._to_publish.put_nowait(version + 1)
+
+    async def publisher(self) -> None:
+        self._to_publish.put_nowait(self.start_version)
+        while True:
+            version = await self._to_publish.get()
+            await self.coordinator.announce(version, digest_of(version))
+            for engine in self._random.sample(self.engines, len(self.engines)):
+                await self.turns("publish")
+                self.holds[engine] = version
+                await self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
+
+    async def driver(self) -> None:
+        while not any(event.kind == "ended" for event in self.events):
+            self.events += await self.coordinator.events()
+
+    async def play(self) -> Run:
+        """Until the run ended and every role came home by itself."""
+        publisher = asyncio.create_task(self.publisher())
+        try:
+            async with asyncio.timeout(STRANDED_AFTER_S):
+                await asyncio.gather(
+                    self.driver(),
+                    self.trainer(),
+                    *(self.producer(engine) for engine in self.engines),
+                    *(self.rewarder(f"reward-{i}") for i in range(self._reward_workers)),
+                )
+        finally:
+            publisher.cancel()
+        return self
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of every trained group, counted here from what the trainer took."""
+        return [version - group.oldest_version for version, group in self.taken]
+
+
+def play(config: Config, **kwargs: Any) -> Run:
+    async def main() -> Run:
+        return await Run(config, **kwargs).play()
+
+    return asyncio.run(main())

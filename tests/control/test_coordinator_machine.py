@@ -1,0 +1,490 @@
+"""The real coordinator under arbitrary interleavings: what must hold after every step, and that every run ends.
+
+Every rule is one message of one role, or a turn of the event loop; messages arrive late, twice, or from the wrong engine, waiters are
+cancelled, and the run may be stopped at any point. At the end well-behaved roles take over and must bring the run home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+from control_world import digest_of, make_config, make_coordinator, make_result, now, report
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from omni_async.config import Config
+from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+
+
+def random_config(dice: random.Random) -> Config:
+    max_updates = dice.randint(0, 4)
+    rounds = {"every": dice.randint(1, 4), "samples_per_prompt": dice.randint(1, 2), "share": dice.choice([0.1, 0.5, 1.0])}
+    return make_config(
+        S=max_updates,
+        P=dice.randint(1, 4),
+        group_size=dice.randint(2, 3),
+        updates=dice.randint(1, 8),
+        window=dice.randint(1, 6),
+        publish_every=dice.randint(1, max_updates + 1),
+        trajectories=dice.choice([1, 2, 3, 8, 64]),
+        groups=dice.choice([1, 2, 4, 16]),
+        engines=dice.randint(1, 3),
+        retries=dice.randint(0, 2),
+        score_retries=dice.randint(0, 2),
+        validation=dice.choice([None, rounds]),
+    )
+
+
+PICK = st.integers(0, 2**16)
+
+
+class Lease:
+    """A sample an engine works on; `seen` are the versions the engine held since."""
+
+    def __init__(self, engine: str, request: SampleRequest, version: int) -> None:
+        self.engine, self.request, self.seen = engine, request, [version]
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.waiting: dict[str, asyncio.Task[Any]] = {}
+        self.leases: list[Lease] = []
+        self.answered: list[Lease] = []  # leases that were answered: material for second answers
+        self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
+        self.jobs: list[tuple[str, ScoreJob]] = []
+        self.scored: list[tuple[str, ScoreJob]] = []
+        self.groups: list[ReadyGroup] = []  # what the trainer holds
+        self.version = 0
+        self.to_publish = 0
+        self.sending: dict[str, int] = {}
+        self.taken: list[int] = []
+        self.next_value = 0
+        self.ended: dict[str, Any] | None = None
+
+    @initialize(
+        config=st.builds(random_config, st.randoms(use_true_random=False)),
+        start=st.sampled_from([0, 0, 0, 3]),
+        may_stop=st.sampled_from([False, False, True]),
+    )
+    def begin(self, config: Config, start: int, may_stop: bool) -> None:
+        self.config, self.may_stop = config, may_stop
+        self.start = min(start, config.trainer.updates)
+        self.version = self.to_publish = self.start
+        self.coordinator, self.entries = make_coordinator(config, start_version=self.start, start_group=10 * self.start)
+        self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
+        self.holds = dict.fromkeys(self.engines, -1)
+        self.announced = -1
+
+    # ---- the event loop -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, who: str, work: Any) -> None:
+        if who in self.waiting:
+            work.close()
+        else:
+            self.waiting[who] = self.loop.create_task(work, name=who)
+
+    @rule()
+    def settle(self) -> None:
+        async def turns() -> None:
+            for _ in range(4):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turns())
+        for who, task in [*self.waiting.items()]:
+            if not task.done():
+                continue
+            del self.waiting[who]
+            if task.cancelled():
+                continue
+            kind, _, name = who.partition(":")
+            getattr(self, f"got_{kind}")(name, task.result())
+
+    def got_samples(self, engine: str, requests: list[SampleRequest]) -> None:
+        assert requests or self.coordinator_closed(), f"{engine} was sent home in the middle of the run"
+        for request in requests:
+            assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
+            self.leases.append(Lease(engine, request, self.holds[engine]))
+
+    def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:
+        assert jobs or self.coordinator_closed()
+        self.jobs += [(worker, job) for job in jobs]
+
+    def got_group(self, _: str, group: ReadyGroup | None) -> None:
+        if group is None:
+            assert self.coordinator_closed()
+            return
+        staleness = self.version - group.oldest_version
+        assert 0 <= staleness <= self.config.staleness.max_updates
+        older = [g for g in self.untaken() if g < group.group]
+        assert len(older) < self.config.buffer.window, f"{group.group} overtook {older}"
+        self.taken.append(group.group)
+        self.groups.append(group)
+
+    def got_events(self, _: str, events: list[Any]) -> None:
+        for event in events:
+            assert self.ended is None, f"{event.kind} after the end"
+            if event.kind == "ended":
+                self.ended = event.data
+
+    def coordinator_closed(self) -> bool:
+        return self.coordinator._closed
+
+    # ---- rules: engines -----------------------------------------------------------------------------------------------------------
+
+    def engine(self, number: int) -> str:
+        return self.engines[number % len(self.engines)]
+
+    @rule(number=PICK, free=st.integers(1, 4))
+    def ask_for_samples(self, number: int, free: int) -> None:
+        engine = self.engine(number)
+        self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, free, 4))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=PICK, seed=PICK)
+    def finish_sample(self, pick: int, seed: int) -> None:
+        """Its steps were taken with any of the versions the engine held meanwhile, in order."""
+        lease = self.leases.pop(pick % len(self.leases))
+        size = lease.request.window.size if lease.request.window else 0
+        self.finish(lease, tuple(sorted(random.Random(seed).choices(lease.seen, k=size))))
+
+    def finish(self, lease: Lease, versions: tuple[int, ...]) -> None:
+        request = lease.request
+        alive = request.kind == "validation" or self.is_live(request.group)
+        now(self.coordinator.samples_done(lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]))
+        self.answered.append(lease)
+        if alive and not self.coordinator_closed():
+            self.unscored[request.sample_id] = request.kind
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=PICK)
+    def fail_sample(self, pick: int) -> None:
+        lease = self.leases.pop(pick % len(self.leases))
+        now(self.coordinator.sample_failed(lease.engine, lease.request.sample_id, "out of memory"))
+        self.answered.append(lease)
+
+    @precondition(lambda self: self.answered)
+    @rule(pick=PICK, failed=st.booleans(), number=PICK)
+    def second_answer(self, pick: int, failed: bool, number: int) -> None:
+        """For a sample already answered; or, when it was leased again, from an engine that does not have it."""
+        lease = self.answered[-1 - pick % len(self.answered)]
+        again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
+        asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
+        again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking}  # leased, not yet seen here
+        engine = self.engine(number)
+        if engine in again:
+            return
+        if failed:
+            now(self.coordinator.sample_failed(engine, lease.request.sample_id, "late"))
+        else:
+            size = lease.request.window.size if lease.request.window else 0
+            now(self.coordinator.samples_done(engine, [make_result(lease.request, engine, (lease.seen[0],) * size)]))
+
+    # ---- rules: reward workers ----------------------------------------------------------------------------------------------------
+
+    @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
+    def ask_for_jobs(self, worker: int, limit: int) -> None:
+        self.ask(f"jobs:reward-{worker}", self.coordinator.next_to_score(f"reward-{worker}", limit))
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error"]))
+    def answer_job(self, pick: int, how: str) -> None:
+        self.answer(self.jobs.pop(pick % len(self.jobs)), how)
+
+    def answer(self, held: tuple[str, ScoreJob], how: str) -> None:
+        worker, job = held
+        self.next_value += 1
+        value = None if how == "error" else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
+        before = self.rounds_failed(job)
+        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, value, None if value else "timeout")]))
+        self.scored.append(held)
+        if value is not None or self.rounds_failed(job) > before:
+            self.unscored.pop(job.sample_id, None)
+
+    def rounds_failed(self, job: ScoreJob) -> int:
+        """How many failed samples validation reported or carries, to know when a failed score was final."""
+        if job.kind == "train":
+            return 0
+        round_ = self.coordinator._rounds.get(int(job.sample_id[1:].split(".")[0]))
+        return 10**6 if round_ is None else len(round_.failed)
+
+    @precondition(lambda self: self.scored)
+    @rule(pick=PICK, failed=st.booleans())
+    def second_score(self, pick: int, failed: bool) -> None:
+        worker, job = self.scored[-1 - pick % len(self.scored)]
+        if any(job.sample_id == other.sample_id for _, other in self.jobs):
+            return  # it is being scored again, then this is the first answer
+        if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
+            return
+        score = None if failed else Score(-1.0)
+        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, score, "late" if failed else None)]))
+
+    # ---- rules: trainer and weights -----------------------------------------------------------------------------------------------
+
+    @rule()
+    def ask_for_group(self) -> None:
+        places = self.config.trainer.groups_per_update - len(self.groups)
+        if places > 0 and self.version < self.config.trainer.updates:
+            self.ask("group:", self.coordinator.next_group(self.version, places))
+
+    @precondition(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
+    @rule()
+    def finish_update(self) -> None:
+        self.version += 1
+        now(self.coordinator.update_done(report(self.version, self.groups)))
+        self.groups = []
+        if self.version % self.config.weights.publish_every == 0 or self.version == self.config.trainer.updates:
+            self.to_publish = self.version
+
+    @precondition(lambda self: self.announced < self.to_publish)
+    @rule()
+    def announce(self) -> None:
+        """Also while an older version is still on its way to some engines: they skip it."""
+        self.announced = self.to_publish
+        now(self.coordinator.announce(self.announced, digest_of(self.announced)))
+        self.sending = dict.fromkeys(self.engines, self.announced)
+
+    @precondition(lambda self: self.sending)
+    @rule(pick=PICK)
+    def swap(self, pick: int) -> None:
+        engine = sorted(self.sending)[pick % len(self.sending)]
+        version = self.sending.pop(engine)
+        self.holds[engine] = version
+        for lease in self.leases:
+            if lease.engine == engine:
+                lease.seen.append(version)
+        now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
+
+    # ---- rules: everybody ---------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=PICK)
+    def cancel_a_waiter(self, pick: int) -> None:
+        """At any moment, also between being woken and running; what it would have got must go to somebody else."""
+        self.waiting[sorted(self.waiting)[pick % len(self.waiting)]].cancel()
+
+    @rule(rounds=st.integers(1, 6))
+    def work_in_order(self, rounds: int) -> None:
+        """A stretch of undisturbed work, so that the disturbances meet every phase of a run."""
+        for _ in range(rounds):
+            if not self.coordinator_closed():
+                self.everybody_works()
+
+    @precondition(lambda self: self.may_stop)
+    @rule()
+    def stop(self) -> None:
+        self.may_stop = False
+        now(self.coordinator.stop("ctrl-c"))
+
+    # ---- what must always hold ----------------------------------------------------------------------------------------------------
+
+    def ledger(self) -> Counter[str]:
+        return Counter(entry.event for entry in self.entries)
+
+    def admitted(self) -> range:
+        return range(10 * self.start, now(self.coordinator.next_group_number()))
+
+    def is_live(self, group: int) -> bool:
+        return group in self.admitted() and all(entry.group != group for entry in self.entries)
+
+    def untaken(self) -> list[int]:
+        over = {entry.group for entry in self.entries} | set(self.taken)
+        return [group for group in self.admitted() if group not in over]
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.every_group_ends_once()
+        self.staleness_stays_within_the_budget()
+        self.slots_are_never_overdrawn()
+        self.buffers_stay_within_their_bounds()
+        self.nothing_is_admitted_that_will_not_be_trained()
+
+    def every_group_ends_once(self) -> None:
+        groups = [entry.group for entry in self.entries]
+        assert len(groups) == len(set(groups))
+        assert set(groups) <= set(self.admitted())
+        live = set(self.admitted()) - set(groups)
+        assert self.coordinator.ledger.live == live
+        if self.coordinator_closed():
+            assert not live
+        self.coordinator.ledger.check(self.coordinator._slots.live)
+        counts = now(self.coordinator.statistics())["conservation"]
+        assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
+
+    def staleness_stays_within_the_budget(self) -> None:
+        for entry in self.entries:
+            if entry.event == "trained":
+                assert entry.staleness is not None and 0 <= entry.staleness <= self.config.staleness.max_updates
+                assert entry.trained_version is not None and entry.step_versions is not None
+                assert entry.staleness == entry.trained_version - 1 - entry.step_versions[0]
+                assert entry.admitted_version <= entry.step_versions[0]
+        if self.coordinator_closed() and self.ended is not None and self.ended["status"] == "failed":
+            assert "in a row" in self.ended["reason"], self.ended
+
+    def slots_are_never_overdrawn(self) -> None:
+        held = min(self.holds.values())
+        live = set(self.admitted()) - {entry.group for entry in self.entries}
+        trained = [e for e in self.entries if e.event == "trained" and e.trained_version is not None and e.trained_version > held]
+        if not self.coordinator_closed():
+            assert len(live) + len(trained) <= (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
+
+    def buffers_stay_within_their_bounds(self) -> None:
+        if self.coordinator_closed():
+            return
+        for name, buffer in now(self.coordinator.statistics())["buffers"].items():
+            if name != "slots":
+                assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
+        waiting = [i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))]
+        # Counted here: samples at an engine, and samples generated but not scored.
+        assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
+        groups_taken_unseen = sum(1 for who, task in self.waiting.items() if who == "group:" and task.done())
+        assert len(self.untaken()) - groups_taken_unseen <= self.config.buffer.groups
+
+    def nothing_is_admitted_that_will_not_be_trained(self) -> None:
+        wanted = (self.config.trainer.updates - self.start) * self.config.trainer.groups_per_update
+        lost = self.ledger()["rejected"] + self.ledger()["dropped"]
+        assert len(self.admitted()) - lost <= wanted
+
+    # ---- and the run always ends --------------------------------------------------------------------------------------------------
+
+    def everybody_works(self) -> None:
+        """One round of well-behaved roles."""
+        self.ask("events:", self.coordinator.events())
+        for engine in self.engines:
+            self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, 4, 4))
+        self.ask("jobs:reward-0", self.coordinator.next_to_score("reward-0", 2))
+        self.ask_for_group()
+        self.settle()
+        while self.leases:
+            lease = self.leases.pop()
+            self.finish(lease, (lease.seen[-1],) * (lease.request.window.size if lease.request.window else 0))
+        while self.jobs:
+            self.answer(self.jobs.pop(), "value")
+        if len(self.groups) == self.config.trainer.groups_per_update:
+            self.finish_update()
+        if self.announced < self.to_publish:
+            self.announce()
+        for engine, version in [*self.sending.items()]:
+            del self.sending[engine]
+            self.holds[engine] = version
+            now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
+        self.all_is_well()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "coordinator"):
+            self.loop.close()
+            return
+        config = self.config
+        # The slowest schedule moves one sample per round.
+        samples = (config.trainer.updates + 1) * config.trainer.groups_per_update * config.rollout.group_size + 200
+        rounds = 0
+        while self.ended is None:
+            self.everybody_works()
+            rounds += 1
+            assert rounds < 20 * samples, f"stranded: {sorted(self.waiting)}, {now(self.coordinator.statistics())}"
+        self.nobody_is_left_waiting()
+        self.late_messages_are_harmless()
+        self.every_group_ends_once()
+        self.staleness_stays_within_the_budget()
+        wanted = (config.trainer.updates - self.start) * config.trainer.groups_per_update
+        if self.ended["status"] == "done":
+            assert self.ledger()["trained"] == wanted
+            assert min(self.holds.values()) == config.trainer.updates
+        elif self.ended["status"] == "failed":
+            lost = self.ledger()["rejected"] + self.ledger()["dropped"]
+            assert lost >= 4 * (config.staleness.max_updates + 1) * config.trainer.groups_per_update
+        else:
+            assert self.ended["reason"] == "ctrl-c"
+        assert self.ended["conservation"]["trained"] == self.ledger()["trained"]
+        self.loop.close()
+
+    def nobody_is_left_waiting(self) -> None:
+        for engine in self.engines:
+            self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, 4, 4))
+        self.ask("jobs:reward-1", self.coordinator.next_to_score("reward-1", 2))
+        self.settle()
+        left = [who for who in self.waiting if who != "events:"]
+        assert not left, f"{left} still wait although the run is over"
+        self.waiting.get("events:", self.loop.create_task(asyncio.sleep(0))).cancel()
+        self.settle()
+
+    def late_messages_are_harmless(self) -> None:
+        """Work that was under way when the run ended is still reported."""
+        before = [*self.entries]
+        for lease in self.leases:
+            size = lease.request.window.size if lease.request.window else 0
+            now(self.coordinator.samples_done(lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]))
+        for worker, job in self.jobs:
+            now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, Score(1.0))]))
+        if self.groups:
+            now(self.coordinator.update_done(report(self.version + 1, self.groups)))
+        for engine, version in self.sending.items():
+            now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
+        now(self.coordinator.stop("again"))
+        assert self.entries == before
+        events = self.coordinator._log._events
+        assert not events, f"{[e.kind for e in events]} after the end"
+
+
+def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
+    """Short, adversarial and shrinkable."""
+    run_state_machine_as_test(CoordinatorMachine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None))
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
+    """The same rules, in proportions that carry a run from its first to its last update."""
+    dice = random.Random(seed)
+    play_at_random(random_config(dice), dice)
+
+
+def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
+    machine = CoordinatorMachine()
+    machine.begin(config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3)
+    answers = ["value"] * 20 + ["equal", "error"] * dice.choice([0, 1, 8])
+    pick = partial(dice.randrange, 2**16)
+    moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {
+        "settle": (6, lambda: True, lambda: machine.settle()),
+        "ask_for_samples": (4, lambda: True, lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4))),
+        "finish_sample": (5, lambda: machine.leases, lambda: machine.finish_sample(pick=pick(), seed=pick())),
+        "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: machine.fail_sample(pick=pick())),
+        "second_answer": (
+            dice.choice([0, 0.5]),
+            lambda: machine.answered,
+            lambda: machine.second_answer(pick=pick() % 8, failed=dice.random() < 0.5, number=pick()),
+        ),
+        "ask_for_jobs": (4, lambda: True, lambda: machine.ask_for_jobs(worker=dice.randint(0, 1), limit=dice.randint(1, 3))),
+        "answer_job": (6, lambda: machine.jobs, lambda: machine.answer_job(pick=pick(), how=dice.choice(answers))),
+        "second_score": (
+            dice.choice([0, 0.5]),
+            lambda: machine.scored,
+            lambda: machine.second_score(pick=pick() % 8, failed=dice.random() < 0.5),
+        ),
+        "ask_for_group": (4, lambda: True, lambda: machine.ask_for_group()),
+        "finish_update": (
+            dice.choice([0.5, 4]),
+            lambda: len(machine.groups) == config.trainer.groups_per_update,
+            lambda: machine.finish_update(),
+        ),
+        "announce": (dice.choice([0.5, 4]), lambda: machine.announced < machine.to_publish, lambda: machine.announce()),
+        "swap": (dice.choice([0.5, 4]), lambda: machine.sending, lambda: machine.swap(pick=pick())),
+        "cancel_a_waiter": (dice.choice([0, 1]), lambda: machine.waiting, lambda: machine.cancel_a_waiter(pick=pick())),
+        "stop": (0.1, lambda: machine.may_stop, lambda: machine.stop()),
+    }
+    for name in dice.choices([*moves], weights=[weight for weight, _, _ in moves.values()], k=dice.randint(1, 2500)):
+        _, possible, move = moves[name]
+        if possible():
+            move()
+            machine.all_is_well()
+        if machine.coordinator_closed():
+            break
+    machine.teardown()
+    return machine

@@ -1,0 +1,144 @@
+"""Small real implementations of our contracts, for tests: a transformer with a policy around it, and groups it could have produced."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from omni_async.config.schema import Config
+from omni_async.sde.transitions import ode_step, take_step
+from omni_async.training.rows import GroupBatch
+
+WIDTH, CHANNELS, TEXT = 16, 4, 8
+
+
+class TinyAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        attended = nn.functional.scaled_dot_product_attention(self.to_q(x), self.to_k(x), self.to_v(x), attn_mask=mask[:, None])
+        return self.to_out[1](self.to_out[0](attended))
+
+
+class TinyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = TinyAttention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.unused = nn.Linear(2, 2)  # as the last block's text branch in real models: it never gets a gradient
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x), mask)
+        return x + self.mlp(x)
+
+
+class TinyTransformer(nn.Module):
+    """(B, T, C) latents, (B,) sigma, (B, L, E) text with a (B, L) mask -> (B, T, C)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.img_in, self.txt_in = nn.Linear(CHANNELS, WIDTH), nn.Linear(TEXT, WIDTH)
+        self.time_in = nn.Linear(2, WIDTH)
+        self.transformer_blocks = nn.ModuleList(TinyBlock() for _ in range(2))
+        self.proj_out = nn.Linear(WIDTH, CHANNELS)
+
+    def forward(self, latents: Tensor, sigma: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        time = self.time_in(torch.stack([sigma, sigma.square()], dim=1))
+        x = torch.cat([self.txt_in(text), self.img_in(latents) + time[:, None]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(latents.shape[:2])], dim=1)
+        for block in self.transformer_blocks:
+            x = block(x, mask)
+        return self.proj_out(x[:, text.shape[1] :])
+
+
+class TinyPolicy:
+    """See `omni_async.policy.Policy`; `path` is the seed of the weights."""
+
+    def __init__(self, path: str = "0") -> None:
+        self.path = path
+
+    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(self.path))
+            return TinyTransformer().eval().to(dtype)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (height // 16 * (width // 16), CHANNELS)
+
+    def sigmas(self, num_inference_steps: int, height: int, width: int) -> Tensor:
+        return torch.cat([torch.linspace(1, 1 / num_inference_steps, num_inference_steps), torch.zeros(1)])
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: TensorDict,
+        *,
+        height: int,
+        width: int,
+        true_cfg_scale: float,
+    ) -> Tensor:
+        dtype = next(transformer.parameters()).dtype
+
+        def predict(text: Tensor) -> Tensor:
+            return transformer(latents.to(dtype), sigma.to(dtype), text.to(dtype), conditioning["mask"])
+
+        v = predict(conditioning["text"])
+        if true_cfg_scale > 1:
+            uncond = predict(torch.zeros_like(conditioning["text"]))
+            v = uncond + true_cfg_scale * (v - uncond)
+        return v if dtype == torch.float64 else v.float()
+
+    def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
+        pad = nn.utils.rnn.pad_sequence
+        return TensorDict({k: pad([r[k] for r in rows], batch_first=True) for k in ("text", "mask")}, batch_size=[len(rows)])
+
+
+def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range, transformer: nn.Module | None = None) -> TensorDict:
+    """A sample made by the policy itself, as an engine would make it."""
+    r = config.rollout
+    generator = torch.Generator().manual_seed(seed)
+    transformer = transformer or policy.load_transformer(torch.float32)
+    sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
+    length = 2 + seed % 3
+    conditioning = TensorDict({"text": torch.randn(length, TEXT, generator=generator), "mask": torch.ones(length, dtype=torch.bool)}, [])
+    batch = policy.stack_conditioning([conditioning])
+    x = torch.randn(1, *policy.latent_shape(r.height, r.width), generator=generator)
+    latents, log_probs, means = [], [], []
+    for i in range(r.num_inference_steps):
+        sigma, sigma_next = sigmas[i : i + 1], sigmas[i + 1 : i + 2]
+        with torch.no_grad():
+            v = policy.velocity(transformer, x, sigma, batch, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
+        if i not in window:
+            x = ode_step(x, v, sigma, sigma_next)
+            continue
+        latents.append(x)
+        noise = torch.randn(x.shape, generator=generator)
+        level = torch.tensor([r.sde.noise_level])
+        x, value, mean = take_step(r.sde.kind, x, v, sigma, sigma_next, sigmas[1:2], level, noise)
+        log_probs.append(value)
+        means.append(mean)
+        if i == window[-1]:
+            latents.append(x)
+    tensors = {
+        "latents": torch.cat(latents),
+        "log_probs": torch.cat(log_probs),
+        "means": torch.cat(means),
+        "sigmas": sigmas,
+        "steps": torch.tensor(list(window)),
+        "conditioning": conditioning,
+    }
+    return TensorDict(tensors, batch_size=[])
+
+
+def tiny_group(policy: TinyPolicy, config: Config, seed: int = 0, window: range = range(1, 3)) -> GroupBatch:
+    """A group of `rollout.group_size` samples with advantages that sum to about 0."""
+    samples = [tiny_trajectory(policy, config, 100 * seed + i, window) for i in range(config.rollout.group_size)]
+    advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
+    return GroupBatch(samples, advantages)

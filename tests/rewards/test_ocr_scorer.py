@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.ocr import OcrScorer, wanted_text
+from omni_async.types import Prompt
+
+
+@functools.cache
+def scorer(**params: bool) -> OcrScorer:
+    return OcrScorer(**params)
+
+
+def draw(text: str, size: tuple[int, int] = (64, 64), font_size: int = 48, noise: float = 0.0) -> np.ndarray:
+    image = Image.new("RGB", size, (10, 10, 10))
+    ImageDraw.Draw(image).text((size[0] / 2, size[1] / 2), text, fill=(230, 230, 230), font=ImageFont.load_default(font_size), anchor="mm")
+    pixels = np.asarray(image).astype(np.float64)
+    pixels += np.random.default_rng(0).normal(0, noise, pixels.shape) if noise else 0
+    return pixels.clip(0, 255).astype(np.uint8)
+
+
+def prompt(target: str | None, text: str = "a digit") -> Prompt:
+    return Prompt(index=7, text=text, target=target)
+
+
+def test_clean_digits_are_read() -> None:
+    digits = list("0123456789")
+    scores = scorer().score([draw(d) for d in digits], [prompt(d) for d in digits])
+    assert [s.text for s in scores] == digits
+    assert [s.value for s in scores] == [1.0] * 10
+    assert all(s.parts["ocr"] == s.parts["ocr_exact"] == 1.0 and s.parts["ocr_confidence"] > 0.9 for s in scores)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_wrong_text_scores_lower(dense: bool) -> None:
+    right, wrong = scorer(dense=dense).score([draw("5"), draw("5")], [prompt("5"), prompt("8")])
+    assert right.value > 0.9 and wrong.value < 0.1
+    assert wrong.parts["ocr_exact"] == 0.0
+
+
+def test_partly_right_text_and_folding() -> None:
+    image = draw("HELLO", (160, 48), 34)
+    values = [scorer().score([image], [prompt(t)])[0].value for t in ("HELLO", "h e l l o", "HELLA", "WORDS")]
+    assert values[:3] == [1.0, 1.0, pytest.approx(0.8)] and values[3] < 0.5
+    assert scorer(case_sensitive=True).score([image], [prompt("hello")])[0].value == 0.0
+
+
+def test_batching_changes_no_bit() -> None:
+    images = [draw("3", noise=150.0), draw("HELLO", (200, 48), 34), draw("8"), draw("6", noise=200.0), draw("7", (32, 32), 26)]
+    prompts = [prompt(t) for t in ("3", "HELLO", "2", "6", "7")]
+    together = scorer(dense=True).score(images, prompts)
+    alone = [scorer(dense=True).score([i], [p])[0] for i, p in zip(images, prompts, strict=True)]
+    assert together == alone
+
+
+def test_dense_rises_with_legibility_and_stays_on_its_side_of_one_half() -> None:
+    noises = (0.0, 100.0, 150.0, 200.0)
+    right = [scorer(dense=True).score([draw("8", noise=n)], [prompt("8")])[0] for n in noises]
+    wrong = [scorer(dense=True).score([draw("8", noise=n)], [prompt("3")])[0] for n in noises]
+    assert right[0].value > right[-1].value
+    assert all(s.value >= 0.5 for s in right if s.parts["ocr"] == 1.0)
+    assert wrong[0].value < 0.01 and all(0.0 <= s.value <= 0.5 for s in wrong if s.parts["ocr"] == 0.0)
+
+
+def test_dense_breaks_ties_between_right_readings() -> None:
+    values = {s.value for s in scorer(dense=True).score([draw("8", noise=n) for n in (0.0, 60.0, 120.0)], [prompt("8")] * 3)}
+    assert len(values) == 3
+
+
+def test_the_target_is_the_prompts_or_the_quoted_text() -> None:
+    assert wanted_text(prompt("4 2")) == "42"
+    assert wanted_text(prompt(None, 'a sign that says "New York", at "night"')) == "NewYork"
+    assert wanted_text(prompt("x", 'a sign "y"')) == "x"
+    assert wanted_text(prompt(None, "no quotes")) is None
+    assert wanted_text(prompt("  ")) is None
+
+
+def test_missing_and_unwritable_targets_name_the_prompt() -> None:
+    with pytest.raises(ScoreError, match=r"prompt 7: 'a cat'.*double quotes"):
+        scorer().score([draw("1")], [prompt(None, "a cat")])
+    with pytest.raises(ScoreError, match=r"prompt 7.*alphabet lacks '🦆'"):
+        scorer().score([draw("1")], [prompt("🦆")])
+
+
+@pytest.mark.parametrize("image", [np.zeros((64, 64, 3), np.float32), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)])
+def test_other_images_are_refused(image: np.ndarray) -> None:
+    with pytest.raises(ScoreError, match=r"sample 1 .*expected a uint8 image"):
+        scorer().score([draw("1"), image], [prompt("1")] * 2)
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    OcrScorer().score([draw("1")], [prompt("1")])
+    assert capfd.readouterr() == ("", "")

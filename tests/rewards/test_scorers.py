@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_async.config import schema
+from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.types import Prompt, Score
+
+IMAGES = [np.random.default_rng(i).integers(0, 1 + 80 * i, (32, 48, 3), dtype=np.uint8) for i in range(3)]
+PROMPTS = [Prompt(index=10 + i, text=f"prompt {i}") for i in range(3)]
+
+
+class Constant:
+    name = "constant"
+
+    def __init__(self, *, value: float = 2.0, text: str | None = None) -> None:
+        self._score = Score(value=value, parts={"part": value}, text=text)
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [self._score] * len(images)
+
+
+class NanAtOne:
+    name = "nan"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(value=math.nan if i == 1 else 0.0) for i in range(len(images))]
+
+
+class TooFew:
+    name = "few"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(value=0.0)]
+
+
+def config(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
+    return schema.Scorer(name=name, weight=weight, params=params)
+
+
+def kilobytes(image: np.ndarray, quality: int) -> float:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality)
+    return len(buffer.getvalue()) / 1000
+
+
+def test_jpeg_size_is_what_pillow_writes() -> None:
+    small = registry.build(config("jpeg_size")).score(IMAGES, PROMPTS)
+    assert [s.value for s in small] == [-kilobytes(i, 95) for i in IMAGES]
+    large = registry.build(config("jpeg_size", quality=50, sign="max", scale=0.5)).score(IMAGES, PROMPTS)
+    assert [s.value for s in large] == [0.5 * kilobytes(i, 50) for i in IMAGES]
+    assert len({s.value for s in large}) == 3
+
+
+def test_one_scorer_keeps_its_parts() -> None:
+    scores = WeightedScorer([config(f"{__name__}:Constant", weight=3.0, text="hi")]).score(IMAGES, PROMPTS)
+    assert scores == [Score(value=6.0, parts={"part": 2.0}, text="hi")] * 3
+
+
+def test_several_scorers_are_weighed_and_prefixed() -> None:
+    constant = f"{__name__}:Constant"
+    members = [config("jpeg_size", 0.1), config(constant, 1.0, text="a"), config(constant, -1.0, value=5.0, text="b")]
+    [score, *_] = WeightedScorer(members).score(IMAGES, PROMPTS)
+    size = kilobytes(IMAGES[0], 95)
+    assert score.value == pytest.approx(-0.1 * size + 2.0 - 5.0)
+    assert score.parts["jpeg_size/jpeg_kb"] == size and score.parts["jpeg_size/value"] == -size
+    assert score.parts[f"{constant}/part"] == 2.0 and score.parts[f"{constant}_2/part"] == 5.0
+    assert score.text == "a | b"
+
+
+def test_an_empty_batch_is_fine() -> None:
+    assert WeightedScorer([config("jpeg_size")]).score([], []) == []
+
+
+def test_a_failed_score_never_becomes_a_number() -> None:
+    with pytest.raises(ScoreError, match=r"NanAtOne.*sample 1 \(prompt 11: 'prompt 1'\): value is nan"):
+        WeightedScorer([config("jpeg_size"), config(f"{__name__}:NanAtOne")]).score(IMAGES, PROMPTS)
+    with pytest.raises(ScoreError, match="TooFew' returned 1 scores for 3 images"):
+        WeightedScorer([config(f"{__name__}:TooFew")]).score(IMAGES, PROMPTS)
+    with pytest.raises(ScoreError, match=r"'reward'.*value is inf"):
+        WeightedScorer([config(f"{__name__}:Constant", value=1e308), config(f"{__name__}:Constant", value=1e308)]).score(IMAGES, PROMPTS)
+    with pytest.raises(ScoreError, match="3 images but 2 prompts"):
+        WeightedScorer([config("jpeg_size")]).score(IMAGES, PROMPTS[:2])
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (config("ocrr"), "unknown scorer 'ocrr': registered are jpeg_size, ocr"),
+        (config("jpeg_size", qualty=3), "takes no parameter 'qualty'; it takes quality, sign, scale"),
+        (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),
+        (config("jpeg_size", sign="up"), "parameter 'sign': Invalid enum value 'up'"),
+        (config("no_such_module:X"), "cannot import 'no_such_module'"),
+        (config(f"{__name__}:Nothing"), "has no 'Nothing'; it defines Constant, NanAtOne, TooFew"),
+        (config(f"{__name__}:kilobytes"), "is not a class with a method `score"),
+    ],
+)
+def test_configuration_errors_say_what_is_allowed(scorer: schema.Scorer, message: str) -> None:
+    for action in (registry.check, registry.build):
+        with pytest.raises(registry.ScorerConfigError, match=message.replace("(", r"\(")):
+            action(scorer)

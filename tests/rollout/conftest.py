@@ -1,0 +1,89 @@
+"""A tiny random Qwen-Image, requests for it, and published versions of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
+from omni_async.weights.buckets import pack
+from pipelines.qwen_image.policy import QwenImagePolicy
+from pipelines.qwen_image.tiny import build
+
+FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
+Published = tuple[WeightManifest, list[np.ndarray]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build(tmp_path_factory.mktemp("rollout"), layers=2))
+
+
+@pytest.fixture(scope="session")
+def policy(checkpoint: str) -> QwenImagePolicy:
+    return QwenImagePolicy(checkpoint)
+
+
+def make_request(number: int = 0, **changes: Any) -> SampleRequest:
+    """Window of three steps out of six, starting at 0, 1 or 2; prompts of different lengths."""
+    words = ("the digit 7", "a photo of a red circle on a white background", "7")
+    fields: dict[str, Any] = {
+        "sample_id": f"s{number}",
+        "kind": "train",
+        "group": 0,
+        "sample": number,
+        "prompt": Prompt(index=0, text=words[number % 3]),
+        "seed": 1000 + number,
+        "height": 64,
+        "width": 32,
+        "num_inference_steps": 6,
+        "true_cfg_scale": 1.0,
+        "negative_prompt": " ",
+        "noise_level": 0.7,
+        "sde_kind": "flow",
+        "window": SdeWindow(start=number % 3, size=3),
+        "fields": FIELDS,
+    }
+    return SampleRequest(**(fields | changes))
+
+
+def new_weights(policy: QwenImagePolicy, seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint's transformer with noise on every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = policy.load_transformer(torch.float32).state_dict()
+    return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+def adapters(policy: QwenImagePolicy, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
+    """LoRA matrices for the attention of every block, large enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, weight in policy.load_transformer(torch.float32).state_dict().items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("to_q", "to_k", "to_v", "to_out.0")):
+            found[f"{module}.lora_A.weight"] = 0.2 * torch.randn(rank, weight.shape[1], generator=generator)
+            found[f"{module}.lora_B.weight"] = 0.2 * torch.randn(weight.shape[0], rank, generator=generator)
+    return found
+
+
+def publish(version: int, tensors: dict[str, torch.Tensor], lora: dict[str, Any] | None = None) -> Published:
+    return pack(tensors.items(), version=version, payload="lora" if lora else "full", bucket_bytes=100_000, lora=lora)
+
+
+def transformer_with(policy: QwenImagePolicy, weights: dict[str, torch.Tensor] | None) -> torch.nn.Module:
+    model = policy.load_transformer(torch.float32)
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model

@@ -1,0 +1,111 @@
+"""A vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would disturb other tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing as mp
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from omni_async.rollout.base import Trajectory
+from omni_async.types import SampleRequest
+
+EXTENSION = "tests.rollout.vllm_extension.CountingExtension"
+
+
+class RemoteEngine:
+    """Commands are methods of `_Server`; what they raise is raised here."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, command: str, *arguments: Any) -> Any:
+        self._connection.send((command, arguments))
+        return self.answer()
+
+    def answer(self) -> Any:
+        if not self._connection.poll(280):
+            raise TimeoutError("the engine's process does not answer")
+        failed, value = self._connection.recv()
+        if failed:
+            raise value
+        return value
+
+
+class _Server:
+    def __init__(self, checkpoint: str, options: dict[str, Any]) -> None:
+        from omni_async.policy import find_family
+        from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
+
+        family = msgspec.structs.replace(find_family("qwen_image"), vllm_extension=EXTENSION)
+        self.engine = VllmOmniEngine("engine", family, path=checkpoint, **options)
+
+    async def generate(self, requests: list[SampleRequest]) -> list[Trajectory | BaseException]:
+        return list(await asyncio.gather(*[self.engine.generate(r) for r in requests], return_exceptions=True))
+
+    async def stage(self, *published: Any) -> str:
+        return await self.engine.stage(*published)
+
+    async def swap(self, version: int) -> Any:
+        return await self.engine.swap(version)
+
+    async def swap_in_flight(self, requests: list[SampleRequest], version: int, after: int) -> Any:
+        """Swaps once the first sample has taken `after` steps."""
+        running = asyncio.create_task(self.generate(requests))
+        while (await self.engine._call("steps_taken"))["steps"] < after:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        report = await self.engine.swap(version)
+        return report, await running
+
+    async def is_grad_ready(self, request: SampleRequest) -> bool:
+        """Whether a trainer in this process could differentiate through the trajectory's tensors."""
+        made = await self.engine.generate(request)
+        return not any(t.is_inference() for t in made.tensors.flatten_keys().values())
+
+    async def call(self, method: str) -> Any:
+        return await self.engine._call(method)
+
+
+async def _serve(connection: Connection, checkpoint: str, options: dict[str, Any]) -> None:
+    server = _Server(checkpoint, options)
+    connection.send((False, await server.engine.start()))
+    while (message := await asyncio.to_thread(connection.recv)) is not None:
+        command, arguments = message
+        try:
+            answer = (False, await getattr(server, command)(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised in the test
+            answer = (True, error)
+        connection.send(answer)
+    await server.engine.close()
+
+
+def _main(connection: Connection, checkpoint: str, options: dict[str, Any]) -> None:
+    import omni_async  # noqa: F401, I001 - makes a mixed installation importable
+    import torch
+
+    torch.set_num_threads(1)
+    asyncio.run(_serve(connection, checkpoint, options))
+
+
+@contextlib.contextmanager
+def running_engine(checkpoint: str, **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
+    """The engine and its first report."""
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_main, args=(theirs, checkpoint, options))
+    process.start()
+    theirs.close()
+    remote = RemoteEngine(ours)
+    try:
+        yield remote, remote.answer()
+    finally:
+        with contextlib.suppress(OSError):
+            ours.send(None)
+        process.join(30)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,284 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.sde.transitions import KINDS, log_prob, nats_per_log_prob, ode_step, step_mixed, take_step, transition
+
+torch.set_num_threads(1)
+
+SHAPE = (3, 5)
+
+
+def rows(*values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def example(seed, batch, dtype=torch.float64, sigma_one=False, shape=SHAPE):
+    """x, v, sigma, sigma_next, sigma_max, noise_level, noise of random rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low, high):
+        return (low + (high - low) * torch.rand(batch, generator=generator, dtype=torch.float64)).to(dtype)
+
+    x, v, noise = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    sigma = torch.ones(batch, dtype=dtype) if sigma_one else uniform(0.3, 0.97)
+    return x, v, sigma, sigma * uniform(0.5, 0.95), torch.full((batch,), 0.96, dtype=dtype), uniform(0.2, 1.0), noise
+
+
+def published(kind, x, v, s, s_next, s_max, n):
+    """Mean, std and scale of one row with Python numbers, in the form the papers write them."""
+    dt = s_next - s
+    x0 = x - s * v
+    if kind == "flow":
+        std = n * math.sqrt(s / (1 - (s_max if s == 1 else s)))
+        return x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt, std, std * math.sqrt(-dt)
+    if kind == "dance":
+        score = -(x - (1 - s) * x0) / s**2
+        return x + dt * v - 0.5 * n**2 * score * dt, n * math.sqrt(-dt), n * math.sqrt(-dt)
+    eps = x + (1 - s) * v
+    scale = s_next * math.sin(n * math.pi / 2)
+    return (1 - s_next) * x0 + math.sqrt(s_next**2 - scale**2) * eps, scale, scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sigma_one", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+def test_a_transition_is_the_published_formula(kind, sigma_one, dtype, tolerance):
+    x, v, *numbers, _ = example(1, 4, dtype, sigma_one)
+    got = transition(kind, x, v, *numbers)
+    assert got.mean.dtype == got.std.dtype == got.scale.dtype == dtype
+    for row in range(4):
+        mean, std, scale = published(kind, x[row].double(), v[row].double(), *(float(value[row]) for value in numbers))
+        torch.testing.assert_close(got.mean[row].double(), mean, atol=tolerance, rtol=tolerance)
+        assert got.std[row].item() == pytest.approx(std, rel=tolerance)
+        assert got.scale[row].item() == pytest.approx(scale, rel=tolerance)
+
+
+def test_flow_numbers_computed_by_hand():
+    # std^2 = .49 * .5 / .5 = .49; mean = 2 (1 - .49 * .1) + (-1)(1 + .49 / 2)(-.1)
+    got = transition("flow", rows([2.0]), rows([-1.0]), rows(0.5), rows(0.4), rows(0.9), rows(0.7))
+    assert got.std.item() == pytest.approx(0.7)
+    assert got.scale.item() == pytest.approx(0.7 * math.sqrt(0.1))
+    assert got.mean.item() == pytest.approx(1.902 + 0.1245)
+    assert log_prob("flow", rows([2.0]), got.mean, got.scale).item() == pytest.approx(
+        -((2.0 - 2.0265) ** 2) / (2 * 0.049) - 0.5 * math.log(0.049) - 0.5 * math.log(2 * math.pi)
+    )
+
+
+def test_cps_and_dance_numbers_computed_by_hand():
+    got = transition("cps", rows([2.0]), rows([-1.0]), rows(0.5), rows(0.4), rows(0.9), rows(0.5))
+    scale = 0.4 * math.sqrt(0.5)  # x0 = 2.5, eps = 1.5, sqrt(.16 - .08) = scale
+    assert got.scale.item() == got.std.item() == pytest.approx(scale)
+    assert got.mean.item() == pytest.approx(0.6 * 2.5 + scale * 1.5)
+    assert log_prob("cps", rows([2.0]), got.mean, got.scale).item() == pytest.approx(-((2.0 - 1.5 - 1.5 * scale) ** 2))
+    got = transition("dance", rows([2.0]), rows([-1.0]), rows(0.5), rows(0.4), rows(0.9), rows(0.3))
+    # x0 = 2.5; (x - .5 x0) / .25 = 3; mean = 2 + .1 - .5 * .09 * 3 * .1
+    assert got.mean.item() == pytest.approx(2.1 - 0.0135)
+    assert got.scale.item() == pytest.approx(0.3 * math.sqrt(0.1))
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_log_prob_is_torchs_normal_density_averaged_over_elements(kind, dtype, tolerance):
+    *inputs, noise = example(2, 4, dtype)
+    x_next, value, mean = take_step(kind, *inputs, noise)
+    scale = transition(kind, *inputs).scale
+    normal = torch.distributions.Normal(mean.double(), scale.double()[:, None, None])
+    torch.testing.assert_close(value.double(), normal.log_prob(x_next.double()).mean(dim=(1, 2)), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_ratio_in_nats_is_that_of_the_joint_density(kind):
+    *inputs, noise = example(3, 4)
+    x_next, old, old_mean = take_step(kind, *inputs, noise)
+    scale = transition(kind, *inputs).scale
+    mean = old_mean + 0.01 * torch.randn_like(old_mean)
+    got = nats_per_log_prob(kind, scale, 15) * (log_prob(kind, x_next, mean, scale) - old)
+
+    def joint(center):
+        return torch.distributions.Normal(center, scale[:, None, None]).log_prob(x_next).sum(dim=(1, 2))
+
+    torch.testing.assert_close(got, joint(mean) - joint(old_mean), atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+@pytest.mark.parametrize("sigma_one", [False, True])
+def test_gradient_in_the_velocity_is_the_closed_form(kind, sigma_one):
+    x, v, s, s_next, s_max, n, noise = example(4, 3, sigma_one=sigma_one)
+    v.requires_grad_()
+    x_next, value, mean = take_step(kind, x, v, s, s_next, s_max, n, noise)
+    value.sum().backward()
+    g2 = n**2 * (s / (1 - torch.where(s == 1, s_max, s)) if kind == "flow" else 1)
+    dt = s_next - s
+    factor = (1 + g2 * (1 - s) / (2 * s)) * dt / (g2 * -dt * 15)
+    torch.testing.assert_close(v.grad, (x_next - mean).detach() * factor[:, None, None], atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_pass_gradcheck(kind):
+    x, v, *numbers, noise = example(5, 2)
+    x_next = take_step(kind, x, v, *numbers, noise)[0]
+
+    def of_velocity(velocity):
+        step = transition(kind, x, velocity, *numbers)
+        return log_prob(kind, x_next, step.mean, step.scale), step.mean
+
+    assert torch.autograd.gradcheck(of_velocity, (v.requires_grad_(),))
+
+
+def test_no_gradient_flows_through_the_sampled_latents():
+    x, v, *numbers, noise = example(6, 2)
+    v.requires_grad_()
+    x_next, value, _ = take_step("flow", x, v, *numbers, noise)
+    fixed = transition("flow", x, v, *numbers)
+    (through,) = torch.autograd.grad(value.sum(), v, retain_graph=True)
+    (direct,) = torch.autograd.grad(log_prob("flow", x_next.detach(), fixed.mean, fixed.scale).sum(), v)
+    torch.testing.assert_close(through, direct, atol=0, rtol=0)
+    assert through.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vanishing_noise_approaches_the_euler_step(kind):
+    x, v, s, s_next, s_max, n, noise = example(7, 4)
+    euler = ode_step(x, v, s, s_next)
+    errors = []
+    for level in (1e-2, 1e-4, 1e-6):
+        x_next, _, _ = take_step(kind, x, v, s, s_next, s_max, torch.full_like(n, level), noise)
+        errors.append((x_next - euler).abs().max().item())
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 3e-5
+
+
+def test_the_first_step_takes_sigma_max_only_where_sigma_is_exactly_one():
+    x, v, _, _, _, n, _ = example(8, 2)
+    sigma, sigma_next = rows(1.0, 1 - 2**-20), rows(0.9, 0.9)
+    got = transition("flow", x, v, sigma, sigma_next, rows(0.8, 0.8), n)
+    assert got.std[0].item() == pytest.approx(n[0].item() * math.sqrt(1 / 0.2))
+    assert got.std[1].item() == pytest.approx(n[1].item() * math.sqrt(2**20 - 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(seed=st.integers(0, 10**6), batch=st.integers(1, 20), pick=st.integers(0, 19))
+@settings(max_examples=25, deadline=None)
+def test_a_row_does_not_depend_on_its_batch(kind, seed, batch, pick):
+    inputs = example(seed, batch, torch.float32, shape=(7, 3))
+    row = pick % batch
+    together = take_step(kind, *inputs)
+    alone = take_step(kind, *(tensor[row : row + 1] for tensor in inputs))
+    for whole, own in zip(together, alone, strict=True):
+        assert torch.equal(whole[row], own[0])
+
+
+def test_a_large_row_does_not_depend_on_its_batch_where_a_lone_row_is_summed_by_several_threads():
+    inputs = example(11, 4, torch.float32, shape=(4096, 16))
+    torch.set_num_threads(4)
+    try:
+        together = take_step("flow", *inputs)[1]
+        alone = [take_step("flow", *(tensor[row : row + 1] for tensor in inputs))[1] for row in range(4)]
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(seed=st.integers(0, 10**6), noisy=st.lists(st.booleans(), min_size=1, max_size=9))
+@settings(max_examples=25, deadline=None)
+def test_mixed_rows_are_bit_identical_to_their_own_steps(kind, seed, noisy):
+    x, v, s, s_next, s_max, n, noise = example(seed, len(noisy), torch.float32, shape=(7, 3))
+    noisy = torch.tensor(noisy)
+    n = torch.where(noisy, n, 0.0)
+    noise[~noisy] = math.nan
+    x_next, value, mean = step_mixed(kind, x, v, s, s_next, s_max, n, noise, noisy)
+    for row in range(len(noisy)):
+        own = [tensor[row : row + 1] for tensor in (x, v, s, s_next, s_max, n, noise)]
+        if noisy[row]:
+            expected = take_step(kind, *own)
+        else:
+            euler = ode_step(*own[:4])
+            expected = (euler, torch.zeros(1), euler)
+        for got, wanted in zip((x_next, value, mean), expected, strict=True):
+            assert torch.equal(got[row], wanted[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ode_rows_of_a_mixed_batch_give_no_nan_gradient(kind):
+    x, v, s, s_next, s_max, n, noise = example(9, 3)
+    v.requires_grad_()
+    noisy = torch.tensor([True, False, True])
+    s_next = torch.where(noisy, s_next, 0.0)
+    _, value, _ = step_mixed(kind, x, v, s, s_next, s_max, torch.where(noisy, n, 0.0), noise, noisy)
+    value.sum().backward()
+    assert value[1] == 0
+    assert torch.equal(v.grad[1], torch.zeros(SHAPE, dtype=torch.float64))
+    assert v.grad[0].abs().max() > 0
+
+
+def test_bfloat16_velocity_is_upcast_and_bfloat16_latents_are_refused():
+    x, v, *numbers, _ = example(10, 2, torch.float32)
+    half = v.to(torch.bfloat16)
+    assert torch.equal(transition("flow", x, half, *numbers).mean, transition("flow", x, half.float(), *numbers).mean)
+    with pytest.raises(ValueError, match=r"float32.*bfloat16"):
+        transition("flow", x.to(torch.bfloat16), v, *numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "sde"}, r"expected one of \['flow', 'cps', 'dance'\], got 'sde'"),
+        ({"noise_level": rows(0.7, 0.0)}, "noise_level.*got 0.0 in row 1"),
+        ({"noise_level": rows(-0.5, 0.7)}, "noise_level.*got -0.5 in row 0"),
+        ({"noise_level": rows(math.nan, 0.7)}, "noise_level.*got nan in row 0"),
+        ({"kind": "cps", "sigma_next": rows(0.4, 0.0)}, "sigma_next.*'cps'.*got 0.0 in row 1"),
+        ({"kind": "cps", "noise_level": rows(0.7, 2.0)}, "noise_level.*'cps'.*got 2.0 in row 1"),
+        ({"sigma": rows(0.5, 1.5)}, r"sigma must be in \(0, 1\], got 1.5 in row 1"),
+        ({"sigma_next": rows(0.6, 0.4)}, r"sigma_next must be in \[0, sigma\), got 0.6 in row 0"),
+        ({"sigma": rows(1.0, 0.5), "sigma_max": rows(1.0, 1.0)}, "sigma_max.*got 1.0 in row 0"),
+        ({"sigma": rows(0.5)}, r"sigma must have shape \(2,\).*got \(1,\)"),
+        ({"v": torch.zeros(2, 3)}, r"v must have shape \(2, 4\).*got \(2, 3\)"),
+        ({"noise": torch.zeros(1, 4)}, r"noise must have shape \(2, 4\).*got \(1, 4\)"),
+    ],
+)
+def test_wrong_input_is_refused_with_its_value(change, message):
+    good = {
+        "kind": "flow",
+        "x": torch.zeros(2, 4, dtype=torch.float64),
+        "v": torch.zeros(2, 4, dtype=torch.float64),
+        "sigma": rows(0.5, 0.5),
+        "sigma_next": rows(0.4, 0.4),
+        "sigma_max": rows(0.9, 0.9),
+        "noise_level": rows(0.7, 0.7),
+        "noise": torch.zeros(2, 4, dtype=torch.float64),
+    }
+    take_step(**good)
+    with pytest.raises(ValueError, match=message):
+        take_step(**(good | change))
+    if change.get("kind") != "cps" and "sigma" not in change and "sigma_next" not in change:
+        with pytest.raises(ValueError, match=message):
+            step_mixed(**(good | change), noisy=torch.tensor([True, True]))
+
+
+def gaussian_velocity(x, sigma, s2):
+    """E[eps - x0 | x] for x0 ~ N(0, s2)."""
+    return x * (sigma - (1 - sigma) * s2) / ((1 - sigma) ** 2 * s2 + sigma**2)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance"])
+def test_the_sde_preserves_the_marginals_of_a_gaussian(kind):
+    s2, samples, steps = 0.25, 20_000, 400
+    generator = torch.Generator().manual_seed(0)
+    sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    x = torch.randn(1, samples, generator=generator, dtype=torch.float64)
+    for step in range(steps):
+        sigma, sigma_next = sigmas[step : step + 1], sigmas[step + 1 : step + 2]
+        noise = torch.randn(1, samples, generator=generator, dtype=torch.float64)
+        v = gaussian_velocity(x, sigma, s2)
+        if step < steps - 1:
+            x, _, _ = take_step(kind, x, v, sigma, sigma_next, sigmas[1:2], rows(0.7), noise)
+        else:
+            x = ode_step(x, v, sigma, sigma_next)
+    standard_error = s2 * math.sqrt(2 / samples)
+    assert abs(x.var().item() - s2) < 3 * standard_error
+    assert abs(x.mean().item()) < 3 * math.sqrt(s2 / samples)

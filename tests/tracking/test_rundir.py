@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from omni_async.config import schema
+from omni_async.control.clock import ManualClock
+from omni_async.tracking.redact import redact, redact_text
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, append_jsonl
+from omni_async.types import LedgerEntry
+
+
+def config(folder: Path | str, tracking_uri: str | None = None) -> schema.Config:
+    return schema.Config(
+        run=schema.Run(name="quick", dir=str(folder)),
+        model=schema.Model(path="model"),
+        data=schema.Data(prompts="prompts.txt"),
+        reward=schema.Reward(scorers=(schema.Scorer(name="ocr", params={"api_key": "sk-1", "url": "http://u:p@h/x"}),)),
+        tracking=schema.Tracking(mlflow=schema.Mlflow(tracking_uri=tracking_uri)),
+    )
+
+
+def test_a_run_folder_has_its_places_and_the_resolved_configuration(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path / "new" / "runs"), ManualClock(1_800_000_000))
+    assert run.path.parent == tmp_path / "new" / "runs"
+    assert run.run_id.startswith("quick-2027") and len(run.run_id) == len("quick-20270115-080000")
+    assert run.samples.is_dir() and run.checkpoints.is_dir()
+    resolved = yaml.safe_load(run.config_yaml.read_text())
+    assert resolved["rollout"]["group_size"] == 8
+    assert msgspec.convert(resolved, schema.Config).trainer == schema.Trainer()
+
+
+def test_runs_of_the_same_second_get_numbers(tmp_path: Path) -> None:
+    runs = [RunDirectory.create(config(tmp_path), ManualClock(0)) for _ in range(3)]
+    assert [r.run_id.removeprefix(runs[0].run_id) for r in runs] == ["", "-2", "-3"]
+
+
+def test_credentials_stay_out_of_the_folder(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path, "https://me:hunter2@mlflow.example/?token=abc"), ManualClock(0))
+    text = run.config_yaml.read_text()
+    assert not any(secret in text for secret in ("hunter2", "abc", "sk-1", "u:p"))
+    assert "https://***@mlflow.example/?token=***" in text
+
+
+def test_redaction_leaves_the_rest_alone() -> None:
+    assert redact_text("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
+    assert redact_text("http://host:5000/a?x=1") == "http://host:5000/a?x=1"
+    assert redact_text("postgresql://u:p%40@db/x") == "postgresql://***@db/x"
+    assert redact({"max_tokens": 3, "token": "t", "tokens": "x", "n": [1, None]}) == {
+        "max_tokens": 3,
+        "token": "***",
+        "tokens": "x",
+        "n": [1, None],
+    }
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path), ManualClock(0))
+    entry = LedgerEntry("r", 1, 2, "trained", None, 3, 4, 1, (3, 3), 1, 0.5)
+    run.append_ledger(entry)
+    run.append_metrics(1, {"loss": 0.25, "nan": float("nan")})
+    run.append_metrics(2, {"loss": 0.5})
+    assert msgspec.json.decode(run.ledger.read_bytes(), type=LedgerEntry) == entry
+    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
+        {"update": 1, "loss": 0.25, "nan": None},
+        {"update": 2, "loss": 0.5},
+    ]
+
+
+def test_an_impossible_place_is_one_clear_error(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(RunDirectoryError, match=r"run\.dir: cannot make a run folder in .*/file: .*"):
+        RunDirectory.create(config(blocker), ManualClock(0))
+    with pytest.raises(RunDirectoryError, match="/proc/runs"):
+        RunDirectory.create(config("/proc/runs"), ManualClock(0))
+    with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone"):
+        append_jsonl(tmp_path / "gone" / "x.jsonl", {})

@@ -1,0 +1,251 @@
+"""The engine's gradient is the definition's, however rows are cut; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from omni_async.algorithms.objectives.base import ObjectiveSettings, StepInputs
+from omni_async.algorithms.objectives.flow_grpo import flow_grpo
+from omni_async.config.schema import Config
+from omni_async.sde.transitions import log_prob, transition
+from omni_async.training.engine import TrainEngine
+from omni_async.training.errors import TrainingError
+from omni_async.training.rows import GroupBatch
+from tests.fakes import TinyPolicy, tiny_group
+
+CPU = torch.device("cpu")
+MakeConfig = Callable[..., Config]
+
+
+def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
+    engine = TrainEngine(config, policy or TinyPolicy(), rank=0, world_size=1, device=CPU)
+    engine.setup()
+    return engine
+
+
+def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
+    """Moves the weights away from those that made the samples, so that ratios are not 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in engine._trainable.values():
+            p.add_(size * torch.randn(p.shape, generator=generator))
+
+
+def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0) -> dict[str, float]:
+    rows = sum(len(t["steps"]) for g in groups for t in g.trajectories)
+    for group in groups:
+        engine.accumulate(group, 1 / rows)
+    return engine.step(grad_scale)
+
+
+def weights(engine: TrainEngine) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in engine._trainable.values()])
+
+
+def plain_gradient(engine: TrainEngine, groups: list[GroupBatch], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The definition, one row at a time in one graph: the mean over all samples and steps of the objective."""
+    config, policy = engine.config, TinyPolicy()
+    r = config.rollout
+    model = policy.load_transformer(torch.float32)
+    model.load_state_dict(engine._model.transformer.state_dict())
+    model = model.to(dtype)
+    losses = []
+    for group in groups:
+        for t, advantage in zip(group.trajectories, group.advantages, strict=True):
+            for k, i in enumerate(t["steps"].tolist()):
+                x, x_next, s = t["latents"][k][None].to(dtype), t["latents"][k + 1][None].to(dtype), t["sigmas"].to(dtype)
+                conditioning = policy.stack_conditioning([t["conditioning"]])
+                v = policy.velocity(model, x, s[i : i + 1], conditioning, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
+                level = torch.tensor([r.sde.noise_level], dtype=dtype)
+                step = transition(r.sde.kind, x, v, s[i : i + 1], s[i + 1 : i + 2], s[1:2], level)
+                value = log_prob(r.sde.kind, x_next, step.mean, step.scale)
+                a, old = torch.tensor([advantage], dtype=dtype), t["log_probs"][k : k + 1].to(dtype)
+                inputs = StepInputs(value, old, a, step.mean, None, step.std, step.scale, None, x.numel(), r.sde.kind)
+                losses.append(flow_grpo(inputs, ObjectiveSettings(clip_range=0.2)).loss)
+    torch.cat(losses).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cfg", [1.0, 3.0])
+def test_accumulated_gradient_is_that_of_the_mean_loss(make_config: MakeConfig, dtype: torch.dtype, cfg: float) -> None:
+    config = make_config(**{"trainer.micro_batch_size": 3, "rollout.true_cfg_scale": cfg})
+    engine = started(config)
+    groups = [tiny_group(TinyPolicy(), config, seed) for seed in (0, 1)]
+    nudge(engine)
+    for group in groups:
+        engine.accumulate(group, 1 / 16)
+    expected = plain_gradient(engine, groups, dtype)
+    assert expected.keys() == {name for name, p in engine._trainable.items() if p.grad is not None}
+    for name, grad in expected.items():
+        torch.testing.assert_close(engine._trainable[name].grad, grad.float(), rtol=2e-5, atol=2e-7)
+
+
+def test_the_step_is_the_optimizers(make_config: MakeConfig) -> None:
+    engine = started(make_config(**{"trainer.optimizer.name": "sgd", "trainer.optimizer.weight_decay": 0.0}))
+    groups = [tiny_group(TinyPolicy(), engine.config)]
+    before, gradient = weights(engine), plain_gradient(engine, groups, torch.float64)
+    train(engine, groups)
+    moved = torch.cat([gradient.get(n, torch.zeros_like(p)).float().flatten() for n, p in engine._trainable.items()])
+    torch.testing.assert_close(weights(engine), before - 1e-2 * moved, rtol=0, atol=1e-7)
+
+
+def test_micro_batch_size_does_not_matter(make_config: MakeConfig) -> None:
+    results = []
+    for size in (1, 3, 8, 100):
+        engine = started(make_config(**{"trainer.micro_batch_size": size, "trainer.optimizer.name": "sgd"}))
+        nudge(engine)
+        metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
+        results.append((weights(engine), metrics))
+    for values, metrics in results[1:]:
+        torch.testing.assert_close(values, results[0][0], rtol=0, atol=1e-6)
+        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+
+
+def test_the_same_inputs_give_the_same_bits(make_config: MakeConfig) -> None:
+    results = []
+    for _ in range(2):
+        engine = started(make_config())
+        metrics = [train(engine, [tiny_group(TinyPolicy(), engine.config, seed)]) for seed in (0, 1)]
+        results.append((weights(engine), metrics))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_scaling_gradients_is_scaling_advantages_and_comes_before_clipping(make_config: MakeConfig) -> None:
+    config = make_config(**{"trainer.optimizer.name": "sgd", "trainer.optimizer.max_grad_norm": 0.05})
+    group = tiny_group(TinyPolicy(), config)
+    scaled, direct = started(config), started(config)
+    metrics = train(scaled, [group], grad_scale=2.5)
+    expected = train(direct, [GroupBatch(group.trajectories, [2.5 * a for a in group.advantages])])
+    torch.testing.assert_close(weights(scaled), weights(direct), rtol=0, atol=1e-7)
+    assert metrics["grad_norm"] > 0.05
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_clipping_bounds_the_gradient(make_config: MakeConfig) -> None:
+    options = {"trainer.optimizer.name": "sgd", "trainer.optimizer.weight_decay": 0.0, "trainer.optimizer.lr": 1.0}
+    engine = started(make_config(**options, **{"trainer.optimizer.max_grad_norm": 0.01}))
+    before = weights(engine)
+    assert train(engine, [tiny_group(TinyPolicy(), engine.config)])["grad_norm"] > 0.01
+    assert float((weights(engine) - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_discarding_forgets_gradients_and_metrics(make_config: MakeConfig) -> None:
+    config = make_config()
+    groups = [tiny_group(TinyPolicy(), config, seed) for seed in (0, 1)]
+    engine, fresh = started(config), started(config)
+    engine.accumulate(groups[0], 1.0)
+    engine.discard()
+    assert train(engine, groups[1:]) == train(fresh, groups[1:])
+    assert torch.equal(weights(engine), weights(fresh))
+
+
+def test_on_policy_samples_have_ratio_one(make_config: MakeConfig) -> None:
+    engine = started(make_config(**{"trainer.micro_batch_size": 1}))
+    metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
+    assert metrics["log_ratio_nats/absmax"] < 1e-4
+    assert metrics["kappa_nats"] < 1e-8
+    assert metrics["ess"] == pytest.approx(1, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["lr"] == 1e-2
+    assert {"loss", "ratio_deviation", "approx_kl", "advantage_abs", "grad_norm", "log_ratio_nats/variance/step_02"} <= metrics.keys()
+
+
+def test_recomputed_log_probs_are_the_behaviours(make_config: MakeConfig) -> None:
+    engine = started(make_config(**{"trainer.micro_batch_size": 3}))
+    group = tiny_group(TinyPolicy(), engine.config)
+    values = engine.log_probs(group)
+    torch.testing.assert_close(values, torch.stack([t["log_probs"] for t in group.trajectories]), rtol=0, atol=1e-6)
+    assert all(p.grad is None for p in engine._trainable.values())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows(make_config: MakeConfig, lora: dict[str, float] | None) -> None:
+    engine = started(make_config(**{"algorithm.kl_coef": 0.1, "model.lora": lora}))
+    group = tiny_group(TinyPolicy(), engine.config)
+    assert train(engine, [group])["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
+    assert train(engine, [group])["kl_ref"] > 1e-6
+
+
+def test_non_finite_gradients_stop_the_run_and_leave_the_weights(make_config: MakeConfig) -> None:
+    engine = started(make_config())
+    before = weights(engine)
+    engine.accumulate(tiny_group(TinyPolicy(), engine.config), float("inf"))
+    with pytest.raises(TrainingError, match=r"optimizer step 0: the gradient norm is (nan|inf)"):
+        engine.step()
+    assert torch.equal(weights(engine), before)
+
+
+def test_a_step_without_rows_is_an_error(make_config: MakeConfig) -> None:
+    with pytest.raises(TrainingError, match="no group was accumulated"):
+        started(make_config()).step()
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("log_probs", None, r"trajectory 1 of 4: the fields \['log_probs'\] are missing"),
+        ("latents", lambda t: t[:-1], r"latents must be torch.float32 of shape \(3, 6, 4\)"),
+        ("latents", lambda t: t.bfloat16(), r"latents must be torch.float32"),
+        ("latents", lambda t: t * float("nan"), "latents has values that are not finite"),
+        ("sigmas", lambda t: torch.nextafter(t, t + 1), r"differ from the trainer's schedule: sigmas\[0\]"),
+        ("sigmas", lambda t: t[1:], "sigmas must be torch.float32 of shape"),
+        ("steps", lambda t: t + 3, r"steps must lie in \[0, 4\]"),
+    ],
+)
+def test_unusable_trajectories_are_refused_before_any_gradient(make_config: MakeConfig, field: str, change: object, message: str) -> None:
+    engine = started(make_config())
+    group = tiny_group(TinyPolicy(), engine.config)
+    if change is None:
+        del group.trajectories[1][field]
+    else:
+        group.trajectories[1][field] = change(group.trajectories[1][field])
+    with pytest.raises(ValueError, match=message):
+        engine.accumulate(group, 1.0)
+    assert all(p.grad is None for p in engine._trainable.values())
+
+
+def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
+    plain = started(make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1}))
+    fsdp = started(make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "fsdp2", "algorithm.kl_coef": 0.1}))
+    for seed in (0, 1):
+        group = tiny_group(TinyPolicy(), plain.config, seed)
+        assert train(fsdp, [group]) == pytest.approx(train(plain, [group]), rel=1e-5, abs=1e-6)
+    expected = dict(plain._model.transformer.named_parameters())
+    for name, parameter in fsdp._model.transformer.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name].data, rtol=0, atol=1e-6)
+
+
+def test_plain_refuses_several_ranks(make_config: MakeConfig) -> None:
+    engine = TrainEngine(make_config(**{"trainer.backend": "plain"}), TinyPolicy(), rank=0, world_size=2, device=CPU)
+    with pytest.raises(ValueError, match=r"trainer\.backend: plain trains on one rank only"):
+        engine.setup()
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(make_config: MakeConfig) -> None:
+    for backend in ("plain", "fsdp2"):
+        engine = started(make_config(**{"model.dtype": "bfloat16", "trainer.backend": backend, "trainer.optimizer.lr": 1e-5}))
+        metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
+        assert {p.dtype for p in engine._trainable.values()} == {torch.float32}
+        assert 0 < metrics["log_ratio_nats/absmax"] < 2
+        manifest, _ = engine.export(1)
+        assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
+
+
+def test_gradient_checkpointing_needs_a_model_that_can(make_config: MakeConfig) -> None:
+    config = make_config(**{"trainer.gradient_checkpointing": True})
+    with pytest.raises(ValueError, match="TinyTransformer does not support it"):
+        started(config)
+
+    class Able(TinyPolicy):
+        def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+            model = super().load_transformer(dtype)
+            model.enable_gradient_checkpointing = lambda: setattr(model, "enabled", True)
+            return model
+
+    assert started(config, Able())._model.transformer.enabled

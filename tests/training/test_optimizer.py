@@ -1,0 +1,55 @@
+"""Learning-rate numbers and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from omni_async.config.schema import Config
+from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, learning_rate
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0]),
+    ],
+)
+def test_warm_up_then_the_schedule_over_all_optimizer_steps(make_config: MakeConfig, schedule: str, rates: list[float]) -> None:
+    config = make_config(
+        **{
+            "trainer.updates": 3,
+            "trainer.steps_per_update": 2,
+            "trainer.optimizer": {"lr": 1.0, "schedule": schedule, "warmup_steps": 2},
+        }
+    )
+    assert [learning_rate(config.trainer, i) for i in range(len(rates))] == pytest.approx(rates)
+
+
+def test_configured_values_reach_the_optimizer(make_config: MakeConfig) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    adamw = make_config(**{"trainer.optimizer": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-9, "weight_decay": 0.3}}).trainer.optimizer
+    sgd = make_config(**{"trainer.optimizer": {"name": "sgd", "momentum": 0.7, "weight_decay": 0.2}}).trainer.optimizer
+    built = build_optimizer(adamw, [weight])
+    assert isinstance(built, torch.optim.AdamW)
+    assert {k: built.defaults[k] for k in ("lr", "betas", "eps", "weight_decay")} == {
+        "lr": 0.1,
+        "betas": (0.8, 0.9),
+        "eps": 1e-9,
+        "weight_decay": 0.3,
+    }
+    built = build_optimizer(sgd, [weight])
+    assert (built.defaults["momentum"], built.defaults["weight_decay"]) == (0.7, 0.2)
+
+
+def test_clipping_is_torchs() -> None:
+    grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    assert gradient_norm(grads) == 5.0
+    assert clip_factor(5.0, None) == clip_factor(5.0, 10.0) == 1.0
+    assert clip_factor(5.0, 1.0) == pytest.approx(0.2)

@@ -1,0 +1,100 @@
+"""The engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from omni_async.config.schema import Config
+from omni_async.training.engine import TrainEngine
+from omni_async.training.rows import GroupBatch
+
+tiny = pytest.importorskip("pipelines.qwen_image.tiny")
+qwen = pytest.importorskip("pipelines.qwen_image.policy")
+
+MakeConfig = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("qwen"), layers=2)
+
+
+def random_group(engine: TrainEngine) -> GroupBatch:
+    """Samples of prompts of different lengths, whose log-probs are then the engine's own."""
+    generator = torch.Generator().manual_seed(0)
+    shape = engine.policy.latent_shape(32, 32)
+    samples = []
+    for i in range(4):
+        length = 3 + i % 2
+        x = torch.randn(1, *shape, generator=generator)
+        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
+        conditioning = TensorDict(
+            {
+                "prompt_embeds": torch.randn(length, 64, generator=generator),
+                "prompt_mask": torch.ones(length, dtype=torch.bool),
+            },
+            [],
+        )
+        tensors = {
+            "latents": torch.cat(steps),
+            "log_probs": torch.zeros(2),
+            "sigmas": engine.policy.sigmas(5, 32, 32),
+            "steps": torch.tensor([1, 2]),
+            "conditioning": conditioning,
+        }
+        samples.append(TensorDict(tensors, []))
+    group = GroupBatch(samples, [1.0, -1.0, 0.5, -0.5])
+    for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
+        sample["log_probs"] = log_probs
+    return group
+
+
+def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> tuple[TrainEngine, dict[str, float]]:
+    engine = TrainEngine(config, qwen.QwenImagePolicy(str(checkpoint)), rank=0, world_size=1, device=device)
+    engine.setup()
+    group = random_group(engine)
+    for _ in range(2):
+        engine.accumulate(group, 1 / 8)
+        metrics = engine.step()
+    return engine, metrics
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
+@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+def test_qwen_image_trains_and_exports_diffusers_names(
+    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str
+) -> None:
+    options = {"model.lora": lora, "trainer.backend": backend, "rollout.height": 32, "rollout.width": 32}
+    config = make_config(**options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"})
+    engine, metrics = train_two_steps(config, checkpoint, torch.device("cpu"))
+    assert metrics["ratio_deviation"] > 0
+    names = {spec.name for spec in engine.export(1)[0].tensors}
+    if lora is None:
+        assert names == set(dict(qwen.QwenImagePolicy(str(checkpoint)).load_transformer(torch.float32).named_parameters()))
+    else:
+        assert "transformer_blocks.0.attn.to_q.lora_A.weight" in names
+        assert len(names) == 2 * 4 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}])
+@pytest.mark.parametrize("backend", ["plain", "auto"])
+def test_qwen_image_trains_in_bfloat16_on_a_gpu(
+    make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str, tmp_path: Path
+) -> None:
+    options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
+    config = make_config(**options, **{"rollout.height": 32, "rollout.width": 32, "trainer.gradient_checkpointing": True})
+    engine, metrics = train_two_steps(config, checkpoint, torch.device("cuda", 0))
+    assert metrics["ratio_deviation"] > 0
+    assert metrics["kl_ref"] > 0
+    manifest, _ = engine.export(2)
+    assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
+    engine.save(tmp_path / "c", {"version": 2})
+    engine.load(tmp_path / "c")
+    assert engine.export(2)[0].digest == manifest.digest

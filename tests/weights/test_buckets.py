@@ -1,0 +1,135 @@
+"""Weights survive packing to the bit, and nothing damaged passes for whole."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import ALIGNMENT, WeightError, digest, digest_tensors, pack, unpack, verify
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+
+
+def example() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "blocks.0.weight": torch.randn(8, 5, generator=generator),
+        "blocks.0.bias": torch.randn(5, generator=generator).bfloat16(),
+        "scale": torch.tensor(3.0),
+        "empty": torch.empty(0, 4),
+        "big": torch.randn(300, generator=generator),
+    }
+
+
+def packed(tensors: dict[str, torch.Tensor], bucket_bytes: int = 256) -> tuple[WeightManifest, list[np.ndarray]]:
+    return pack(tensors.items(), version=3, payload="full", bucket_bytes=bucket_bytes)
+
+
+@st.composite
+def tensor_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for i in range(draw(st.integers(0, 6))):
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        seed = draw(st.integers(0, 1000))
+        tensors[f"t{i}"] = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)
+    return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors=tensor_dicts(), bucket_bytes=st.integers(1, 400))
+def test_packing_and_reading_back_changes_nothing(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+    manifest, buckets = packed(tensors, bucket_bytes)
+    verify(manifest, buckets)
+    read = dict(unpack(manifest, buckets))
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        assert torch.equal(read[name], tensor)
+    assert all(spec.offset % ALIGNMENT == 0 for spec in manifest.tensors)
+    assert manifest.digest == digest_tensors(tensors.items())
+
+
+def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own() -> None:
+    manifest, buckets = packed(example())
+    large = next(spec for spec in manifest.tensors if spec.name == "big")
+    assert [len(b) <= 256 or i == large.bucket for i, b in enumerate(buckets)] == [True] * len(buckets)
+    assert (large.offset, large.nbytes) == (0, len(buckets[large.bucket]))
+
+
+def test_the_digest_depends_on_neither_order_nor_bucket_size() -> None:
+    forward, _ = packed(example(), 256)
+    backward, _ = packed(dict(reversed(example().items())), 4096)
+    assert forward.digest == backward.digest
+
+
+def test_strided_tensors_are_packed_by_value() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    manifest, buckets = packed({"t": tensor})
+    assert torch.equal(dict(unpack(manifest, buckets))["t"], tensor)
+    assert manifest.digest == digest_tensors({"t": tensor}.items())
+
+
+@pytest.mark.filterwarnings("error")
+def test_reading_is_without_copy_even_from_read_only_memory() -> None:
+    manifest, buckets = packed(example())
+    frozen = [np.frombuffer(bucket.tobytes(), np.uint8) for bucket in buckets]
+    assert not frozen[0].flags.writeable
+    read = dict(unpack(manifest, frozen))
+    spec = manifest.tensors[0]
+    address = frozen[spec.bucket].__array_interface__["data"][0] + spec.offset
+    assert read[spec.name].data_ptr() == address
+    del frozen
+    assert torch.equal(read["big"], example()["big"])
+
+
+def test_a_flipped_byte_is_found() -> None:
+    manifest, buckets = packed(example())
+    buckets[0][3] ^= 1
+    with pytest.raises(WeightError, match=rf"version 3: expected digest {manifest.digest}, got [0-9a-f]{{32}}") as caught:
+        verify(manifest, buckets)
+    assert digest(manifest.tensors, buckets) in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"shape": (5, 8)}])
+def test_a_changed_table_of_contents_is_found(change: dict[str, object]) -> None:
+    manifest, buckets = packed(example())
+    first, *rest = manifest.tensors
+    forged = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(first, **change), *rest))
+    with pytest.raises(WeightError, match="expected digest"):
+        verify(forged, buckets)
+
+
+def test_a_wrong_dtype_is_found() -> None:
+    manifest, buckets = packed({"t": torch.ones(4)})
+    (spec,) = manifest.tensors
+    with pytest.raises(WeightError, match="got"):
+        verify(msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(spec, dtype="int32"),)), buckets)
+    with pytest.raises(WeightError, match="cannot take 16 bytes"):
+        verify(msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(spec, dtype="bfloat16"),)), buckets)
+
+
+def test_a_truncated_or_missing_bucket_is_found() -> None:
+    manifest, buckets = packed(example())
+    with pytest.raises(WeightError, match="version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"):
+        verify(manifest, [*buckets[:2], buckets[2][:-8]])
+    with pytest.raises(WeightError, match="which has 0 bytes"):
+        list(unpack(manifest, buckets[:1]))
+
+
+def test_a_name_may_appear_once_only() -> None:
+    with pytest.raises(ValueError, match="'a' appears twice"):
+        pack([("a", torch.ones(1)), ("a", torch.ones(1))], version=0, payload="full", bucket_bytes=64)
+
+
+def test_a_manifest_survives_messagepack() -> None:
+    manifest, buckets = packed(example())
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
+    verify(received, buckets)
+    assert received == manifest
