@@ -63,19 +63,25 @@ class Producer:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to tell why
         finally:
-            await self._tracer.flush()
-            await self._engine.close()
+            try:
+                await self._tracer.flush()
+            finally:
+                await self._engine.close()
 
     async def _next_samples(self) -> list[SampleRequest]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._leasing_paused)
+        await self._may_lease()
         capacity = self._config.rollout.max_inflight
         idle = not self._leased
         asked = self._clock.now()
         requests = await self._coordinator.next_samples(self.name, capacity - len(self._leased), capacity)
         if idle:
             self._tracer.add("backpressured", asked, self._clock.now())
+        await self._may_lease()  # what was asked for before a drain waits for its end
         return requests
+
+    async def _may_lease(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._leasing_paused)
 
     async def _produce(self, request: SampleRequest) -> None:
         async with self._places:
@@ -84,15 +90,15 @@ class Producer:
             self._running += 1
             started = self._clock.now()
             try:
-                async with asyncio.timeout(self._config.rollout.timeout_s):
+                async with asyncio.timeout(self._config.rollout.timeout_s) as deadline:
                     trajectory = await self._engine.generate(request)
             except EngineError:
                 raise
-            except TimeoutError:
-                raise EngineError(
-                    f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {self._config.rollout.timeout_s}"
-                ) from None
             except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
+                if deadline.expired():
+                    raise EngineError(
+                        f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {self._config.rollout.timeout_s}"
+                    ) from None
                 await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
                 return
             finally:
@@ -141,11 +147,12 @@ class Producer:
         mode = self._config.weights.swap
         self._leasing_paused = mode == "drain"
         self._starting_paused = mode == "request"
-        async with self._changed:
-            if mode == "request":
+        if mode == "request":
+            async with self._changed:
                 await self._changed.wait_for(lambda: self._running == 0)
-            elif mode == "drain":
-                await self._changed.wait_for(lambda: all(task.done() for task in self._leased))
+        elif mode == "drain":
+            while leased := [task for task in self._leased if not task.done()]:
+                await asyncio.wait(leased)
 
 
 def _compact(versions: tuple[int, ...]) -> str:

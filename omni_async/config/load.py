@@ -138,6 +138,11 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
         raise ConfigError(f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}")
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _explain(error: msgspec.ValidationError, tree: Any) -> str:
     """msgspec's message, turned into `path: expected ..., got ...`."""
     text, _, location = str(error).partition(" - at `$")
@@ -155,7 +160,7 @@ def _explain(error: msgspec.ValidationError, tree: Any) -> str:
         return f"{'.'.join(key)}: required, expected {describe(annotation_at(Config, key))}"
     annotation = annotation_at(Config, path)
     expected = describe(annotation) if annotation is not None else text.lower()
-    return f"{'.'.join(path) or 'the file'}: expected {expected}, got {_at(tree, path)!r}"
+    return f"{'.'.join(path) or 'the file'}: expected {expected}, got {_shown(_at(tree, path))}"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

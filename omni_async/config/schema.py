@@ -213,8 +213,8 @@ class Tracking(Section, kw_only=True, frozen=True):
 
 
 class Resources(Section, kw_only=True, frozen=True):
-    cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", gt=0)] = 1
-    gpus: Annotated[float, _doc("Accelerators of one actor.", ge=0)] = 0
+    cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", gt=0)] = 1.0
+    gpus: Annotated[float, _doc("Accelerators of one actor.", ge=0)] = 0.0
 
 
 class Placement(Section, kw_only=True, frozen=True):

@@ -127,16 +127,16 @@ class Coordinator:
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         for result in results:
-            lease = self._end_lease(engine, result.sample_id)
-            if lease is None:
+            request = self._end_lease(engine, result.sample_id)
+            if request is None:
                 continue
-            progress = self._progress(lease)
+            progress = self._progress(request)
             if progress is None:
                 self._trajectories.release(result.sample_id)  # the group ended while the sample was being made
                 continue
-            self._require_trained_steps(lease, result)
+            self._require_trained_steps(request, result)
             progress.result = result
-            self._images += lease.kind == "train"
+            self._images += request.kind == "train"
             self._trajectories.put(progress.job())
         self._generated.ring()
         self._work.ring()
@@ -232,6 +232,7 @@ class Coordinator:
         if self._config.algorithm.advantage.drop_zero_variance and not has_signal([s.value for s in group.scores]):
             self._end_group(group, "rejected", "zero reward variance")
         else:
+            self._rejected_in_a_row = 0
             self._replay.put(group.ready())
             self._ready.ring()
 
@@ -252,7 +253,6 @@ class Coordinator:
                     )
                     return None
                 self._training[ready.group] = (self._groups.pop(ready.group), ready)
-                self._rejected_in_a_row = 0
                 self._admit()
                 return ready
             await self._ready.wait()
@@ -261,6 +261,7 @@ class Coordinator:
     async def update_done(self, report: UpdateReport) -> None:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is
         reported after the run was ended comes too late: its groups are in the ledger as dropped."""
+        self.versions.trained = report.version
         if self._closed:
             return
         staleness: list[int] = []
@@ -271,7 +272,6 @@ class Coordinator:
             staleness.append(report.version - 1 - group.oldest_version)
             self._slots.trained(group_id, report.version)
             self._record(progress, "trained", None, trained_version=report.version, staleness=staleness[-1])
-        self.versions.trained = report.version
         self.ledger.check(self._slots.live)
         self._log.add("update", self._update_data(report, ready, staleness), self._update_media(report, ready))
 

@@ -62,7 +62,7 @@ class VllmOmniEngine:
         from transformers.utils.logging import disable_progress_bar
         from vllm_omni import AsyncOmni
 
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+        disable_progress_bar()
         return AsyncOmni(
             model=self._path,
             dtype=self._dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
@@ -30,8 +29,9 @@ class InProcessCluster:
         self._trainer = roles.build_trainer(inputs, [], self.coordinator, self._publisher, self.store, str(run.checkpoints))
 
     async def start(self) -> None:
-        starts = [self._trainer.start(), *(p.start() for p in self._producers.values()), *(r.start() for r in self._rewarders.values())]
-        await asyncio.gather(*starts)
+        # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
+        for role in (self._trainer, *self._producers.values(), *self._rewarders.values()):
+            await role.start()
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
         actors: dict[str, Any] = {**self._producers, **self._rewarders, "trainer": self._trainer}

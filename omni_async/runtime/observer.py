@@ -115,8 +115,8 @@ class Observer:
                     "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
                     **{name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")},
                 },
-                "busy": {role: shares["busy"] for role, shares in busy.items()},
-                "extra": {name: data["metrics"][name] for name in ("loss", "grad_norm", "clip_fraction", "ess") if name in data["metrics"]},
+                "busy": {role: busy[role]["busy"] for role in ("rollout", "reward", "trainer") if role in busy},
+                "extra": {name: data["metrics"][name] for name in ("grad_norm", "clip_fraction") if name in data["metrics"]},
             }
         )
 

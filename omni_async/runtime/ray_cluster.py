@@ -6,6 +6,7 @@ Actors are placed as one placement group: the job gets all it needs or says at o
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Callable, Coroutine
@@ -95,6 +96,7 @@ class RayCluster:
     def _connect(self, cpus: int) -> None:
         address = self._inputs.config.run.ray_address
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        logging.getLogger("ray").setLevel(logging.ERROR)
         # Set before the import takes effect in workers: vLLM and diffusers look for a hub otherwise.
         env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
         try:
@@ -116,7 +118,7 @@ class RayCluster:
             async with asyncio.timeout(60):
                 await self._group.ready()
         except TimeoutError:
-            have = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            have = ray.cluster_resources()
             need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
             raise StartError(
                 f"placement: the run needs {need['CPU']:g} CPUs and {need['GPU']:g} GPUs, the cluster has "
@@ -208,5 +210,5 @@ def _rank(rank: int, inputs: RunInputs) -> Any:
 
 def _trainer(inputs: RunInputs, others: list[Any], coordinator: Any, publisher: Any, checkpoints: str) -> Any:
     roles.limit_threads(inputs.config.placement.trainer.cpus)
-    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    host = ray.util.get_node_ip_address()
     return roles.build_trainer(inputs, others, coordinator, publisher, RayStore(), checkpoints, host)

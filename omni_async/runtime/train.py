@@ -217,8 +217,8 @@ def _farewell(console: Console, run: RunDirectory, summary: Summary, mlflow: Mlf
     if curve:
         console.note(f"validation: {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
     console.note(f"{summary.status}{': ' + summary.reason if summary.reason else ''}: {summary.updates} updates in {summary.wall_s:.0f} s")
-    console.note(f"  images    {run.samples}")
-    console.note(f"  metrics   {run.metrics}, {run.summary}, {run.ledger}")
-    console.note(f"  timeline  {run.trace}  (open in https://ui.perfetto.dev)")
+    console.note(f"images: {run.samples}")
+    console.note(f"metrics: {run.metrics}; summary: {run.summary}; ledger: {run.ledger}")
+    console.note(f"timeline: {run.trace} (open it at https://ui.perfetto.dev)")
     if mlflow:
-        console.note(f"  MLflow    {mlflow.ui_command}")
+        console.note(f"MLflow: {mlflow.ui_command}")

@@ -67,8 +67,8 @@ class LineConsole:
         words += [f"{name} {value:.4g}" for name, value in view.get("extra", {}).items()]
         if "staleness" in view:
             words.append(f"staleness {view['staleness']:.1f}")
-        words += [f"{name} {held}/{capacity}" for name, (held, capacity) in view.get("buffers", {}).items()]
-        words += [f"{role} {fraction:.0%}" for role, fraction in view.get("busy", {}).items()]
+        if view.get("busy"):
+            words.append("busy " + " ".join(f"{role} {fraction:.0%}" for role, fraction in view["busy"].items()))
         if "images_per_s" in view:
             words.append(f"images/s {view['images_per_s']:.1f}")
         if self._validation is not None:

@@ -1,7 +1,7 @@
 """Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The transformer is fed sigma
-itself (timestep / 1000).
+itself (timestep / 1000). diffusers and transformers, which take seconds to import, are imported when a model is loaded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from tensordict import TensorDict
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from omni_async.sde.schedules import qwen_image_sigmas
 from pipelines.qwen_image import single_frame
@@ -58,6 +56,8 @@ class QwenImagePolicy:
         self.scheduler_config = _read_config(path, "scheduler", "scheduler_config.json")
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        from diffusers import QwenImageTransformer2DModel
+
         model: torch.nn.Module = self._load(QwenImageTransformer2DModel, "transformer", dtype)
         return model
 
@@ -109,6 +109,9 @@ class QwenImagePolicy:
         return TensorDict(stacked, batch_size=[len(rows)])
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
+        from diffusers import AutoencoderKLQwenImage
+        from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
         return QwenImageCodec(
             tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True),
             text_encoder=self._load(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype),

@@ -28,7 +28,7 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
         state.do_true_cfg = request.true_cfg_scale > 1
         state.sampling.cfg_normalize = True
         for branch in ("prompt", "negative_prompt") if state.do_true_cfg else ("prompt",):
-            setattr(state, f"{branch}_embeds", conditioning[f"{branch}_embeds"][None])
+            setattr(state, f"{branch}_embeds", conditioning[f"{branch}_embeds"][None].to(self.model_dtype))
             setattr(state, f"{branch}_embeds_mask", conditioning[f"{branch}_mask"][None])
         pixels = self.vae_scale_factor * 2
         state.img_shapes = [[(1, request.height // pixels, request.width // pixels)]]

@@ -34,7 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=16, help="images in a VAE step")
     parser.add_argument("--dit-steps", type=int, default=1500, help="optimizer steps of the DiT")
     parser.add_argument("--dit-batch", type=int, default=64, help="images in a DiT step")
-    parser.add_argument("--label-noise", type=float, default=0.4, help="part of the DiT's labels that are random")
+    parser.add_argument("--label-noise", type=float, default=0.5, help="part of the DiT's labels that are random")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; another number changes the last bits")
     return parser.parse_args()
 

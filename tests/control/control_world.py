@@ -33,8 +33,8 @@ STRANDED_AFTER_S = 20.0
 
 def make_config(
     *,
-    S: int = 1,  # noqa: N803 (the letters of the documentation)
-    P: int = 2,  # noqa: N803
+    S: int = 1,
+    P: int = 2,
     group_size: int = 2,
     updates: int = 4,
     window: int = 1,

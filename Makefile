@@ -1,0 +1,59 @@
+# Everything starts from a plain CPython 3.11 or 3.12: each target makes the environment it needs, and running it again changes nothing.
+#
+#   make quickstart   install, then run the main job (about 10 minutes the first time)
+#   make test         install, then every test
+
+# EXTRA=cuda installs vLLM's CUDA build in place of the CPU one.
+EXTRA ?= cpu
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(EXTRA)
+
+.PHONY: help install quickstart test test-fast lint format docs clean
+
+help:
+	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
+	@echo "make test         install and run every test"
+	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
+	@echo "make lint         ruff, mypy, import contracts"
+	@echo "make format       rewrite the code in the project's format"
+	@echo "make docs         regenerate docs/configuration.md"
+	@echo "make clean        remove the environment and caches (runs/ stays)"
+
+install: $(INSTALLED)
+
+# torch is named beside the package so that one resolution sees both; constraints.txt holds the exact set that is tested.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "CPython 3.11 or 3.12 is needed; name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "installing into $(VENV) with $$($(PYTHON) --version) (about 5.5 GB, some minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e ".[$(EXTRA),dev]"
+	@touch $@
+
+quickstart: install
+	$(BIN)/omni-async train recipes/quickstart/quickstart.yaml
+
+test: install
+	$(BIN)/python -m pytest
+
+test-fast: install
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/omni-async docs
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

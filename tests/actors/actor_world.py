@@ -1,0 +1,327 @@
+"""Small real counterparts for the roles under test: a coordinator's desk, an engine run by hand, and ranks that keep accounts.
+
+Nothing sleeps: `settle` gives the event loop enough turns for everything that can happen to have happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from omni_async.config import Config, check
+from omni_async.control.waiting import Bell
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.types import (
+    Prompt,
+    ReadyGroup,
+    ReadySample,
+    SampleRequest,
+    SampleResult,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    SdeWindow,
+    Span,
+    UpdateReport,
+    WeightManifest,
+    WeightReport,
+)
+
+STRANDED_AFTER_S = 10.0
+STEPS = 5
+
+
+def make_config(**changes: Any) -> Config:
+    """`make_config(**{"rollout.max_inflight": 3})`: dotted keys over small defaults."""
+    raw: dict[str, Any] = {
+        "model": {"path": "0"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"group_size": 4, "height": 32, "width": 48, "num_inference_steps": STEPS, "max_inflight": 4, "max_batch": 2},
+        "reward": {"batch": 4, "scorers": [{"name": "ocr"}]},
+        "algorithm": {"clip_range": 0.2},
+        "trainer": {"updates": 4, "groups_per_update": 2, "optimizer": {"name": "sgd", "lr": 1.0, "max_grad_norm": None}},
+    }
+    raw["rollout"]["sde"] = {"window": {"size": 2, "range": [0, STEPS - 1]}}
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = raw
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    config = msgspec.convert(raw, Config)
+    assert check(config) is None, check(config)
+    return config
+
+
+async def settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+def play(work: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine; fails if anything is left on the loop or if an exception was lost."""
+    lost: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        async with asyncio.timeout(STRANDED_AFTER_S):
+            await work
+        await settle()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"left running: {left}"
+
+    asyncio.run(main())
+    gc.collect(1)
+    assert not lost, lost
+
+
+async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> BaseException:
+    """The exception that ends it."""
+    try:
+        result = await work
+    except Exception as error:
+        return error
+    raise AssertionError(f"it ended well, with {result!r}")
+
+
+def make_request(number: int, *, window: SdeWindow | None = SdeWindow(1, 2)) -> SampleRequest:  # noqa: B008 (frozen)
+    return SampleRequest(
+        sample_id=f"g0.s{number}",
+        kind="train" if window else "validation",
+        group=0,
+        sample=number,
+        prompt=Prompt(0, "a cat"),
+        seed=number,
+        height=32,
+        width=48,
+        num_inference_steps=STEPS,
+        true_cfg_scale=1.0,
+        negative_prompt="",
+        noise_level=0.7,
+        sde_kind="flow",
+        window=window,
+        fields=("latents",),
+    )
+
+
+def make_job(number: int, text: str = "a cat") -> ScoreJob:
+    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), np.full((8, 8, 3), number, np.uint8))
+
+
+def make_group(number: int, rewards: list[float], trajectories: list[Any] | None = None, window: range = range(1, 3)) -> ReadyGroup:
+    trajectories = trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
+    samples = tuple(
+        ReadySample(f"g{number}.s{i}", trajectory, None, Score(reward), (0,) * len(window))
+        for i, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True))
+    )
+    return ReadyGroup(number, Prompt(number, f"prompt {number}"), SdeWindow(window.start, len(window)), 0, samples)
+
+
+def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
+    return WeightManifest(version, "full", digest or f"digest-{version}", ())
+
+
+class Desk:
+    """The coordinator as one role sees it: a queue of work of each kind, and what was handed in. `close` ends the run."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+        self.jobs: list[ScoreJob] = []
+        self.groups: list[ReadyGroup] = []
+        self.closed = False
+        self.asked: list[tuple[int, int]] = []
+        self.done: list[SampleResult] = []
+        self.failed: list[tuple[str, str]] = []
+        self.scored_batches: list[list[ScoreResult]] = []
+        self.fields: tuple[str, ...] = ()
+        self.updates: list[UpdateReport] = []
+        self.announced: list[tuple[int, str]] = []
+        self.held: list[WeightReport] = []
+        self.spans: list[Span] = []
+        self.phases: list[str] = []
+        self.log: list[str] = []
+        self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
+        self._bell = Bell()
+
+    def offer(self, *work: Any) -> None:
+        for item in work:
+            queue = {SampleRequest: self.requests, ScoreJob: self.jobs, ReadyGroup: self.groups}[type(item)]
+            queue.append(item)
+        self._bell.ring()
+
+    def close(self) -> None:
+        self.closed = True
+        self._bell.ring()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._bell.wait()
+
+    async def _take(self, queue: list[Any], limit: int) -> list[Any]:
+        await self.until(lambda: bool(queue) or self.closed)
+        if self.closed:
+            return []
+        taken, queue[:] = queue[:limit], queue[limit:]
+        return taken
+
+    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        self.asked.append((free, capacity))
+        return await self._take(self.requests, free)
+
+    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        if self.refuses:
+            raise self.refuses
+        self.done += results
+        self._bell.ring()
+
+    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
+        self.failed.append((sample_id, error))
+
+    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+        return await self._take(self.jobs, limit)
+
+    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+        assert kinds.keys() == {result.sample_id for result in results}
+        self.scored_batches.append(results)
+        self._bell.ring()
+
+    @property
+    def scores(self) -> dict[str, ScoreResult]:
+        return {result.sample_id: result for batch in self.scored_batches for result in batch}
+
+    async def require_fields(self, fields: tuple[str, ...]) -> None:
+        self.fields = fields
+
+    async def next_group(self, version: int, places: int) -> ReadyGroup | None:
+        taken = await self._take(self.groups, 1)
+        return taken[0] if taken else None
+
+    async def update_done(self, report: UpdateReport) -> None:
+        self.updates.append(report)
+        self.log.append(f"update {report.version}")
+        self._bell.ring()
+
+    async def announce(self, version: int, digest: str) -> None:
+        self.announced.append((version, digest))
+        self.log.append(f"announce {version}")
+
+    async def engine_holds(self, report: WeightReport) -> None:
+        self.held.append(report)
+        self.log.append(f"{report.engine} holds {report.version}")
+        self._bell.ring()
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        if self.refuses:
+            raise self.refuses
+        self.spans += spans
+
+    async def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+    async def next_group_number(self) -> int:
+        return 77
+
+
+class HandEngine:
+    """An engine whose samples finish when the test says so. A sample's steps carry the versions held at its start and, last, at its end."""
+
+    name = "rollout-0"
+
+    def __init__(self) -> None:
+        self.running: dict[str, asyncio.Future[None]] = {}
+        self.started: list[str] = []
+        self.swaps: list[tuple[int, list[str]]] = []  # version, what ran during the swap
+        self.version = 0
+        self.closed = 0
+        self.arrives: str | None = None  # digest of what arrives, where it is not the published one
+        self.swap_gate: asyncio.Event | None = None
+
+    async def start(self) -> WeightReport:
+        return WeightReport(self.name, 0, "")
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        self.started.append(request.sample_id)
+        future = self.running[request.sample_id] = asyncio.get_running_loop().create_future()
+        first = self.version
+        try:
+            await future
+        finally:
+            del self.running[request.sample_id]
+        versions = (first,) * (request.num_inference_steps - 1) + (self.version,)
+        image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.height, request.width)
+        return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), image, versions)
+
+    def finish(self, *samples: int, error: Exception | None = None) -> None:
+        for number in samples:
+            future = self.running[f"g0.s{number}"]
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        return self.arrives or manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        if self.swap_gate is not None:
+            await self.swap_gate.wait()
+        self.swaps.append((version, sorted(self.running)))
+        self.version = version
+        return WeightReport(self.name, version, f"digest-{version}")
+
+    async def close(self) -> None:
+        self.closed += 1
+        for future in self.running.values():
+            if not future.done():
+                future.set_exception(EngineError(f"{self.name} was closed"))
+
+
+class AccountingRank:
+    """A trainer rank without a model: it weighs the rows it is given and takes numbered steps."""
+
+    def __init__(self, log: list[str] | None = None, extra: dict[str, Any] | None = None) -> None:
+        self.log = log if log is not None else []
+        self.extra = extra or {}
+        self.weight = 0.0  # of the rows since the last step
+        self.step_weights: list[float] = []
+        self.scales: list[float] = []
+        self.groups: list[list[float]] = []  # advantages, in order
+        self.setup_calls: list[tuple[str | None, str | None]] = []
+
+    async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
+        self.setup_calls.append((resume, rendezvous))
+        return self.extra
+
+    async def accumulate(self, trajectories: list[Any], advantages: list[float], row_weight: float) -> None:
+        assert len(trajectories) == len(advantages)
+        self.weight += row_weight * len(trajectories) * 2  # two trained steps each
+        self.groups.append(advantages)
+        self.log.append("accumulate")
+
+    async def step(self, grad_scale: float) -> dict[str, float]:
+        self.step_weights.append(self.weight)
+        self.scales.append(grad_scale)
+        self.weight = 0.0
+        self.log.append("step")
+        return {"loss": float(len(self.step_weights))}
+
+    async def discard(self) -> None:
+        self.weight = 0.0
+        self.log.append("discard")
+
+    async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None:
+        self.log.append(f"export {version}")
+        return make_manifest(version), [f"bucket {version}"]
+
+    async def save(self, folder: str, extra: dict[str, Any]) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "state.json").write_bytes(msgspec.json.encode({"extra": extra}))
+        self.log.append(f"save {Path(folder).name}")

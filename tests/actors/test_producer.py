@@ -1,0 +1,301 @@
+"""The producer: leases, failures, and what each `weights.swap` lets in when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request, play, settle
+
+from omni_async.actors.producer import Producer
+from omni_async.control.clock import ManualClock
+from omni_async.rollout.base import EngineError
+from omni_async.store import LocalStore
+
+Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[None]]
+
+
+def on_stage(scene: Scene, offered: int = 0, **changes: Any) -> None:
+    """A running producer with `offered` samples to lease; the scene ends by itself, the run by the desk's closing."""
+
+    async def main() -> None:
+        engine, desk = HandEngine(), Desk()
+        producer = Producer("rollout-0", make_config(**changes), engine, desk, LocalStore(), ManualClock())
+        await producer.start()
+        desk.offer(*(make_request(i) for i in range(offered)))
+        run = asyncio.create_task(producer.run())
+        await settle()
+        await scene(producer, engine, desk, run)
+        desk.close()
+        await settle()
+        for waiting in [] if run.done() else list(engine.running.values())[:1]:
+            waiting.set_result(None)  # a full producer asks, and learns of the end, when a sample is done
+        await asyncio.gather(run, return_exceptions=True)
+        assert engine.closed == 1
+        assert not engine.running
+
+    play(main())
+
+
+def test_it_keeps_the_engine_full_and_never_asks_for_more_than_fits():
+    async def scene(producer, engine, desk, run):
+        assert sorted(engine.running) == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
+        for finished in range(6):
+            engine.finish(finished)
+            await settle()
+            assert len(engine.running) == 4
+        assert all(1 <= free <= capacity == 4 for free, capacity in desk.asked)
+        assert engine.started == [f"g0.s{i}" for i in range(10)]
+
+    on_stage(scene, offered=10)
+
+
+def test_it_leases_again_while_samples_run():
+    async def scene(producer, engine, desk, run):
+        assert list(engine.running) == ["g0.s0"]
+        desk.offer(make_request(1))
+        await settle()
+        assert list(engine.running) == ["g0.s0", "g0.s1"]
+        assert [free for free, _ in desk.asked] == [4, 3, 2]
+
+    on_stage(scene, offered=1)
+
+
+def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_a_picture_a_scorer_can_take():
+    async def scene(producer, engine, desk, run):
+        engine.version = 3
+        desk.offer(make_request(1))
+        desk.offer(make_request(2, window=None))
+        await settle()
+        engine.finish(0, 1, 2)
+        await settle()
+        results = {result.sample_id: result for result in desk.done}
+        assert results["g0.s0"].step_versions == (0, 0)
+        assert results["g0.s1"].version == 3
+        assert results["g0.s1"].step_versions == (3, 3)
+        assert results["g0.s2"].step_versions == ()  # noise-free: nothing is trained
+        picture = results["g0.s0"].media
+        assert picture.shape == (32, 48, 3)
+        assert picture[0, 0].tolist() == [0, 1, 2]
+        assert set(results["g0.s0"].trajectory.keys()) == {"latents"}
+
+    on_stage(scene, offered=1)
+
+
+def test_an_engine_failure_ends_the_run_although_it_waits_for_a_lease():
+    async def scene(producer, engine, desk, run):
+        assert not desk.requests  # so the run is waiting for the next one
+        engine.finish(1, error=EngineError("the device fell off the bus"))
+        error = await failure_of(run)
+        assert type(error) is EngineError
+        assert str(error) == "the device fell off the bus"
+        assert not desk.failed
+        assert not desk.done
+
+    on_stage(scene, offered=3)
+
+
+def test_an_engine_failure_ends_the_run_although_the_engine_is_full():
+    async def scene(producer, engine, desk, run):
+        engine.finish(0, error=EngineError("dead"))
+        assert str(await failure_of(run)) == "dead"
+
+    on_stage(scene, offered=9)
+
+
+def test_many_samples_that_meet_the_same_dead_engine_lose_no_exception():
+    async def scene(producer, engine, desk, run):
+        engine.finish(0, 1, 2, 3, error=EngineError("dead"))
+        assert str(await failure_of(run)) == "dead"
+
+    on_stage(scene, offered=4)
+
+
+def test_a_failed_sample_is_reported_and_the_others_go_on():
+    async def scene(producer, engine, desk, run):
+        engine.finish(1, error=ValueError("no such prompt"))
+        await settle()
+        assert desk.failed == [("g0.s1", "ValueError: no such prompt")]
+        engine.finish(0, 2)
+        await settle()
+        assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s2"]
+        assert not run.done()
+
+    on_stage(scene, offered=3)
+
+
+def test_a_sample_that_never_comes_means_that_the_engine_hangs():
+    async def scene(producer, engine, desk, run):
+        error = await failure_of(run)
+        assert type(error) is EngineError
+        assert "g0.s0" in str(error)
+        assert "rollout.timeout_s = 0.005" in str(error)
+
+    on_stage(scene, offered=1, **{"rollout.timeout_s": 0.005})
+
+
+def test_a_timeout_inside_the_engine_is_the_samples_own_failure():
+    async def scene(producer, engine, desk, run):
+        engine.finish(0, error=TimeoutError("the decoder's socket"))
+        await settle()
+        assert desk.failed == [("g0.s0", "TimeoutError: the decoder's socket")]
+        assert not run.done()
+
+    on_stage(scene, offered=1)
+
+
+def test_a_refused_result_ends_the_run_with_the_refusal():
+    async def scene(producer, engine, desk, run):
+        desk.refuses = ValueError("2 step versions for 3 trained steps")
+        engine.finish(0)
+        assert str(await failure_of(run)) == "2 step versions for 3 trained steps"
+
+    on_stage(scene, offered=2)
+
+
+def test_the_end_of_the_run_cancels_what_still_runs():
+    async def scene(producer, engine, desk, run):
+        desk.close()
+        await run
+        assert not engine.running
+        assert not desk.done
+        assert not desk.failed
+
+    on_stage(scene, offered=3)
+
+
+def test_a_cancelled_run_closes_its_engine():
+    async def scene(producer, engine, desk, run):
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert engine.closed == 1
+
+    on_stage(scene, offered=3)
+
+
+def test_the_engine_is_closed_although_the_coordinator_is_gone():
+    async def scene(producer, engine, desk, run):
+        desk.refuses = ConnectionError("the coordinator died")
+        engine.finish(0)
+        assert str(await failure_of(run)) == "the coordinator died"
+        assert engine.closed == 1
+
+    on_stage(scene, offered=1)
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_swap_step_does_not_wait_for_running_samples():
+    async def scene(producer, engine, desk, run):
+        report = await producer.receive_weights(make_manifest(1), [])
+        assert report.version == 1
+        assert engine.swaps == [(1, ["g0.s0", "g0.s1", "g0.s2"])]
+
+    on_stage(scene, offered=3, **{"weights.swap": "step"})
+
+
+def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
+    async def scene(producer, engine, desk, run):
+        assert sorted(engine.running) == ["g0.s0", "g0.s1"]  # as many as the batch takes: the others are leased, not started
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        await settle()
+        engine.finish(0)
+        await settle()
+        assert list(engine.running) == ["g0.s1"]
+        assert not engine.swaps
+        engine.finish(1)
+        await swap
+        await settle()
+        assert engine.swaps == [(1, [])]
+        assert sorted(engine.running) == ["g0.s2", "g0.s3"]
+        engine.finish(2, 3)
+        await settle()
+        assert {result.sample_id: result.version for result in desk.done} == {"g0.s0": 0, "g0.s1": 0, "g0.s2": 1, "g0.s3": 1}
+
+    on_stage(scene, offered=4, **{"weights.swap": "request"})
+
+
+def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
+    async def scene(producer, engine, desk, run):
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        await settle()
+        desk.offer(make_request(4), make_request(5))
+        engine.finish(0)
+        await settle()
+        assert "g0.s4" not in engine.started
+        engine.finish(1, 2)
+        await settle()
+        assert not engine.swaps
+        engine.finish(3)
+        report = await swap
+        assert report.version == 1
+        assert engine.swaps == [(1, [])]
+        await settle()
+        assert sorted(engine.running) == ["g0.s4", "g0.s5"]
+
+    on_stage(scene, offered=4, **{"weights.swap": "drain"})
+
+
+def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
+    async def scene(producer, engine, desk, run):
+        engine.swap_gate = asyncio.Event()
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        await settle()
+        desk.offer(make_request(0))  # answers the question asked before the drain
+        await settle()
+        assert not engine.started
+        engine.swap_gate.set()
+        await swap
+        await settle()
+        assert engine.started == ["g0.s0"]
+        engine.finish(0)
+        await settle()
+        assert desk.done[0].step_versions == (1, 1)
+
+    on_stage(scene, offered=0, **{"weights.swap": "drain"})
+
+
+@pytest.mark.parametrize("swap", ["step", "request", "drain"])
+def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
+    async def scene(producer, engine, desk, run):
+        engine.arrives = "something else"
+        error = await failure_of(producer.receive_weights(make_manifest(1), []))
+        assert type(error) is EngineError
+        assert "rollout-0: version 1 arrived with digest something else, published was digest-1" in str(error)
+        assert not engine.swaps
+        desk.offer(make_request(1))
+        await settle()
+        assert "g0.s1" in engine.running
+
+    on_stage(scene, offered=1, **{"weights.swap": swap})
+
+
+@pytest.mark.parametrize("swap", ["step", "request", "drain"])
+def test_two_versions_that_arrive_together_are_swapped_one_after_the_other(swap):
+    async def scene(producer, engine, desk, run):
+        both = asyncio.gather(*(producer.receive_weights(make_manifest(version), []) for version in (1, 2)))
+        await settle()
+        if swap != "step":
+            engine.finish(0)
+        assert [report.version for report in await both] == [1, 2]
+        assert [version for version, _ in engine.swaps] == [1, 2]
+
+    on_stage(scene, offered=1, **{"weights.swap": swap})
+
+
+def test_what_it_did_is_told_as_spans():
+    async def scene(producer, engine, desk, run):
+        engine.finish(0)
+        await settle()
+        await producer.receive_weights(make_manifest(1), [])
+        desk.close()
+        await run
+        assert {span.kind for span in desk.spans} == {"generate", "stage", "swap"}
+        generate = next(span for span in desk.spans if span.kind == "generate")
+        assert generate.args == {"sample": "g0.s0", "versions": "0"}
+
+    on_stage(scene, offered=1)

@@ -1,0 +1,195 @@
+"""The reward worker: batches of what is there, failures that stay their sample's own, and an event loop that goes on turning."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from actor_world import Desk, make_config, make_job, play, settle
+
+from omni_async.actors.rewarder import Rewarder
+from omni_async.config.schema import Scorer as ScorerConfig
+from omni_async.control.clock import ManualClock
+from omni_async.rewards.base import Scorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.store import LocalStore
+from omni_async.types import Prompt, Score
+
+BLOCKED_AT_MOST_S = 5.0
+
+
+class Brightness:
+    """The mean pixel. Prompts steer it: `bad` raises, `wait` waits for `go` in the worker's thread."""
+
+    name = "brightness"
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.go = threading.Event()
+        self.let_go: list[bool] = []
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        self.batches.append([prompt.index for prompt in prompts])
+        texts = [prompt.text for prompt in prompts]
+        if "wait" in texts:
+            self.let_go.append(self.go.wait(BLOCKED_AT_MOST_S))
+        if "bad" in texts:
+            raise ValueError("unreadable")
+        if "offline" in texts:
+            raise TimeoutError("the judge's server did not answer")
+        return [Score(float(image.mean())) for image in images]
+
+
+class NotANumber:
+    """NaN for images of value 1, which no configuration may let through."""
+
+    name = "not_a_number"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float("nan") if image.mean() == 1 else 2.0) for image in images]
+
+
+def on_stage(scorer: Scorer, scene: Callable[[Desk], Awaitable[None]], **changes: float) -> Desk:
+    desk = Desk()
+
+    async def main() -> None:
+        rewarder = Rewarder("reward-0", make_config(**changes), scorer, desk, LocalStore(), ManualClock())
+        await rewarder.start()
+        run = asyncio.create_task(rewarder.run())
+        await scene(desk)
+        desk.close()
+        await run
+
+    play(main())
+    return desk
+
+
+def values(desk: Desk) -> dict[str, float | str | None]:
+    return {name: result.score.value if result.score else result.error for name, result in desk.scores.items()}
+
+
+def scored(desk: Desk, count: int) -> Callable[[], bool]:
+    return lambda: len(desk.scores) == count
+
+
+def test_it_scores_a_sample_at_once_and_then_whatever_has_come_meanwhile():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "wait"))
+        await settle()
+        desk.offer(*(make_job(i) for i in range(1, 7)))
+        scorer.go.set()
+        await desk.until(scored(desk, 7))
+
+    desk = on_stage(scorer, scene)
+    assert scorer.batches == [[0], [1, 2, 3, 4], [5, 6]]  # reward.batch is 4
+    assert values(desk) == {f"g0.s{i}": float(i) for i in range(7)}
+
+
+def test_a_bad_sample_does_not_take_its_neighbours_along():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0), make_job(1, "bad"), make_job(2))
+        await desk.until(scored(desk, 3))
+
+    desk = on_stage(scorer, scene)
+    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "ValueError: unreadable", "g0.s2": 2.0}
+    assert scorer.batches == [[0, 1, 2], [0], [1], [2]]
+
+
+def test_a_bad_sample_alone_is_not_tried_twice():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "bad"))
+        await desk.until(scored(desk, 1))
+
+    assert values(on_stage(scorer, scene)) == {"g0.s0": "ValueError: unreadable"}
+    assert scorer.batches == [[0]]
+
+
+def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a_thread_that_answers():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "wait"))
+        await desk.until(scored(desk, 1))
+        desk.offer(make_job(1), make_job(2))
+        await desk.until(scored(desk, 3))
+        scorer.go.set()
+
+    desk = on_stage(scorer, scene, **{"reward.timeout_s": 0.02})
+    assert values(desk) == {"g0.s0": "no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
+
+
+def test_a_scorers_own_timeout_is_told_in_its_own_words():
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "offline"))
+        await desk.until(scored(desk, 1))
+
+    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "TimeoutError: the judge's server did not answer"}
+
+
+def test_nan_is_an_error_and_never_a_score():
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0), make_job(1), make_job(2))
+        await desk.until(scored(desk, 3))
+
+    scorer = WeightedScorer([ScorerConfig(name=f"{__name__}:NotANumber", weight=0.5)])
+    desk = on_stage(scorer, scene)
+    assert desk.scores["g0.s0"].score == Score(1.0)
+    assert desk.scores["g0.s2"].score == Score(1.0)
+    assert desk.scores["g0.s1"].score is None
+    assert "value is nan" in desk.scores["g0.s1"].error
+
+
+def test_too_few_scores_are_an_error_for_every_sample():
+    class Forgetful:
+        name = "forgetful"
+
+        def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+            return []
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0), make_job(1))
+        await desk.until(scored(desk, 2))
+
+    desk = on_stage(Forgetful(), scene)
+    assert all(result.score is None and result.error for result in desk.scores.values())
+
+
+def test_the_event_loop_turns_while_a_scorer_computes():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "wait"))
+        await settle()
+        scorer.go.set()  # from the loop: a scorer that held it would wait in vain
+        await desk.until(scored(desk, 1))
+
+    on_stage(scorer, scene)
+    assert scorer.let_go == [True]
+
+
+def test_a_picture_that_is_gone_is_its_samples_failure():
+    class Leaky(LocalStore):
+        async def get(self, reference):
+            if reference.mean() == 1:
+                raise LookupError("object is gone")
+            return reference
+
+    desk = Desk()
+
+    async def main() -> None:
+        run = asyncio.create_task(Rewarder("reward-0", make_config(), Brightness(), desk, Leaky(), ManualClock()).run())
+        desk.offer(make_job(0), make_job(1), make_job(2))
+        await desk.until(scored(desk, 3))
+        desk.close()
+        await run
+
+    play(main())
+    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "LookupError: object is gone", "g0.s2": 2.0}

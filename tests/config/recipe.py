@@ -1,0 +1,32 @@
+"""A recipe to spoil: the smallest valid file, and what `load` says about a changed one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from omni_async.config import Config, ConfigError, load
+
+MINIMAL = """\
+model: {path: checkpoints/tiny}
+data: {prompts: prompts.txt}
+reward: {scorers: [{name: ocr}]}
+"""
+
+
+def load_text(text: str, *overrides: str) -> Config:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        return load(path, overrides)
+
+
+def complaint(text: str, *overrides: str) -> str:
+    """The message for a configuration that must be refused: one line, and short enough to read."""
+    with pytest.raises(ConfigError) as caught:
+        load_text(text, *overrides)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 700, message
+    return message

@@ -1,0 +1,207 @@
+"""Every bad input ends in one ConfigError whose line names the place and what is allowed there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recipe import MINIMAL, complaint, load_text
+
+from omni_async.config import ConfigError, load
+
+
+def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
+    config = load_text(MINIMAL)
+    assert config.trainer.updates == 100 and config.validation is None
+    assert config.reward.scorers[0].name == "ocr"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        # unknown keys
+        ("rollout.gruop_size=3", "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: emulated, engine, group_size"),
+        ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
+        ("reward.scorers.0.wieght=3", "reward.scorers.0.wieght: unknown key; did you mean 'weight'? allowed: name, params, weight"),
+        ("rollout.sde.window.steps=3", "rollout.sde.window.steps: unknown key; allowed: range, size"),
+        ("model.lora={rnak: 4}", "model.lora.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
+        ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, resume"),
+        # missing keys
+        ("validation.every=3", "validation.prompts: required, expected str"),
+        ("reward.scorers.0={weight: 1}", "reward.scorers.0.name: required, expected str"),
+        # wrong types
+        ("trainer.updates=ten", "trainer.updates: expected int >= 1, got 'ten'"),
+        ("trainer.updates=1.5", "trainer.updates: expected int >= 1, got 1.5"),
+        ("trainer.updates=true", "trainer.updates: expected int >= 1, got True"),
+        ("trainer.updates=", "trainer.updates: expected int >= 1, got None"),
+        ("rollout.timeout_s='60'", "rollout.timeout_s: expected float > 0, got '60'"),
+        ("data.shuffle=yes", "data.shuffle: expected bool, got 'yes'"),
+        ("model.path=[a]", "model.path: expected str, got ['a']"),
+        ("model=tiny", "model: expected mapping, got 'tiny'"),
+        ("rollout=[1, 2]", "rollout: expected mapping, got [1, 2]"),
+        ("rollout=", "rollout: expected mapping, got None"),
+        ("reward.scorers=ocr", "reward.scorers: expected list of mapping length >= 1, got 'ocr'"),
+        ("reward.scorers.0=ocr", "reward.scorers.0: expected mapping, got 'ocr'"),
+        ("rollout.sde.window.range=[0, five]", "rollout.sde.window.range.1: expected int, got 'five'"),
+        ("rollout.sde.window.range=[0]", "rollout.sde.window.range: expected list of 2 int, got [0]"),
+        ("model.lora.target_modules=[to_q, 3]", "model.lora.target_modules.1: expected str, got 3"),
+        ("reward.scorers.0.params=7", "reward.scorers.0.params: expected mapping, got 7"),
+        # out of range
+        ("trainer.updates=0", "trainer.updates: expected int >= 1, got 0"),
+        ("run.seed=-1", "run.seed: expected int >= 0, < 2147483648, got -1"),
+        ("run.seed=2147483648", "run.seed: expected int >= 0, < 2147483648, got 2147483648"),
+        ("rollout.height=100", "rollout.height: expected int >= 16, multiple of 16, got 100"),
+        ("rollout.sde.noise_level=0", "rollout.sde.noise_level: expected float > 0, <= 10, got 0"),
+        ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1: expected float >= 0, < 1, got 1.0"),
+        ("trainer.optimizer.max_grad_norm=0", "trainer.optimizer.max_grad_norm: expected float > 0 or null, got 0"),
+        ("run.name='a name'", "run.name: expected str matching ^[A-Za-z0-9._-]{1,80}$, got 'a name'"),
+        ("run.name=" + "x" * 5000, "expected str matching ^[A-Za-z0-9._-]{1,80}$, got 'xxx"),
+        ("run.dir=''", "run.dir: expected str length >= 1, got ''"),
+        ("reward.scorers=[]", "reward.scorers: expected list of mapping length >= 1, got []"),
+        ("weights.payload=half", "weights.payload: expected one of 'full', 'lora', got 'half'"),
+        ("algorithm.advantage.ddof=2", "algorithm.advantage.ddof: expected one of 0, 1, got 2"),
+        # numbers that are none
+        ("rollout.timeout_s=.inf", "rollout.timeout_s: expected a finite float > 0, got inf"),
+        ("rollout.timeout_s=.nan", "rollout.timeout_s: expected a finite float > 0, got nan"),
+        ("reward.scorers.0.weight=-.inf", "reward.scorers.0.weight: expected a finite float, got -inf"),
+        ("trainer.optimizer.betas=[.nan, 0.9]", "trainer.optimizer.betas.0: expected a finite float >= 0, < 1, got nan"),
+        ("reward.scorers.0.params={deep: [1, {x: .NaN}]}", "reward.scorers.0.params.deep.1.x: expected a finite number, got nan"),
+        ("algorithm.kl_coef=1.0e999", "algorithm.kl_coef: expected a finite float >= 0, got inf"),
+        ("trainer.updates=99999999999999999999", "trainer.updates: expected a number below 2**63, got one of 67 bits"),
+        ("run.seed=" + "9" * 5000, "override 'run.seed': not valid YAML: a value does not fit its type"),
+        # what YAML can say and no field can mean
+        (
+            "reward.scorers.0.params.x=!!set {a}",
+            "reward.scorers.0.params.x: expected text, a number, true, false, null, a list or a mapping, got set",
+        ),
+        (
+            "reward.scorers.0.params.x=!!binary aGk=",
+            "reward.scorers.0.params.x: expected text, a number, true, false, null, a list or a mapping, got bytes",
+        ),
+        ("reward.scorers.0.params=&p {x: *p}", "reward.scorers.0.params: nested too deeply"),
+        ("reward.scorers.0.params=" + "{a: " * 60 + "1" + "}" * 60, "reward.scorers.0.params: nested too deeply"),
+        ("reward.scorers.0.params" + ".a" * 5000 + "=1", "reward.scorers.0.params: nested too deeply"),
+        ("reward.scorers.0.params=" + "[" * 1500 + "]" * 1500, "override 'reward.scorers.0.params': nested too deeply"),
+        ("run.seed=!!int ''", "override 'run.seed': not valid YAML: a value does not fit its type: IndexError"),
+        ("data.shuffle=!!bool perhaps", "override 'data.shuffle': not valid YAML: a value does not fit its type: KeyError('perhaps')"),
+        ("run.name=!!timestamp today", "override 'run.name': not valid YAML: a value does not fit its type"),
+        ("run.seed=0b_", "override 'run.seed': not valid YAML: a value does not fit its type"),
+        ("run.name=!!python/object:os.system x", "override 'run.name':1:1: not valid YAML: could not determine a constructor for the tag"),
+        ("run.name=!!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
+        ("run=!!python/name:os.system", "could not determine a constructor for the tag"),
+        ("run={seed: 1, seed: 2}", "override 'run':1:11: not valid YAML: key 'seed' given twice"),
+        ("run={1: 2}", "override 'run':1:2: not valid YAML: keys are names, got 1"),
+        ("run={[a]: 2}", "not valid YAML: keys are names, got ['a']"),
+        ("run.name=a\x00b", "override 'run.name': not valid YAML: special characters are not allowed"),
+        # paths
+        ("model.path=~nobody-of-that-name/x", "model.path: expected a path, got '~nobody-of-that-name/x'"),
+        ('model.path="a\\0b"', r"model.path: expected a path, got 'a\x00b': embedded null byte"),
+        ('data.prompts="\\ud800"', r"data.prompts: expected a path, got '\ud800'"),
+    ],
+)
+def test_bad_values_are_refused_with_their_path_and_what_is_allowed(override: str, said: str) -> None:
+    assert said in complaint(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["", "=", "=1", " =1", "trainer.updates", "trainer.updates:3", "--updates 3"],
+)
+def test_an_override_without_a_path_or_a_value_is_explained(override: str) -> None:
+    assert f"override {override!r}: expected key.path=value, e.g. trainer.updates=10" in complaint(MINIMAL, override)
+
+
+@pytest.mark.parametrize("index", ["1", "-1", "x", "²", "٠", "01", "9" * 5000])
+def test_an_index_outside_a_list_is_refused(index: str) -> None:
+    for override in (f"reward.scorers.{index}.name=x", f"reward.scorers.{index}=x"):
+        with pytest.raises(ConfigError, match="is not an index of a list of 1"):
+            load_text(MINIMAL, override)
+
+
+def test_a_value_is_not_a_section() -> None:
+    assert "override 'model.path.x=1': 'path' is a value, not a section" in complaint(MINIMAL, "model.path.x=1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "expected a mapping of sections, got NoneType"),
+        ("just text", "expected a mapping of sections, got str"),
+        ("- a\n- b\n", "expected a mapping of sections, got list"),
+        ("{}", "model: required, expected mapping"),
+        ("model: {}", "model.path: required, expected str"),
+        ("model: [", "recipe.yaml:1:9: not valid YAML"),
+        ("model:\n\tpath: x\n", "recipe.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token"),
+        ("%", "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document"),
+        (MINIMAL + "data: {prompts: again.txt}\n", "recipe.yaml:4:1: not valid YAML: key 'data' given twice"),
+        (MINIMAL + "run:\n  seed: 1\n  name: x\n  seed: 2\n", "recipe.yaml:7:3: not valid YAML: key 'seed' given twice"),
+        ("!!python/object/apply:os.system ['echo no']", "could not determine a constructor for the tag"),
+        ("a: *nothing", "not valid YAML: found undefined alias 'nothing'"),
+        (MINIMAL + "run: &r {dir: *r}\n", "run.dir: nested too deeply"),
+        ("[" * 1500, "not valid YAML"),
+        ("? [a, b]\n: 1\n", "not valid YAML: keys are names"),
+        ("2024-13-45: 1", "2024-13-45: unknown key"),
+        ("\ud800: 1", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_explained(text: str, said: str) -> None:
+    if text.startswith("[["):
+        with pytest.raises(ConfigError):
+            load_text(text)
+    else:
+        assert said in complaint(text)
+
+
+def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing.yaml"
+    binary = tmp_path / "image.yaml"
+    binary.write_bytes(b"\x89PNG\xff\xfe")
+    for path, said in ((missing, "no such file"), (tmp_path, "cannot be read: Is a directory"), (binary, "cannot be read: 'utf-8' codec")):
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert str(caught.value).startswith(f"{path}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.sde.window.range=[3, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [3, 3]"),
+        (["rollout.sde.window.range=[-1, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [-1, 3]"),
+        (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
+        (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
+        (["weights.publish_every=3", "staleness.max_updates=1"], "staleness.max_updates: 1 is smaller than weights.publish_every - 1 = 2"),
+        (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
+        (
+            ["trainer.groups_per_update=4", "trainer.steps_per_update=3"],
+            "trainer.steps_per_update: 3 does not divide groups_per_update = 4",
+        ),
+        (["trainer.workers=3"], "trainer.workers: 3 ranks do not divide rollout.group_size = 8"),
+        (["trainer.backend=plain", "trainer.workers=2"], "trainer.backend: 'plain' is one rank, got trainer.workers = 2"),
+        (["trainer.streaming=off", "buffer.groups=3"], "buffer.groups: 3 is less than one update's groups_per_update = 4"),
+        (["trainer.streaming=on", "algorithm.kl_coef=0.1"], "trainer.streaming: 'on' is not exact with a global std and a KL term"),
+        (["trainer.streaming=on", "trainer.steps_per_update=2"], "trainer.streaming: 'on' is not exact"),
+        (["algorithm.clip_range=1e-4", "algorithm.clip_range_nats=0.2"], "give either clip_range or clip_range_nats, not both"),
+        (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
+        (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
+        (["run.runtime=inprocess", "rollout.engine=emulated", "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: list[str], said: str) -> None:
+    assert said in complaint(MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["weights.publish_every=3", "staleness.max_updates=2"],
+        ["weights.payload=lora", "model.lora.rank=4"],
+        ["trainer.streaming=on"],
+        ["trainer.streaming=on", "algorithm.advantage.std=group", "algorithm.kl_coef=0.1"],
+        ["trainer.streaming=off", "buffer.groups=4"],
+        ["rollout.num_inference_steps=6"],
+        ["run.runtime=inprocess", "rollout.engine=diffusers"],
+    ],
+)
+def test_combinations_at_the_edge_are_accepted(overrides: list[str]) -> None:
+    load_text(MINIMAL, *overrides)

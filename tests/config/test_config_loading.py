@@ -1,0 +1,184 @@
+"""What a good file and good overrides come to: values, paths, and a resolved file that says the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recipe import MINIMAL, load_text
+
+from omni_async.config import ConfigError, check, load, resolved_yaml
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.optimizer.lr=1e-4", 1e-4),
+        ("trainer.optimizer.lr=5E-05", 5e-5),
+        ("trainer.optimizer.lr=1", 1.0),
+        ("trainer.streaming=on", "on"),
+        ("trainer.streaming=off", "off"),
+        ("data.shuffle=false", False),
+        ("run.name=2024-01-31", "2024-01-31"),
+        ("run.name=no", "no"),
+        ("model.lora.rank=8", 8),
+        ("algorithm.clip_range=null", None),
+        ("algorithm.clip_range=", None),
+        ("rollout.negative_prompt=a = b", "a = b"),
+        ("rollout.sde.window.range=[1, 4]", (1, 4)),
+        ("reward.scorers.0.weight=2.5", 2.5),
+        (" trainer.updates =7", 7),
+    ],
+)
+def test_overrides_set_one_value(override: str, value: object) -> None:
+    here: object = load_text(MINIMAL, override)
+    for key in override.split("=")[0].strip().split("."):
+        here = here[int(key)] if isinstance(here, tuple) else getattr(here, key)
+    assert here == value and type(here) is type(value)
+
+
+def test_the_last_override_wins_and_sections_can_be_replaced() -> None:
+    config = load_text(MINIMAL, "trainer.updates=3", "rollout={group_size: 4}", "rollout.workers=2", "trainer.updates=5")
+    assert (config.trainer.updates, config.rollout.group_size, config.rollout.workers) == (5, 4, 2)
+
+
+def test_overrides_reach_into_lists() -> None:
+    two = MINIMAL.replace("[{name: ocr}]", "[{name: ocr}, {name: jpeg_size}]")
+    config = load_text(two, "reward.scorers.1.weight=0.5", "reward.scorers.0={name: http, params: {url: x}}")
+    assert [(s.name, s.weight, s.params) for s in config.reward.scorers] == [("http", 1.0, {"url": "x"}), ("jpeg_size", 0.5, {})]
+
+
+def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
+    recipes.mkdir()
+    elsewhere.mkdir()
+    recipe = recipes / "run.yaml"
+    recipe.write_text("model: {path: ../m}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\nvalidation: {prompts: /abs/v.txt}\n")
+    monkeypatch.chdir(elsewhere)
+    config = load(Path("../recipes/run.yaml"))
+    assert config.model.path == str(tmp_path / "m")
+    assert config.data.prompts == str(recipes / "p.txt")
+    assert config.validation is not None and config.validation.prompts == "/abs/v.txt"
+    assert config.checkpoint.resume is None
+    assert config.run.dir == "runs", "where runs go is relative to the working directory, and says so"
+    config = load(recipe, ["model.path=mine", "checkpoint.resume=runs/1/checkpoints/3"])
+    assert config.model.path == str(elsewhere / "mine")
+    assert config.checkpoint.resume == str(elsewhere / "runs/1/checkpoints/3")
+    assert config.data.prompts == str(recipes / "p.txt")
+    config = load(recipe, ["model={path: mine}", "validation={prompts: v.txt}"])
+    assert config.model.path == str(elsewhere / "mine"), "also when the whole section is given"
+    assert config.validation is not None and config.validation.prompts == str(elsewhere / "v.txt")
+
+
+def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_text(MINIMAL, "model.path=~/models/q").model.path == str(tmp_path / "models/q")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.lora.rank=4", "weights.payload=lora", "validation={prompts: v.txt, share: 0.25}"],
+        ["run.name='1e5'", "trainer.optimizer.lr=1e-05", "run.dir='~'"],
+        ["rollout.negative_prompt='null'", "run.name='on'"],
+        ['rollout.negative_prompt="  \\n two: lines # no comment \\u2028\\x85 "', "run.name='2024-01-31'"],
+        ["rollout.negative_prompt=文字 🎨"],
+        ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
+        ["trainer.streaming=on"],
+    ],
+)
+def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> None:
+    config = load_text(MINIMAL, *overrides)
+    text = resolved_yaml(config)
+    again = load_text(text)
+    assert again == config
+    assert resolved_yaml(again) == text
+    assert list(yaml.safe_load(text))[:3] == ["run", "model", "data"], "in the schema's order, every default filled in"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    text=st.text(max_size=12) | st.sampled_from(["1e5", "1_0e3", "-1E-3", ".5", "0x1", "1:30", "yes", "~", "<<", "=", "!x", "&a", "*a"]),
+    number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63) + 1, 2**63 - 1),
+)
+def test_any_text_and_any_number_survive_resolving(text: str, number: float) -> None:
+    config = load_text(MINIMAL)
+    scorer = {"name": "x", "params": {text: [text, number]}}
+    changed = msgspec.convert({**msgspec.to_builtins(config), "reward": {"scorers": [scorer]}}, type(config))
+    changed = msgspec.structs.replace(changed, rollout=msgspec.structs.replace(changed.rollout, negative_prompt=text))
+    assert load_text(resolved_yaml(changed)) == changed
+
+
+ODD_YAML = st.lists(
+    st.sampled_from(
+        [
+            *"{}[]:,&*!|>'\"%@`#-?\n\t 0x1",
+            "model",
+            "path",
+            "run",
+            ": ",
+            "\n  ",
+            "- ",
+            "<<",
+            "!!int ",
+            "!!set ",
+            "&a ",
+            "*a",
+            ".inf",
+            "1e9",
+            "~",
+        ]
+    ),
+    max_size=30,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text() | ODD_YAML | ODD_YAML.map(lambda t: MINIMAL + t))
+def test_no_text_as_a_file_does_anything_but_load_or_complain(text: str) -> None:
+    try:
+        config = load_text(text)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert check(config) is None
+
+
+PATHS = st.lists(
+    st.sampled_from(
+        ["model", "path", "reward", "scorers", "0", "1", "params", "rollout", "sde", "window", "range", "trainer", "updates", ""]
+    )
+    | st.text(max_size=3),
+    max_size=5,
+).map(".".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(overrides=st.lists(st.builds("{}={}".format, PATHS, st.text() | ODD_YAML) | st.text(), max_size=3))
+def test_no_text_as_an_override_does_anything_but_load_or_complain(overrides: list[str]) -> None:
+    try:
+        config = load_text(MINIMAL, *overrides)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert load_text(resolved_yaml(config)) == config
+
+
+def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(MINIMAL)
+    script = (
+        "import sys; from omni_async.config import load, ConfigError; load(sys.argv[1])\n"
+        "import omni_async.control.coordinator\n"
+        "heavy = {'torch', 'ray', 'diffusers', 'transformers', 'vllm', 'mlflow', 'tensordict', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,79 @@
+"""The schema documents itself: every field has a description, and its bounds can be put in words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from omni_async.config import Config
+from omni_async.config.describe import annotation_at, describe, description, fields_of, struct_of, walk
+
+FIELDS = {path: (annotation, default) for path, annotation, default in walk(Config)}
+
+
+def test_every_field_is_described() -> None:
+    assert [path for path, (annotation, _) in FIELDS.items() if not description(annotation).strip()] == []
+    assert [path for path, (annotation, _) in FIELDS.items() if not description(annotation).endswith((".", "?"))] == []
+
+
+def test_the_walk_reaches_every_field_of_every_section() -> None:
+    def count(section: type[msgspec.Struct]) -> int:
+        nested = [struct_of(annotation) for annotation in fields_of(section).values()]
+        return len(nested) + sum(count(s) for s in nested if s is not None)
+
+    assert len(FIELDS) == count(Config)
+    assert {"run.seed", "model.lora.rank", "reward.scorers[].name", "rollout.sde.window.range", "validation.prompts"} <= set(FIELDS)
+
+
+def test_every_field_says_what_it_allows() -> None:
+    for path, (annotation, _) in FIELDS.items():
+        text = describe(annotation)
+        assert text and "<class" not in text and "typing." not in text and "Annotated" not in text, (path, text)
+        assert annotation_at(Config, path.replace("[]", ".0").split(".")) == annotation
+
+
+def test_required_fields_are_those_without_a_sensible_default() -> None:
+    required = {path for path, (_, default) in FIELDS.items() if default is msgspec.NODEFAULT}
+    assert required == {
+        "model",
+        "model.path",
+        "data",
+        "data.prompts",
+        "reward",
+        "reward.scorers",
+        "reward.scorers[].name",
+        "validation.prompts",
+    }
+
+
+def test_every_section_refuses_unknown_keys_and_never_changes() -> None:
+    sections = {Config} | {s for annotation, _ in FIELDS.values() if (s := struct_of(annotation)) is not None}
+    for section in sections:
+        assert section.__struct_config__.forbid_unknown_fields and section.__struct_config__.frozen, section
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text"),
+    [
+        (int, "int"),
+        (Annotated[int, Meta(ge=1, lt=9)], "int >= 1, < 9"),
+        (Annotated[float, Meta(gt=0)] | None, "float > 0 or null"),
+        (Literal["a", "b"], "one of 'a', 'b'"),
+        (tuple[int, int], "list of 2 int"),
+        (Annotated[tuple[str, ...], Meta(min_length=1)], "list of str length >= 1"),
+        (dict[str, Any], "mapping"),
+        (Config, "mapping"),
+        (Annotated[int, Meta(multiple_of=16)], "int multiple of 16"),
+        (Annotated[str, Meta(pattern="^a$")], "str matching ^a$"),
+    ],
+)
+def test_bounds_are_put_in_words(annotation: Any, text: str) -> None:
+    assert describe(annotation) == text
+
+
+def test_paths_that_leave_the_schema_have_no_annotation() -> None:
+    for path in ("nothing", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0", "0"):
+        assert annotation_at(Config, path.split(".")) is None

@@ -1,0 +1,620 @@
+"""Directed cases: whole runs of well-behaved roles at the edges of the configuration, and exact scenarios driven call by call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from control_world import Run, digest_of, distinct, finish, hold, make_config, make_coordinator, make_result, now, play, report, score
+
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.versions import WeightMismatch
+from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+
+
+def trained(entries: list[Any]) -> list[Any]:
+    return [entry for entry in entries if entry.event == "trained"]
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("S", [0, 1, 4])
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("updates", [1, 5])
+def test_a_run_trains_exactly_what_was_asked(S: int, P: int, updates: int) -> None:
+    run = play(make_config(S=S, P=P, updates=updates), seed=S + P)
+    assert run.outcome == ("done", None)
+    assert Counter(entry.event for entry in run.entries) == {"trained": updates * P}
+    assert max(run.staleness) <= S
+    assert [event["version"] for event in run.of_kind("update")] == list(range(1, updates + 1))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_without_staleness_every_group_is_made_by_the_policy_that_is_trained(window: int) -> None:
+    run = play(make_config(S=0, P=3, updates=5, window=window, engines=2), seed=1)
+    assert run.outcome == ("done", None)
+    for version, group in run.taken:
+        assert {v for sample in group.samples for v in sample.step_versions} == {version}
+
+
+def test_a_strict_window_trains_in_admission_order_whatever_the_timing() -> None:
+    orders = [[group.group for _, group in play(make_config(S=2, P=2, updates=5, engines=3), seed=seed).taken] for seed in range(5)]
+    assert orders == [list(range(10))] * 5
+
+
+def test_the_worst_staleness_is_reached_and_not_passed() -> None:
+    """A trainer that is always ready first meets groups made just now; one that lags meets groups exactly S updates old."""
+    for max_updates in (1, 2, 4):
+        lagging = play(make_config(S=max_updates, P=2, updates=12, max_inflight=16), seed=3, pause={"train": 60, "generate": 0, "score": 0})
+        assert max(lagging.staleness) == max_updates
+
+
+def test_a_publish_of_every_s_plus_one_updates_is_live() -> None:
+    for max_updates in range(4):
+        run = play(make_config(S=max_updates, P=2, updates=7, publish_every=max_updates + 1), seed=max_updates)
+        assert run.outcome == ("done", None)
+        assert max(run.staleness) == max_updates
+        assert run.coordinator.versions.held == 7, "the last version is published although it is not due"
+
+
+@pytest.mark.parametrize(("trajectories", "groups"), [(1, 1), (1, 16), (2, 1), (3, 2)])
+@pytest.mark.parametrize("window", [1, 3])
+def test_small_buffers_slow_a_run_but_never_strand_it(trajectories: int, groups: int, window: int) -> None:
+    config = make_config(
+        S=2, P=3, group_size=3, updates=3, trajectories=trajectories, groups=groups, window=window, engines=2, validation={"every": 1}
+    )
+    run = play(config, seed=5)
+    assert run.outcome == ("done", None)
+    for event in run.of_kind("update"):
+        for buffer in ("trajectories", "replay"):
+            assert event["buffers"][buffer]["reserved"] <= event["buffers"][buffer]["capacity"]
+
+
+def test_a_run_continues_from_a_version_with_fresh_group_numbers() -> None:
+    run = play(make_config(S=1, P=2, updates=5), start_version=3, start_group=11, seed=2)
+    assert run.outcome == ("done", None)
+    assert [entry.group for entry in run.entries] == [11, 12, 13, 14]
+    assert [entry.trained_version for entry in run.entries] == [4, 4, 5, 5]
+
+
+def test_a_run_resumed_at_its_last_version_ends_at_once() -> None:
+    run = play(make_config(updates=3), start_version=3)
+    assert run.outcome == ("done", None)
+    assert run.entries == []
+
+
+def test_all_groups_rejected_ends_the_run_and_says_why() -> None:
+    for max_updates, per_update in ((0, 1), (2, 3)):
+        run = play(make_config(S=max_updates, P=per_update), reward=lambda job: 0.25)
+        status, reason = run.outcome
+        assert status == "failed"
+        assert "zero reward variance" in reason and "in a row" in reason
+        assert {entry.event for entry in run.entries} <= {"rejected", "dropped"}
+        assert run.of_kind("ended")[0]["reasons"]["zero reward variance"] >= 4
+
+
+def test_rejections_count_in_a_row_only_while_no_group_turns_out_well() -> None:
+    """S = 0, P = 2: eight in a row would end the run, and a good group waits for its update from the start."""
+    run = play(make_config(S=0, P=2, updates=2), reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 7 == 0 else 0.0)
+    assert run.outcome == ("done", None)
+    assert [e.group for e in trained(run.entries)] == [0, 7, 14, 21]
+
+
+def test_equal_rewards_are_trained_when_asked_for() -> None:
+    run = play(make_config(drop_zero_variance=False), reward=lambda job: 0.25)
+    assert run.outcome == ("done", None)
+
+
+def test_a_rejected_group_is_replaced_and_the_run_still_trains_all() -> None:
+    run = play(make_config(S=1, P=2, updates=4), reward=lambda job: 0.0 if job.sample_id.startswith(("g2.", "g5.")) else distinct(job))
+    assert run.outcome == ("done", None)
+    assert {e.group: e.reason for e in run.entries if e.event == "rejected"} == {2: "zero reward variance", 5: "zero reward variance"}
+    assert [e.group for e in trained(run.entries)] == [0, 1, 3, 4, 6, 7, 8, 9]
+
+
+def test_a_failing_reward_is_retried_and_then_rejects_the_group_with_its_reason() -> None:
+    asked: Counter[str] = Counter()
+
+    def reward(job: ScoreJob) -> float | str:
+        asked[job.sample_id] += 1
+        if job.sample_id == "g1.s0":
+            return "HTTP 503"
+        if job.sample_id == "g2.s0" and asked[job.sample_id] <= 2:
+            return "HTTP 503"
+        return distinct(job)
+
+    run = play(make_config(score_retries=2), reward=reward)
+    assert run.outcome == ("done", None)
+    assert [(e.group, e.event, e.reason) for e in run.entries if e.event != "trained"] == [
+        (1, "rejected", "reward failed 3 times: HTTP 503")
+    ]
+    assert asked["g1.s0"] == 3
+    assert asked["g2.s0"] == 3
+    assert all(e.reward == 0.5 for e in trained(run.entries)), "a failed score never becomes a number"
+
+
+def test_a_failing_sample_is_made_again_from_the_same_seed_and_then_drops_its_group() -> None:
+    def generate(engine: str, request: SampleRequest) -> str | None:
+        hopeless = request.sample_id == "g1.s1"
+        return "CUDA out of memory" if hopeless or (request.sample_id == "g2.s0" and request.attempt == 1) else None
+
+    run = play(make_config(retries=2, engines=2), generate=generate)
+    assert run.outcome == ("done", None)
+    assert [(e.group, e.event, e.reason, e.attempts) for e in run.entries if e.event != "trained"] == [
+        (1, "dropped", "generation failed 3 times: CUDA out of memory", 3)
+    ]
+    assert {e.group: e.attempts for e in trained(run.entries)}[2] == 2
+    for sample_id in ("g1.s1", "g2.s0"):
+        tries = [request for request in run.requests if request.sample_id == sample_id]
+        assert [request.attempt for request in tries] == list(range(1, len(tries) + 1))
+        assert len({(r.seed, r.initial_seed, r.window, r.prompt.index) for r in tries}) == 1
+    assert len([r for r in run.requests if r.sample_id == "g1.s1"]) == 3
+
+
+def test_what_is_generated_does_not_depend_on_engines_or_timing() -> None:
+    def requests(engines: int, seed: int) -> dict[str, SampleRequest]:
+        return {r.sample_id: r for r in play(make_config(S=2, engines=engines), seed=seed).requests}
+
+    alone = requests(1, 0)
+    for engines, seed in ((1, 1), (3, 2)):
+        assert requests(engines, seed) == alone
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_comes_first_at_every_multiple_and_last() -> None:
+    run = play(make_config(S=1, P=1, updates=7, validation={"every": 3, "samples_per_prompt": 2}), validation_prompts=3)
+    assert [event["version"] for event in run.of_kind("validation")] == [0, 3, 6, 7]
+    assert all(event["failed"] == 0 and event["parts"] == {"reward": 0.5} for event in run.of_kind("validation"))
+    requests = [r for r in run.requests if r.kind == "validation"]
+    assert len(requests) == 4 * 3 * 2
+    assert all(r.noise_level == 0 and r.window is None and r.fields == () for r in requests)
+    first, last = ({r.sample_id.split(".", 1)[1]: r.seed for r in requests if r.group == version} for version in (0, 7))
+    assert first == last, "rounds differ by the policy alone"
+
+
+class ScoresValidationLast(Run):
+    """A reward worker that keeps every validation sample until training is over."""
+
+    async def rewarder(self, worker: str) -> None:
+        kept: list[ScoreJob] = []
+        while jobs := await self.coordinator.next_to_score(worker, 8):
+            kept += [job for job in jobs if job.kind == "validation"]
+            await score(self.coordinator, [job for job in jobs if job.kind == "train"], distinct)
+            if self.coordinator.versions.trained == self.config.trainer.updates:
+                await score(self.coordinator, kept, distinct)
+                kept = []
+
+
+def test_nothing_but_the_end_waits_for_validation() -> None:
+    async def main() -> Run:
+        return await ScoresValidationLast(make_config(S=1, P=1, updates=3, validation={"every": 100}), reward_workers=1).play()
+
+    run = asyncio.run(main())
+    assert [(e.kind, e.data.get("version")) for e in run.events] == [
+        ("update", 1),
+        ("update", 2),
+        ("update", 3),
+        ("validation", 0),
+        ("validation", 3),
+        ("ended", None),
+    ]
+    assert run.outcome == ("done", None)
+
+
+def test_failed_validation_samples_are_counted_and_enter_no_mean() -> None:
+    def reward(job: ScoreJob) -> float | str:
+        return "HTTP 503" if job.kind == "validation" and job.sample_id.startswith("v0.p0") else distinct(job)
+
+    def generate(engine: str, request: SampleRequest) -> str | None:
+        return "CUDA out of memory" if request.sample_id == "v0.p1.s0" else None
+
+    run = play(make_config(validation={"every": 100, "samples_per_prompt": 2}), reward=reward, generate=generate)
+    assert run.outcome == ("done", None)
+    first = run.of_kind("validation")[0]
+    assert (first["failed"], first["parts"]) == (3, {"reward": 1.0})
+
+
+def test_validation_without_prompts_does_not_hold_up_the_end() -> None:
+    assert play(make_config(validation={"every": 1}), validation_prompts=0).outcome == ("done", None)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.25, 2), (0.5, 4), (1.0, 8)])
+def test_validation_takes_no_more_than_its_share_while_training_samples_wait(share: float, most: int) -> None:
+    c, _ = make_coordinator(make_config(S=4, P=4, validation={"every": 1, "share": share}), validation_prompts=20)
+    asyncio.run(hold(c, 0))
+    kinds = Counter(request.kind for _ in range(8) for request in now(c.next_samples("rollout-0", 1, 8)))
+    assert kinds["validation"] == most
+
+
+def test_validation_does_not_fill_a_trajectory_buffer_smaller_than_the_engines() -> None:
+    config = make_config(S=4, P=4, engines=2, trajectories=8, validation={"every": 1, "share": 0.5})
+    c, _ = make_coordinator(config, validation_prompts=50)
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    kinds = Counter(r.kind for _ in range(2) for engine in ("rollout-0", "rollout-1") for r in now(c.next_samples(engine, 2, 64)))
+    assert kinds == {"validation": 4, "train": 4}
+
+
+def test_validation_fills_the_engines_when_no_training_sample_waits() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=1, group_size=2, validation={"every": 1, "share": 0.1}), validation_prompts=20)
+    asyncio.run(hold(c, 0))
+    assert Counter(r.kind for _ in range(4) for r in now(c.next_samples("rollout-0", 4, 16))) == {"validation": 14, "train": 2}
+
+
+def test_validation_says_which_versions_its_samples_started_with() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(S=1, P=1, validation={"every": 100}), validation_prompts=2)
+        await hold(c, 0)
+        requests = now(c.next_samples("rollout-0", 2, 4))
+        assert [r.kind for r in requests] == ["validation", "validation"]
+        c.versions.trained = 1
+        for request, version in zip(requests, (0, 1), strict=True):
+            await c.samples_done("rollout-0", [make_result(request, "rollout-0", (), version=version)])
+        await score(c, now(c.next_to_score("reward-0", 2)), distinct)
+        (event,) = await c.events()
+        assert (event.data["version"], event.data["versions"]) == (0, [0, 1])
+
+    asyncio.run(main())
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------------------------
+
+
+def ended(c: Coordinator) -> dict[str, Any]:
+    return next(event.data for event in now(c.events()) if event.kind == "ended")
+
+
+def test_wrong_weights_end_the_run_and_name_the_engine() -> None:
+    for wrong, said in (
+        (WeightReport("rollout-1", 0, "abc"), r"engine rollout-1 holds version 0 with digest abc, published was digest-0"),
+        (WeightReport("rollout-1", 5, digest_of(5)), r"engine rollout-1 holds version 5, which was never published (latest: 0)"),
+        (WeightReport("rollout-7", 0, digest_of(0)), r"engine rollout-7 is none of this run's"),
+    ):
+        c, entries = make_coordinator(make_config(engines=2))
+        asyncio.run(hold(c, 0, "rollout-0"))
+        now(c.engine_holds(wrong))
+        data = ended(c)
+        assert data["status"] == "failed"
+        assert said in data["reason"]
+        assert data["conservation"]["live"] == 0 and all(entry.event == "dropped" for entry in entries)
+
+
+def test_an_engine_that_goes_back_to_older_weights_ends_the_run() -> None:
+    c, _ = make_coordinator(make_config(engines=2))
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    c.versions.trained = 1
+    asyncio.run(hold(c, 1, "rollout-0"))
+    now(c.engine_holds(WeightReport("rollout-0", 0, digest_of(0))))
+    assert "went back from version 1 to 0" in ended(c)["reason"]
+
+
+def test_weights_are_published_only_after_their_update_was_reported() -> None:
+    c, _ = make_coordinator(make_config())
+    with pytest.raises(ValueError, match="version 1 published before its update was reported"):
+        now(c.announce(1, digest_of(1)))
+
+
+def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
+    c, _ = make_coordinator(make_config())
+    asyncio.run(hold(c, 0))
+    first, second = now(c.next_samples("rollout-0", 2, 2))
+    with pytest.raises(ValueError, match="1 step versions for 2 trained steps"):
+        now(c.samples_done("rollout-0", [make_result(first, "rollout-0", (0,))]))
+    with pytest.raises(WeightMismatch, match="newest is 0"):
+        now(c.samples_done("rollout-0", [make_result(second, "rollout-0", (0, 1))]))
+
+
+def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
+    """It cannot happen; a trainer that is ahead of what it reported stands in for the bug."""
+
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=1, P=1))
+        await hold(c, 0)
+        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
+        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+        assert await c.next_group(2, 1) is None
+        assert "reached the trainer 2 updates old, the budget is 1" in ended(c)["reason"]
+        assert {entry.event for entry in entries} == {"dropped"}
+
+    asyncio.run(main())
+
+
+def test_nothing_is_admitted_before_every_engine_has_weights() -> None:
+    c, _ = make_coordinator(make_config(engines=2))
+    asyncio.run(hold(c, 0, "rollout-0"))
+    assert now(c.next_group_number()) == 0
+    asyncio.run(hold(c, 0, "rollout-1"))
+    assert now(c.next_group_number()) == 4
+
+
+def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(S=0, P=1, engines=2))
+        await hold(c, 0, "rollout-0", "rollout-1")
+        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
+        await finish(c, "rollout-1", now(c.next_samples("rollout-1", 8, 8)), 0)
+        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+        await c.update_done(report(1, [now(c.next_group(0, 1))]))
+        await hold(c, 1, "rollout-0")
+        assert await c.next_group_number() == 1
+        await hold(c, 1, "rollout-1")
+        assert await c.next_group_number() == 2
+
+    asyncio.run(main())
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One engine with room for everything, where each group is finished by name."""
+
+    def __init__(self, **config: Any) -> None:
+        self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))
+        self.waiting: dict[int, list[SampleRequest]] = {}
+        self.version = 0
+        asyncio.run(hold(self.c, 0))
+
+    async def ready(self, group: int, version: int) -> None:
+        while group not in self.waiting:
+            for request in now(self.c.next_samples("rollout-0", 1000, 1000)):
+                self.waiting.setdefault(request.group, []).append(request)
+        await finish(self.c, "rollout-0", self.waiting.pop(group), version)
+        await score(self.c, now(self.c.next_to_score("reward-0", 100)), distinct)
+
+    def take(self, places: int = 1) -> ReadyGroup | None:
+        """None: nothing may be taken now."""
+        try:
+            taken = now(self.c.next_group(self.version, places))
+        except AssertionError:
+            return None
+        assert taken is not None
+        return taken
+
+    async def update(self, *groups: ReadyGroup) -> None:
+        self.version += 1
+        await self.c.update_done(report(self.version, list(groups)))
+        await hold(self.c, self.version)
+
+
+def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
+    """S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At update 1 group 2 may not:
+    a first-ready-first-taken window would train it, and then group 0 two updates late."""
+
+    async def main(bench: Bench) -> None:
+        await bench.ready(1, 0)
+        first = bench.take()
+        assert first is not None and first.group == 1
+        await bench.update(first)
+        await bench.ready(2, 1)
+        assert bench.take() is None
+        await bench.ready(0, 0)
+        second = bench.take()
+        assert second is not None and second.group == 0
+        await bench.update(second)
+        third = bench.take()
+        assert third is not None and third.group == 2
+        await bench.update(third)
+        assert [(e.group, e.staleness) for e in bench.entries] == [(1, 0), (0, 1), (2, 1)]
+
+    asyncio.run(main(Bench(S=1, P=1, updates=10, window=2)))
+
+
+def test_a_window_of_one_waits_for_the_oldest_group() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.ready(1, 0)
+        assert bench.take() is None
+        await bench.ready(0, 0)
+        first = bench.take()
+        assert first is not None and first.group == 0
+
+    asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
+
+
+def test_no_group_overtakes_more_than_the_window_allows() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.ready(3, 0)
+        assert bench.take() is None
+        await bench.ready(2, 0)
+        taken = bench.take()
+        assert taken is not None and taken.group == 2
+
+    asyncio.run(main(Bench(S=4, P=1, updates=10, window=3)))
+
+
+@pytest.mark.parametrize("window", [2, 6])
+def test_a_slow_group_is_overtaken_yet_trained_in_time(window: int) -> None:
+    config = make_config(S=2, P=2, updates=10, window=window, engines=2, max_inflight=16)
+    overtaken = 0
+    for seed in range(6):
+        run = play(config, seed=seed, pause={"generate": 12, "train": 2})
+        assert run.outcome == ("done", None)
+        assert max(run.staleness) <= 2
+        order = [group.group for _, group in run.taken]
+        overtaken += sum(a > b for a, b in pairwise(order))
+    assert overtaken > 0
+
+
+def test_two_engines_share_a_short_queue() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=2, group_size=3, engines=2))
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    assert [len(now(c.next_samples(engine, 16, 16))) for engine in ("rollout-0", "rollout-1")] == [3, 2]
+
+
+def test_an_engine_never_gets_more_than_it_has_room_for() -> None:
+    c, _ = make_coordinator(make_config(S=4, P=4, trajectories=5))
+    asyncio.run(hold(c, 0))
+    assert [len(now(c.next_samples("rollout-0", 3, 16))) for _ in range(2)] == [3, 2]
+
+
+def test_retried_samples_of_old_groups_go_first() -> None:
+    c, _ = make_coordinator(make_config(S=1, P=2, group_size=2))
+    asyncio.run(hold(c, 0))
+    first = now(c.next_samples("rollout-0", 1, 1))[0]
+    now(c.sample_failed("rollout-0", first.sample_id, "boom"))
+    assert now(c.next_samples("rollout-0", 1, 1))[0].sample_id == first.sample_id
+
+
+# ---- answers that come twice, late or from elsewhere --------------------------------------------------------------------------------------
+
+
+def reserved(c: Coordinator) -> int:
+    return int(now(c.statistics())["buffers"]["trajectories"]["reserved"])
+
+
+def test_a_second_answer_frees_no_place_that_is_still_in_use() -> None:
+    c, _ = make_coordinator(make_config(trajectories=1))
+    asyncio.run(hold(c, 0))
+    (request,) = now(c.next_samples("rollout-0", 4, 4))
+    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (0, 0))]))
+    now(c.sample_failed("rollout-0", request.sample_id, "the same call, timed out and repeated"))
+    assert reserved(c) == 1
+
+
+def test_a_late_answer_does_not_end_another_engines_lease() -> None:
+    c, _ = make_coordinator(make_config(engines=2, trajectories=1, retries=1))
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    (request,) = now(c.next_samples("rollout-0", 1, 1))
+    now(c.sample_failed("rollout-0", request.sample_id, "timeout"))
+    (again,) = now(c.next_samples("rollout-1", 1, 1))
+    assert (again.sample_id, again.attempt) == (request.sample_id, 2)
+    now(c.sample_failed("rollout-0", request.sample_id, "late"))
+    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (0, 0))]))
+    assert reserved(c) == 1
+    now(c.samples_done("rollout-1", [make_result(again, "rollout-1", (0, 0))]))
+    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [request.sample_id]
+
+
+def test_a_failed_score_reported_twice_is_retried_once() -> None:
+    c, _ = make_coordinator(make_config(score_retries=1))
+    asyncio.run(hold(c, 0))
+    requests = now(c.next_samples("rollout-0", 2, 2))
+    asyncio.run(finish(c, "rollout-0", requests, 0))
+    jobs = now(c.next_to_score("reward-0", 2))
+    for _ in range(3):
+        now(c.scored("reward-0", {jobs[0].sample_id: "train"}, [ScoreResult(jobs[0].sample_id, error="timeout")]))
+    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [jobs[0].sample_id]
+
+
+def test_a_cancelled_waiter_loses_nothing() -> None:
+    """Whether it was cancelled before it was woken, or after that and before it ran."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(S=0, P=1))
+        first, second = (asyncio.create_task(c.next_samples("rollout-0", 8, 8)) for _ in range(2))
+        await asyncio.sleep(0)
+        await hold(c, 0)
+        first.cancel()
+        assert len(await second) == 2
+        assert first.cancelled() or await asyncio.gather(first, return_exceptions=True)
+        taker = asyncio.create_task(c.next_to_score("reward-0", 8))
+        await asyncio.sleep(0)
+        await finish(c, "rollout-0", second.result(), 0)
+        taker.cancel()
+        await asyncio.gather(taker, return_exceptions=True)
+        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+        assert now(c.next_group(0, 1)).group == 0
+
+    asyncio.run(main())
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_stopping_sends_every_waiter_home_at_once() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(engines=2))
+        waiters = [
+            asyncio.create_task(work)
+            for work in (
+                c.next_samples("rollout-0", 1, 1),
+                c.next_samples("rollout-1", 1, 1),
+                c.next_to_score("reward-0", 1),
+                c.next_group(0, 1),
+                c.events(),
+            )
+        ]
+        await asyncio.sleep(0)
+        assert not any(waiter.done() for waiter in waiters)
+        await c.stop("ctrl-c")
+        async with asyncio.timeout(1):
+            *home, events = await asyncio.gather(*waiters)
+        assert home == [[], [], [], None]
+        assert [(e.kind, e.data["status"], e.data["reason"]) for e in events] == [("ended", "interrupted", "ctrl-c")]
+        assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_group(0, 1) is None
+
+    asyncio.run(main())
+
+
+def test_an_update_under_way_when_the_run_is_stopped_is_reported_without_harm() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.ready(0, 0)
+        group = bench.take()
+        assert group is not None
+        await bench.c.stop("ctrl-c")
+        assert {(e.group, e.event, e.reason) for e in bench.entries} == {(g, "dropped", "run interrupted: ctrl-c") for g in (0, 1)}
+        await bench.c.update_done(report(1, [group]))
+        assert len(bench.entries) == 2
+        assert bench.c.ledger.counters() == {"admitted": 2, "trained": 0, "rejected": 0, "dropped": 2, "live": 0}
+
+    asyncio.run(main(Bench(S=1, P=1, updates=3)))
+
+
+def test_nothing_is_said_after_the_end() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(validation={"every": 1}), validation_prompts=1)
+        await hold(c, 0)
+        (request,) = await c.next_samples("rollout-0", 1, 8)
+        assert request.kind == "validation"
+        await finish(c, "rollout-0", [request], 0)
+        jobs = await c.next_to_score("reward-0", 1)
+        await c.fail("engine rollout-0 crashed")
+        await score(c, jobs, distinct)
+        await hold(c, 0)
+        await c.stop("ctrl-c")
+        events = await c.events()
+        assert [e.kind for e in events] == ["ended"]
+        assert (events[0].data["status"], events[0].data["reason"]) == ("failed", "engine rollout-0 crashed")
+
+    asyncio.run(main())
+
+
+# ---- what is told ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=1, P=1, updates=2))
+        await hold(c, 0)
+        requests = now(c.next_samples("rollout-0", 2, 8))
+        await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
+        jobs = now(c.next_to_score("reward-0", 8))
+        results = [ScoreResult(j.sample_id, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
+        await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
+        group = now(c.next_group(0, 1))
+        assert group.rewards == [1.0, 3.0] and group.oldest_version == group.newest_version == 0
+        await c.update_done(report(1, [group]))
+        (event,) = await c.events()
+        assert event.kind == "update"
+        assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (1, 2.0, {"ocr": 1.0}, [0])
+        assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
+        assert [media for media, _ in event.media] == ["media g0.s0", "media g0.s1"]
+        assert event.media[0][1].startswith("1.00 read 'HI' | prompt ")
+        (entry,) = entries
+        assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == ("run-1", 0, "trained", 2.0, (0, 0))
+        assert (entry.admitted_version, entry.trained_version, entry.staleness, entry.attempts) == (0, 1, 0, 1)
+
+    asyncio.run(main())
+
+
+def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
+    c, _ = make_coordinator(make_config(validation={"every": 1, "share": 0.5}))
+    now(c.require_fields(("latents", "means")))
+    asyncio.run(hold(c, 0))
+    fields = {r.kind: r.fields for _ in range(4) for r in now(c.next_samples("rollout-0", 2, 4))}
+    assert fields == {"train": ("latents", "means"), "validation": ()}

@@ -1,0 +1,99 @@
+"""Every admitted group ends in exactly one event, and the books say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_async.control.ledger import ConservationError, JsonlSink, Ledger
+from omni_async.types import LedgerEntry
+
+
+def entry(group: int, event: str = "trained", **values: Any) -> LedgerEntry:
+    plain: dict[str, Any] = {
+        "run": "run-1",
+        "group": group,
+        "prompt": 3,
+        "event": event,
+        "reason": None,
+        "admitted_version": 0,
+        "trained_version": 1 if event == "trained" else None,
+        "staleness": 0 if event == "trained" else None,
+        "step_versions": (0, 0),
+        "attempts": 1,
+        "reward": 0.5,
+    }
+    return msgspec.convert({**plain, **values}, LedgerEntry)
+
+
+def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
+    told: list[LedgerEntry] = []
+    ledger = Ledger(told.append)
+    for group in range(4):
+        ledger.admit(group)
+    events = [entry(2, "rejected", reason="zero reward variance"), entry(0), entry(1, "dropped", reason="run interrupted")]
+    for event in events:
+        ledger.end(event)
+    assert told == events, "told at once and in order"
+    assert ledger.counters() == {"admitted": 4, "trained": 1, "rejected": 1, "dropped": 1, "live": 1}
+    assert ledger.live == {3}
+    assert dict(ledger.reasons) == {"zero reward variance": 1, "run interrupted": 1}
+    assert dict(ledger.staleness) == {0: 1}
+    ledger.check({3})
+
+
+def test_a_group_ends_once() -> None:
+    ledger = Ledger(lambda _: None)
+    ledger.admit(0)
+    ledger.end(entry(0))
+    with pytest.raises(ConservationError, match="group 0 is rejected but not live"):
+        ledger.end(entry(0, "rejected"))
+    with pytest.raises(ConservationError, match="group 7 is trained but not live"):
+        ledger.end(entry(7))
+
+
+def test_a_group_is_admitted_once() -> None:
+    ledger = Ledger(lambda _: None)
+    ledger.admit(4)
+    for group in (4, 3):
+        with pytest.raises(ConservationError, match=f"group {group} admitted twice"):
+            ledger.admit(group)
+
+
+@pytest.mark.parametrize("live", [set(), {0, 1, 2}, {0, 2}])
+def test_books_that_disagree_about_live_groups_are_an_error(live: set[int]) -> None:
+    ledger = Ledger(lambda _: None)
+    ledger.admit(0)
+    ledger.admit(1)
+    ledger.check({0, 1})
+    with pytest.raises(ConservationError, match="disagree on groups"):
+        ledger.check(live)
+
+
+def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    sink = JsonlSink(path)
+    sink(entry(0))
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line) == {
+        "run": "run-1",
+        "group": 0,
+        "prompt": 3,
+        "event": "trained",
+        "reason": None,
+        "admitted_version": 0,
+        "trained_version": 1,
+        "staleness": 0,
+        "step_versions": [0, 0],
+        "attempts": 1,
+        "reward": 0.5,
+    }
+    sink(entry(1, "dropped", reason='said "no"\nand left'))
+    assert [json.loads(line)["group"] for line in path.read_text().splitlines()] == [0, 1]
+    JsonlSink(path)(entry(2))
+    assert len(path.read_text().splitlines()) == 3, "a second writer appends"
+    assert msgspec.json.decode(path.read_bytes().splitlines()[0], type=LedgerEntry) == entry(0)

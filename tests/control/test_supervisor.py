@@ -1,0 +1,148 @@
+"""Every task has an owner: nothing outlives the block, and the first failure ends all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from omni_async.control.supervisor import Supervisor, TaskFailed
+
+
+async def fail_after(turns: int, error: BaseException) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    raise error
+
+
+def test_the_first_failure_ends_all_and_names_its_task() -> None:
+    ended: list[str] = []
+
+    async def forever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # cleaning up may take a while
+            ended.append(name)
+
+    async def main() -> None:
+        async with Supervisor() as supervisor:
+            tasks = [supervisor.start(name, forever(name)) for name in ("producer-0", "trainer")]
+            supervisor.start("reward-1", fail_after(3, RuntimeError("out of paper")))
+            try:
+                await supervisor.wait()
+            finally:
+                assert not any(task.done() for task in tasks)
+        raise AssertionError("not reached")
+
+    async def watch() -> None:
+        try:
+            await main()
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
+
+    with pytest.raises(TaskFailed, match="reward-1: RuntimeError: out of paper") as caught:
+        asyncio.run(watch())
+    assert caught.value.task == "reward-1"
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert sorted(ended) == ["producer-0", "trainer"]
+
+
+def test_it_waits_for_one_task_or_for_all() -> None:
+    async def main() -> None:
+        async with Supervisor() as supervisor:
+            endless = supervisor.start("endless", asyncio.Event().wait())
+            short = supervisor.start("short", asyncio.sleep(0))
+            await supervisor.wait(until=short)
+            assert short.done() and not endless.done()
+        assert endless.cancelled()
+        async with Supervisor() as supervisor:
+            tasks = [supervisor.start(str(i), asyncio.sleep(0)) for i in range(3)]
+            await supervisor.wait()
+            assert all(task.done() for task in tasks)
+
+    asyncio.run(main())
+
+
+def test_a_failure_before_the_wait_is_not_missed() -> None:
+    async def main() -> None:
+        async with Supervisor() as supervisor:
+            driver = supervisor.start("driver", asyncio.sleep(0))
+            supervisor.start("trainer", fail_after(0, ValueError("nan")))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await supervisor.wait(until=driver)
+
+    with pytest.raises(TaskFailed, match="trainer: ValueError: nan"):
+        asyncio.run(main())
+
+
+def test_a_task_started_during_the_wait_is_watched_too() -> None:
+    async def main() -> None:
+        async with Supervisor() as supervisor:
+
+            async def restart() -> None:
+                supervisor.start("producer-1", fail_after(1, RuntimeError("no weights")))
+                await asyncio.Event().wait()
+
+            supervisor.start("watchdog", restart())
+            async with asyncio.timeout(2):
+                await supervisor.wait()
+
+    with pytest.raises(TaskFailed, match="producer-1: RuntimeError: no weights"):
+        asyncio.run(main())
+
+
+def test_an_error_in_the_block_still_ends_every_task() -> None:
+    async def main() -> None:
+        tasks = []
+        try:
+            async with Supervisor() as supervisor:
+                tasks.append(supervisor.start("endless", asyncio.Event().wait()))
+                raise KeyError("mine")
+        finally:
+            assert tasks[0].cancelled()
+
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(main())
+
+
+def test_cancelling_the_owner_ends_its_tasks_first() -> None:
+    ended: list[str] = []
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            ended.append("task")
+
+    async def owner() -> None:
+        try:
+            async with Supervisor() as supervisor:
+                supervisor.start("slow", slow_to_end())
+                await supervisor.wait()
+        finally:
+            ended.append("owner")
+
+    async def main() -> None:
+        task = asyncio.create_task(owner())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert ended == ["task", "owner"]
+
+
+def test_stopping_twice_and_without_tasks_is_fine() -> None:
+    async def main() -> None:
+        async with Supervisor() as supervisor:
+            await supervisor.wait()
+            await supervisor.stop()
+            await supervisor.stop()
+
+    asyncio.run(main())

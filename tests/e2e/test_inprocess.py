@@ -1,0 +1,92 @@
+"""Whole runs in one process, each with one setting away from the defaults: they end, and every admitted group ends once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.e2e.runs import Run, check_every_group_ended_once, run
+
+_EMULATED = ("rollout.engine=emulated", "rollout.emulated.step_s=0.002", "trainer.optimizer.lr=1e-6")
+_LORA = "model.lora={rank: 2, alpha: 4}"
+
+
+def _done(finished: Run, updates: int) -> Run:
+    assert finished.summary.status == "done", finished.summary.reason
+    check_every_group_ended_once(finished)
+    assert [line["update"] for line in finished.metrics] == list(range(1, updates + 1))
+    assert finished.summary.counters.dropped == 0
+    return finished
+
+
+@pytest.mark.parametrize("engine", ["diffusers", "emulated"])
+@pytest.mark.parametrize("swap", ["step", "request", "drain"])
+def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str) -> None:
+    emulated = _EMULATED if engine == "emulated" else ()
+    overrides = ("staleness.max_updates=2", "trainer.updates=5", "rollout.max_inflight=6", "rollout.max_batch=3", f"weights.swap={swap}")
+    finished = _done(run(recipe, *emulated, *overrides), 5)
+    mixed = [line["group"] for line in finished.ledger if line["step_versions"] and len(set(line["step_versions"])) > 1]
+    swaps = [event for event in finished.trace if event.get("name") == "swap"]
+    assert len(swaps) >= 5, "version 0 and each update's version reach the engine, unless a newer one overtakes them"
+    if swap == "drain":
+        assert not [event for event in finished.trace if event.get("name") == "generate" and ".." in event["args"]["versions"]], mixed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "updates"),
+    [
+        pytest.param(("buffer.window=3", "staleness.max_updates=1"), 3, id="window"),
+        pytest.param(("weights.publish_every=2", "staleness.max_updates=1", "trainer.updates=5"), 5, id="publish_every, last update odd"),
+        pytest.param(("weights.publish_every=3", "staleness.max_updates=2", "trainer.updates=3"), 3, id="smallest S for publish_every"),
+        pytest.param(("trainer.steps_per_update=2",), 3, id="steps_per_update, global std"),
+        pytest.param(("trainer.steps_per_update=2", "algorithm.advantage.std=group"), 3, id="steps_per_update, group std"),
+        pytest.param(("buffer.trajectories=2", "buffer.groups=2", "staleness.max_updates=3"), 3, id="tight buffers"),
+        pytest.param(("buffer.trajectories=1", "buffer.groups=1", "staleness.max_updates=1"), 3, id="tightest buffers"),
+        pytest.param(("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"), 3, id="several workers"),
+        pytest.param(("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"), 1, id="one update, large budget"),
+        pytest.param(("rollout.share_initial_noise=true", "rollout.true_cfg_scale=2"), 3, id="shared noise, guidance"),
+    ],
+)
+def test_loop_settings(recipe: Path, overrides: tuple[str, ...], updates: int) -> None:
+    _done(run(recipe, *_EMULATED, *overrides), updates)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("algorithm.kl_coef=0.1",), id="full"),
+        pytest.param(("algorithm.kl_coef=0.1", _LORA), id="lora"),
+    ],
+)
+def test_a_kl_term_needs_the_reference_policy(recipe: Path, overrides: tuple[str, ...]) -> None:
+    finished = _done(run(recipe, *overrides), 3)
+    drift = [line["kl_ref"] for line in finished.metrics]
+    assert drift[0] < 1e-9 < drift[-1], "the first update starts at the reference, later ones have moved away"
+
+
+def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:
+    common = (_LORA, "trainer.optimizer.name=adamw", "trainer.optimizer.lr=1e-2")
+    full, lora = (_done(run(recipe, *common, f"weights.payload={payload}"), 3) for payload in ("full", "lora"))
+    names = full.weights().keys()
+    assert names and all(".lora_" in name for name in names)
+    # The same merged weights in the engine, so the same samples and rewards. `drift` says that these did depend on the adapters.
+    assert [line["reward"] for line in full.metrics] == [line["reward"] for line in lora.metrics]
+    untrained = _done(run(recipe, _LORA, "trainer.optimizer.lr=1e-30"), 3)
+    assert [line["reward"] for line in untrained.metrics] != [line["reward"] for line in full.metrics]
+
+
+def test_validation_curve_and_pictures(recipe: Path) -> None:
+    (recipe.parent / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
+    validation = "validation={every: 2, prompts: %s, samples_per_prompt: 2, num_inference_steps: 5}" % (recipe.parent / "held_out.txt")
+    finished = _done(run(recipe, validation, "trainer.updates=3", "staleness.max_updates=1", "tracking.images_every=2"), 3)
+    assert [point.version for point in finished.summary.validation] == [0, 2, 3]
+    assert [line["update"] for line in finished.validation] == [0, 2, 3]
+    first, *_, last = finished.summary.validation
+    assert first.value == -first.parts["jpeg_kb"] != last.value
+    pictures = {path.stem: Image.open(path) for path in (finished.path / "samples").iterdir()}
+    assert {"train-000001", "train-000002", "train-000003", "validation-000000", "validation-000003"} <= pictures.keys()
+    for picture in pictures.values():
+        picture.load()
+        assert min(picture.size) >= 32

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from omni_async.config.schema import Config
+from omni_async.policy import find_family
+from omni_async.rollout.factory import build_engine
+from tests.rollout.conftest import make_request
+
+
+def config(engine: str, path: str) -> Config:
+    sections = {
+        "model": {"path": path},
+        "data": {"prompts": "p.txt"},
+        "reward": {"scorers": [{"name": "ocr"}]},
+        "rollout": {"engine": engine, "emulated": {"step_s": 0.0}},
+    }
+    return msgspec.convert(sections, Config)
+
+
+@pytest.mark.parametrize("name", ["emulated", "diffusers"])
+def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name: str, checkpoint: str) -> None:
+    async def main() -> None:
+        engine = build_engine(config(name, checkpoint), "e0", find_family("qwen_image"))
+        report = await engine.start()
+        made = await engine.generate(make_request())
+        await engine.close()
+        assert (engine.name, report.engine, report.version) == ("e0", "e0", 0)
+        assert made.tensors["latents"].shape == (4, 8, 64)
+
+    asyncio.run(main())
+
+
+def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint: str) -> None:
+    family = msgspec.structs.replace(find_family("qwen_image"), vllm_pipeline=None)
+    with pytest.raises(ValueError, match="use 'diffusers'"):
+        build_engine(config("vllm_omni", checkpoint), "e0", family)
+
+
+def test_an_engine_that_is_not_asked_for_is_not_imported() -> None:
+    code = (
+        "import sys; from omni_async.rollout.factory import build_engine; "
+        "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
