@@ -41,14 +41,24 @@ class WeightPublisher:
             (manifest, buckets), self._next = self._next, None
             await self._coordinator.announce(manifest.version, manifest.digest)
             with self._tracer.span("publish", version=manifest.version, megabytes=round(manifest.nbytes / 1e6, 3)):
-                await asyncio.gather(*(self._deliver(name, producer, manifest, buckets) for name, producer in self._producers.items()))
+                await self._deliver_to_all(manifest, buckets)
             await self._tracer.flush()
+
+    async def _deliver_to_all(self, manifest: WeightManifest, buckets: list[Any]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name, producer in self._producers.items():
+                    tasks.create_task(self._deliver(name, producer, manifest, buckets))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # one engine without the weights is enough
 
     async def _deliver(self, name: str, producer: ProducerApi, manifest: WeightManifest, buckets: list[Any]) -> None:
         try:
-            async with asyncio.timeout(self._config.weights.timeout_s):
+            async with asyncio.timeout(self._config.weights.timeout_s) as deadline:
                 report = await producer.receive_weights(manifest, buckets)
         except TimeoutError:
+            if not deadline.expired():
+                raise
             raise EngineError(
                 f"{name} did not hold version {manifest.version} within weights.timeout_s = {self._config.weights.timeout_s}"
             ) from None

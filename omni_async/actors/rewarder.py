@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.rewards.base import Scorer
+from omni_async.rewards.base import ScoreError, Scorer
 from omni_async.store import ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult
 
@@ -51,33 +50,25 @@ class Rewarder:
             return await self._coordinator.next_to_score(self.name, self._config.reward.batch)
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
-        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
-        with self._tracer.span("score", samples=len(jobs)):
-            try:
-                scores = await self._score(pictures, jobs)
-                return [ScoreResult(job.sample_id, score=score) for job, score in zip(jobs, scores, strict=True)]
-            except Exception as error:  # noqa: BLE001 (a scorer is foreign code; its failure is the sample's, not the worker's)
-                if len(jobs) == 1:
-                    return [ScoreResult(jobs[0].sample_id, error=_describe(error, self._config.reward.timeout_s))]
-            return [await self._score_one(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
-
-    async def _score_one(self, picture: Any, job: ScoreJob) -> ScoreResult:
         try:
-            return ScoreResult(job.sample_id, score=(await self._score([picture], [job]))[0])
-        except Exception as error:  # noqa: BLE001 (as above)
-            return ScoreResult(job.sample_id, error=_describe(error, self._config.reward.timeout_s))
+            with self._tracer.span("score", samples=len(jobs)):
+                scores = await self._score(jobs)
+            return [ScoreResult(job.sample_id, score=score) for job, score in zip(jobs, scores, strict=True)]
+        except Exception as error:  # noqa: BLE001 (a scorer is foreign code; its failure is the sample's, not the worker's)
+            if len(jobs) == 1:
+                return [ScoreResult(jobs[0].sample_id, error=f"{type(error).__name__}: {error}")]
+        return [result for job in jobs for result in await self._score_all([job])]
 
-    async def _score(self, pictures: list[Any], jobs: list[ScoreJob]) -> list[Score]:
+    async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
+        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
         call = asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, pictures, [job.prompt for job in jobs])
         try:
-            async with asyncio.timeout(self._config.reward.timeout_s):
+            async with asyncio.timeout(self._config.reward.timeout_s) as deadline:
                 return await call
         except TimeoutError:
+            if not deadline.expired():
+                raise  # the scorer's own, of a socket perhaps
             # The thread cannot be stopped: leave it behind, and give the next batch a thread that answers.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            raise
-
-
-def _describe(error: Exception, timeout_s: float) -> str:
-    return f"no score within {timeout_s} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            raise ScoreError(f"no score within {self._config.reward.timeout_s} s") from None

@@ -84,8 +84,12 @@ class Update:
                 await self._accumulate(group, advantages)
                 if number % self._groups_per_step == 0:
                     await self._step()
-        steps = self._step_metrics
-        return {name: sum(metrics[name] for metrics in steps) / len(steps) for name in steps[0]}
+        # Steps of other windows have other metrics per denoising step: each is averaged over the optimizer steps that have it.
+        values: dict[str, list[float]] = {}
+        for metrics in self._step_metrics:
+            for name, value in metrics.items():
+                values.setdefault(name, []).append(value)
+        return {name: sum(column) / len(column) for name, column in values.items()}
 
     def _batch(self, groups: list[ReadyGroup]) -> dict[str, Any]:
         rewards = [r for group in groups for r in group.rewards]

@@ -30,10 +30,13 @@ def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
     try:
         family = find_family(config.model.pipeline)
-        for scorer in config.reward.scorers:
-            scorers.check(scorer)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for number, scorer in enumerate(config.reward.scorers):
+        try:
+            scorers.check(scorer)
+        except ValueError as error:
+            raise ConfigError(f"reward.scorers.{number}: {error}") from None
     _check_model(config, family)
     longest = config.data.max_prompt_chars
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest) if config.validation else []

@@ -28,6 +28,8 @@ _CONTROL = Resources(cpus=0.01)
 # An actor whose loop has not answered for this long is hung.
 _HEALTH_DEADLINE_S = 120.0
 _HEALTH_INTERVAL_S = 10.0
+# Resources that exist are handed out at once; the rest is for a cluster that scales up.
+_PLACEMENT_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
 
@@ -115,7 +117,7 @@ class RayCluster:
         self._resources = bundles
         self._group = placement_group(wanted, strategy="PACK")
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
                 await self._group.ready()
         except TimeoutError:
             have = ray.cluster_resources()

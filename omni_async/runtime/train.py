@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
 from omni_async.tracking.console import Console, for_stream
 from omni_async.tracking.memory import MemorySampler
+from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Status, Summary, write_summary
@@ -33,8 +34,9 @@ from omni_async.tracking.timeline import write_trace
 
 logger = logging.getLogger(__name__)
 
-# How long roles get to finish in order (a checkpoint, last spans) once the run has ended.
+# How long roles get to finish in order (a checkpoint, last spans) once the run has ended, and how long their last spans are waited for.
 _CLOSING_S = 60.0
+_LAST_EVENTS_S = 1.0
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 
 
@@ -62,8 +64,8 @@ def build_cluster(inputs: RunInputs, run: RunDirectory) -> Cluster:
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
-    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything heavy is started; every later failure is in the
-    summary's status and reason."""
+    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure is in the summary's
+    status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock)
     console = console or for_stream(sys.stdout, config.trainer.updates)
@@ -80,12 +82,14 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
 async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> Summary:
     config, clock = inputs.config, WallClock()
     ending = Ending()
+    opening: asyncio.Task[MlflowSink] | None = None
     mlflow: MlflowSink | None = None
     observer: Observer | None = None
     cluster: Cluster | None = None
     async with _interrupts() as interrupted:
         try:
-            opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run)) if config.tracking.mlflow.enabled else None
+            if config.tracking.mlflow.enabled:
+                opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run))
             console.phase("starting Ray" if config.run.runtime == "ray" else "loading the model")
             cluster = await asyncio.to_thread(build_cluster, inputs, run)
             await _unless(interrupted, cluster.start())
@@ -101,6 +105,11 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
         finished = clock.now()
         if cluster is not None:
             await cluster.close()
+        if isinstance(ending.cause, MlflowUnusableError):
+            raise ending.cause
+        if opening is not None and mlflow is None:  # a run that failed to start is recorded too, where that is possible
+            with contextlib.suppress(MlflowUnusableError):
+                mlflow = await opening
     observer = observer or Observer(config, run, console, mlflow, clock)
     summary = observer.summary(ending.status, ending.reason, memory.stop(), finished)
     _write(run, observer, summary, mlflow)
@@ -124,16 +133,28 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             ending.because("failed", _describe(failure.__cause__ or failure), failure)
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed
                 await coordinator.fail(ending.reason or "")
-        with contextlib.suppress(TaskFailed, TimeoutError):
-            # The roles see that the run has ended; the trainer still writes its checkpoint.
-            async with asyncio.timeout(_CLOSING_S):
-                await asyncio.gather(supervisor.settle(), observer.drain(coordinator, store, 1.0))
-        if observer.ended:
-            status, reason = observer.ended["status"], observer.ended["reason"]
-            if status != "done":
-                ending.because(status, reason or status)
-        else:
+        unfinished = await _close_in_order(supervisor, observer.drain(coordinator, store, _LAST_EVENTS_S))
+        if observer.ended is None:
             ending.because("failed", "the coordinator never said how the run ended")
+        elif observer.ended["status"] == "failed":
+            ending.because("failed", observer.ended["reason"] or "failed")
+        if unfinished:
+            ending.because("failed", unfinished)
+        if observer.ended and observer.ended["status"] != "done":
+            ending.because(observer.ended["status"], observer.ended["reason"] or observer.ended["status"])
+
+
+async def _close_in_order(supervisor: Supervisor, draining: Coroutine[Any, Any, None]) -> str | None:
+    """The roles see that the run has ended, and the trainer still writes its checkpoint. What went wrong with that, if anything."""
+    try:
+        async with asyncio.timeout(_CLOSING_S):
+            await asyncio.gather(supervisor.settle(), draining)
+            await supervisor.wait()
+    except TimeoutError:
+        return f"the roles were not done {_CLOSING_S:g} s after the run had ended"
+    except TaskFailed as failure:
+        return _describe(failure.__cause__ or failure)
+    return None
 
 
 class Interrupted(Exception):
@@ -174,6 +195,7 @@ async def _unless(interrupted: asyncio.Event, work: Any) -> None:
     finally:
         interrupt.cancel()
         task.cancel()
+        await asyncio.gather(task, interrupt, return_exceptions=True)
 
 
 async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
@@ -192,6 +214,7 @@ async def _first(*works: Any) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _open_mlflow(config: Config, run: RunDirectory) -> MlflowSink:

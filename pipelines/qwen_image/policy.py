@@ -111,7 +111,9 @@ class QwenImagePolicy:
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         from diffusers import AutoencoderKLQwenImage
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # one line per update is the promise; a bar per model part would break it
         return QwenImageCodec(
             tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True),
             text_encoder=self._load(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype),

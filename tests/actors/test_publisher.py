@@ -60,7 +60,7 @@ def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports
 
     desk = on_stage(scene)
     assert desk.log[0] == "announce 0"
-    assert set(desk.log[1:3]) == {"rollout-0 receives 0", "rollout-1 receives 0"}
+    assert {"rollout-0 receives 0", "rollout-1 receives 0"} < set(desk.log)
     assert sorted(report.engine for report in desk.held) == ["rollout-0", "rollout-1"]
     assert {report.digest for report in desk.held} == {"digest-0"}
     assert [span.kind for span in desk.spans] == ["publish"]

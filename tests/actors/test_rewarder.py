@@ -123,7 +123,7 @@ def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a_threa
         scorer.go.set()
 
     desk = on_stage(scorer, scene, **{"reward.timeout_s": 0.02})
-    assert values(desk) == {"g0.s0": "no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
+    assert values(desk) == {"g0.s0": "ScoreError: no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
 
 
 def test_a_scorers_own_timeout_is_told_in_its_own_words():

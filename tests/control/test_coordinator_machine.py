@@ -342,8 +342,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
         waiting = [i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))]
-        # Counted here: samples at an engine, and samples generated but not scored.
+        # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and no place leaks.
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
+        if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
+            assert len(self.leases) + len(waiting) == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
         groups_taken_unseen = sum(1 for who, task in self.waiting.items() if who == "group:" and task.done())
         assert len(self.untaken()) - groups_taken_unseen <= self.config.buffer.groups
 

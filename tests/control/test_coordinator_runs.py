@@ -416,6 +416,21 @@ def test_a_window_of_one_waits_for_the_oldest_group() -> None:
     asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
 
 
+def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
+    async def main(bench: Bench) -> None:
+        await bench.ready(1, 0)
+        trainer = asyncio.create_task(bench.c.next_group(0, 1))
+        await asyncio.sleep(0)
+        assert not trainer.done()
+        await finish(bench.c, "rollout-0", bench.waiting.pop(0), 0)
+        await score(bench.c, now(bench.c.next_to_score("reward-0", 100)), lambda job: 0.5)
+        async with asyncio.timeout(1):
+            group = await trainer
+        assert group is not None and group.group == 1
+
+    asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
+
+
 def test_no_group_overtakes_more_than_the_window_allows() -> None:
     async def main(bench: Bench) -> None:
         await bench.ready(3, 0)
@@ -473,6 +488,18 @@ def test_a_second_answer_frees_no_place_that_is_still_in_use() -> None:
     (request,) = now(c.next_samples("rollout-0", 4, 4))
     now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (0, 0))]))
     now(c.sample_failed("rollout-0", request.sample_id, "the same call, timed out and repeated"))
+    assert reserved(c) == 1
+
+
+def test_a_sample_of_a_group_that_ended_gives_its_place_back_when_the_engine_reports() -> None:
+    c, entries = make_coordinator(make_config(retries=0, trajectories=4))
+    asyncio.run(hold(c, 0))
+    first, second, third = now(c.next_samples("rollout-0", 3, 3))
+    assert (first.group, second.group, third.group) == (0, 0, 1)
+    now(c.sample_failed("rollout-0", first.sample_id, "boom"))
+    assert [(e.group, e.event) for e in entries] == [(0, "dropped")]
+    assert reserved(c) == 2, "the engine still works on the second sample"
+    now(c.samples_done("rollout-0", [make_result(second, "rollout-0", (0, 0))]))
     assert reserved(c) == 1
 
 

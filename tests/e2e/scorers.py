@@ -1,0 +1,28 @@
+"""Rewards that go wrong, named in recipes as `tests.e2e.scorers:Constant` and so on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omni_async.types import Prompt, Score
+
+
+class Constant:
+    name = "constant"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(0.5) for _ in images]
+
+
+class AlwaysRaises:
+    name = "always_raises"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise OSError("the judge is out for lunch")
+
+
+class NotANumber:
+    name = "not_a_number"
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float("nan")) for _ in images]
