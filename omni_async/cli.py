@@ -24,6 +24,27 @@ Train from a recipe. Every value of the YAML file can be overridden on the comma
 A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints, timeline and summary.
 """
 
+_CHECK = """\
+Validate a recipe, its prompt files, its checkpoint folder and its scorers without starting anything, and print it with every default
+filled in. What is printed is a recipe itself:
+
+  omni-async check recipes/quickstart/quickstart.yaml
+  omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
+"""
+
+_LIST = """\
+List what a recipe may name: model families, engines, algorithms, transitions and scorers, those of installed packages included:
+
+  omni-async list
+"""
+
+_DOCS = """\
+Write the configuration reference, a table of every key with its bounds, default and meaning, from the schema:
+
+  omni-async docs
+  omni-async docs --out reference.md
+"""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="omni-async", description="Fully asynchronous RL post-training of generative models.")
@@ -31,12 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser("train", help="train from a recipe", description=_TRAIN, formatter_class=raw)
-    check = commands.add_parser("check", help="validate a recipe and print it with every default filled in")
+    check = commands.add_parser(
+        "check", help="validate a recipe and print it with every default filled in", description=_CHECK, formatter_class=raw
+    )
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
         command.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
-    commands.add_parser("list", help="list model families, engines, algorithms and scorers")
-    docs = commands.add_parser("docs", help="write the configuration reference from the schema")
+    commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
+    docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
     docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
     return parser
 
@@ -52,10 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "list":
                 return _list()
             case _:
-                from omni_async.config.reference import reference
-
-                options.out.write_text(reference(), encoding="utf-8")
-                return _say(f"wrote {options.out}")
+                return _docs(options.out)
     except ConfigError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -89,6 +109,17 @@ def _check(config: Config) -> int:
 
     preflight(config)
     return _say(resolved_yaml(config).rstrip())
+
+
+def _docs(out: Path) -> int:
+    from omni_async.config.reference import reference
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(reference(), encoding="utf-8")
+    except OSError as error:
+        return _refuse(f"--out: cannot write {out}: {error.strerror or error}")
+    return _say(f"wrote {out}")
 
 
 def _list() -> int:

@@ -30,7 +30,7 @@ def _define_torchvision_schemas() -> None:
     import torch
 
     # The fragment must outlive the import, so it is kept on the module it serves.
-    fragment: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    fragment: Any = torch.library.Library("torchvision", "FRAGMENT")
     fragment.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     fragment.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     torch.library.omni_async_torchvision_fragment = fragment  # type: ignore[attr-defined]

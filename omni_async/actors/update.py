@@ -33,13 +33,13 @@ def streaming_mode(config: Config) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
     if trainer.streaming == "off":
         return "collect", "switched off"
+    if trainer.steps_per_update > 1:
+        return "collect", "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
     if advantage.std != "global":
         return "as_ready", f"advantage.std: {advantage.std} needs the group alone"
     settings = ObjectiveSettings(clip_range=1.0, kl_coef=config.algorithm.kl_coef, kl_form=config.algorithm.kl_form)
     if not find_objective(config.algorithm.name).homogeneous(settings):
         return "collect", "a global std and a term that does not scale with the advantage (KL) need the whole update"
-    if trainer.steps_per_update > 1:
-        return "collect", "a global std and several optimizer steps need the whole update"
     return "unscaled", "the objective scales with the advantage, so the global std is applied to the gradient at the end"
 
 
@@ -66,18 +66,18 @@ class Update:
         self.groups.append(group)
         if self._mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
-            if len(self.groups) % self._groups_per_step == 0:
-                await self._step()
         elif self._mode == "unscaled":
             await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
 
     async def finish(self) -> dict[str, float]:
         """All groups are in: whatever is left to compute, and the metrics of the update."""
-        if self._mode == "unscaled" and not self._clip_binds():
+        if self._mode == "as_ready":
+            await self._step()
+        elif self._mode == "unscaled" and not self._clip_binds():
             rewards = torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64)
             advantage = self._config.algorithm.advantage
             await self._step(global_scale(rewards, ddof=advantage.ddof, eps=advantage.eps))
-        elif self._mode != "as_ready":
+        else:
             if self._mode == "unscaled":
                 await asyncio.gather(*(rank.discard() for rank in self._ranks))
             for number, (group, advantages) in enumerate(zip(self.groups, self._advantages(self.groups), strict=True), start=1):

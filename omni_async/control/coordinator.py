@@ -27,6 +27,7 @@ from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.groups import GroupProgress, SampleProgress
 from omni_async.control.ledger import ConservationError, Ledger
+from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
 from omni_async.control.signal import has_signal
@@ -264,41 +265,24 @@ class Coordinator:
         self.versions.trained = report.version
         if self._closed:
             return
-        staleness: list[int] = []
-        ready: list[ReadyGroup] = []
+        trained: list[ReadyGroup] = []
         for group_id in report.groups:
             progress, group = self._training.pop(group_id)
-            ready.append(group)
-            staleness.append(report.version - 1 - group.oldest_version)
+            trained.append(group)
             self._slots.trained(group_id, report.version)
-            self._record(progress, "trained", None, trained_version=report.version, staleness=staleness[-1])
+            staleness = report.version - 1 - group.oldest_version
+            self._record(progress, "trained", None, trained_version=report.version, staleness=staleness)
         self.ledger.check(self._slots.live)
-        self._log.add("update", self._update_data(report, ready, staleness), self._update_media(report, ready))
-
-    def _update_data(self, report: UpdateReport, groups: list[ReadyGroup], staleness: list[int]) -> dict[str, Any]:
-        scores = [sample.score for group in groups for sample in group.samples]
-        parts = {name for score in scores for name in score.parts}
-        return {
-            "version": report.version,
-            "started": report.started,
-            "finished": report.finished,
+        tracking = self._config.tracking
+        shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
+        data = {
+            **update_data(report, trained),
             "images": self._images,
-            "metrics": report.metrics,
-            "reward": sum(s.value for s in scores) / len(scores),
-            "parts": {name: sum(s.parts.get(name, 0.0) for s in scores) / len(scores) for name in sorted(parts)},
-            "staleness": staleness,
             "held": self.versions.held,
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
         }
-
-    def _update_media(self, report: UpdateReport, groups: list[ReadyGroup]) -> tuple[tuple[Any, str], ...]:
-        tracking = self._config.tracking
-        if report.version % tracking.images_every and report.version not in (1, self._last_version):
-            return ()
-        samples = [(group, sample) for group in groups for sample in group.samples]
-        every = max(1, len(samples) // tracking.images)
-        return tuple((sample.media, _caption(group.prompt, sample.score)) for group, sample in samples[::every][: tracking.images])
+        self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
 
     # ---- weights ------------------------------------------------------------------------------------------------------------------
 
@@ -380,15 +364,7 @@ class Coordinator:
         if not round_.complete:
             return
         del self._rounds[round_.version]
-        data = {"version": round_.version, "versions": list(round_.versions), "parts": round_.means(), "failed": len(round_.failed)}
-        scored = [s for s in round_.samples.values() if s.score is not None and s.result is not None]
-        every = max(1, len(scored) // self._config.tracking.images)
-        media = tuple(
-            (s.result.media, _caption(s.request.prompt, s.score))
-            for s in scored[::every][: self._config.tracking.images]
-            if s.result and s.score
-        )
-        self._log.add("validation", data, media)
+        self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
         self._finish_if_complete()
 
     # ---- ends ---------------------------------------------------------------------------------------------------------------------
@@ -515,8 +491,3 @@ def _group_of(sample_id: str) -> int:
 
 def _again(request: SampleRequest) -> SampleRequest:
     return msgspec.structs.replace(request, attempt=request.attempt + 1)
-
-
-def _caption(prompt: Prompt, score: Any) -> str:
-    read = f" read {score.text!r}" if score.text is not None else ""
-    return f"{score.value:.2f}{read} | {prompt.text}"

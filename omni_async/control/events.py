@@ -7,16 +7,25 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from omni_async.control.waiting import Bell
+from omni_async.types import Prompt, Score
 
 EventKind = Literal["phase", "update", "validation", "spans", "ended"]
 
 
+class Picture(Struct, frozen=True):
+    """A reference to an image worth showing, what was asked for and what it earned."""
+
+    media: Any
+    prompt: Prompt
+    score: Score
+
+
 class RunEvent(Struct, frozen=True):
-    """`update`, `validation` and `ended` carry plain numbers and strings in `data`, and media references in `media`."""
+    """`update`, `validation` and `ended` carry plain numbers and strings in `data`."""
 
     kind: EventKind
     data: dict[str, Any] = {}
-    media: tuple[tuple[Any, str], ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 class EventLog:
@@ -24,8 +33,8 @@ class EventLog:
         self._events: list[RunEvent] = []
         self._bell = Bell()
 
-    def add(self, kind: EventKind, data: dict[str, Any], media: tuple[tuple[Any, str], ...] = ()) -> None:
-        self._events.append(RunEvent(kind, data, media))
+    def add(self, kind: EventKind, data: dict[str, Any], pictures: tuple[Picture, ...] = ()) -> None:
+        self._events.append(RunEvent(kind, data, pictures))
         self._bell.ring()
 
     async def take(self) -> list[RunEvent]:

@@ -30,8 +30,8 @@ class InProcessCluster:
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
-        for role in (self._trainer, *self._producers.values(), *self._rewarders.values()):
-            await role.start()
+        for start in (self._trainer.start, *(p.start for p in self._producers.values()), *(r.start for r in self._rewarders.values())):
+            await start()
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
         actors: dict[str, Any] = {**self._producers, **self._rewarders, "trainer": self._trainer}

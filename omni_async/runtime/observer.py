@@ -14,7 +14,7 @@ from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
 from omni_async.tracking.console import Console
-from omni_async.tracking.images import image_grid
+from omni_async.tracking.images import caption, image_grid
 from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
@@ -74,11 +74,18 @@ class Observer:
                 self._validated(event.data)
             case "ended":
                 self.ended = event.data
-        if event.media:
+        if event.pictures:
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
             task = asyncio.create_task(self._picture(name, event, store))
+            task.set_name(name)
             self._pictures.add(task)
-            task.add_done_callback(self._pictures.discard)
+            task.add_done_callback(self._drawn)
+
+    def _drawn(self, task: asyncio.Task[None]) -> None:
+        """A picture that cannot be had is no reason to end a run, but to say so."""
+        self._pictures.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._console.note(f"picture {task.get_name()} was not drawn: {type(error).__name__}: {error}")
 
     def _update(self, data: dict[str, Any]) -> None:
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
@@ -149,8 +156,8 @@ class Observer:
             self._mlflow.log_metrics({f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}, data["version"])
 
     async def _picture(self, name: str, event: RunEvent, store: ObjectStore) -> None:
-        arrays = await asyncio.gather(*(store.get(reference) for reference, _ in event.media))
-        items = [(np.asarray(array), caption) for array, (_, caption) in zip(arrays, event.media, strict=True)]
+        arrays = await asyncio.gather(*(store.get(picture.media) for picture in event.pictures))
+        items = [(np.asarray(array), caption(picture.prompt, picture.score)) for array, picture in zip(arrays, event.pictures, strict=True)]
         await asyncio.to_thread(self._draw, name, items, event.data["version"])
 
     def _draw(self, name: str, items: Sequence[tuple[np.ndarray, str]], version: int) -> None:

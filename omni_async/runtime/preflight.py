@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from omni_async.config import Config, ConfigError
 from omni_async.policy import PipelineFamily, find_family
@@ -24,6 +26,11 @@ class RunInputs:
     validation_prompts: tuple[Prompt, ...]
     start_version: int = 0
     start_group: int = 0
+
+
+class _ResumePoint(msgspec.Struct):
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    next_group: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def preflight(config: Config) -> RunInputs:
@@ -70,10 +77,12 @@ def _resume_point(config: Config) -> tuple[int, int]:
     state = Path(config.checkpoint.resume) / "state.json"
     if not state.is_file():
         raise ConfigError(f"checkpoint.resume: {config.checkpoint.resume} is not a checkpoint folder: it has no state.json")
-    extra = _read_json(state, "checkpoint.resume").get("extra", {})
-    version, group = extra.get("version"), extra.get("next_group")
-    if not isinstance(version, int) or not isinstance(group, int):
-        raise ConfigError(f"checkpoint.resume: {state} names no version and next group")
+    extra = _read_json(state, "checkpoint.resume").get("extra")
+    try:
+        point = msgspec.convert(extra, _ResumePoint)
+    except msgspec.ValidationError:
+        raise ConfigError(f"checkpoint.resume: {state} names no version and next group") from None
+    version, group = point.version, point.next_group
     if version >= config.trainer.updates:
         raise ConfigError(f"checkpoint.resume: the checkpoint is at update {version} already, trainer.updates is {config.trainer.updates}")
     return version, group

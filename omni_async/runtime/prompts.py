@@ -24,7 +24,8 @@ def load_prompts(path: str, key: str, max_chars: int) -> list[Prompt]:
         raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     parse = _parse_json if path.endswith(".jsonl") else _parse_text
     prompts: list[Prompt] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{key}: {path}:{number}"

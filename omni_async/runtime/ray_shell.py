@@ -51,7 +51,8 @@ class Shell:
 
 
 def actor_class() -> Any:
-    return ray.remote(concurrency_groups={"data": 1024, "control": 256, "health": 2})(Shell)
+    decorate: Any = ray.remote(concurrency_groups={"data": 1024, "control": 256, "health": 2})  # type: ignore[call-overload]
+    return decorate(Shell)
 
 
 class Proxy:

@@ -127,33 +127,34 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             services.start(name, work)
         for name, work in cluster.work().items():
             supervisor.start(name, work)
+        failure: TaskFailed | None = None
         try:
             await _first(services.wait(until=watching), supervisor.wait())
-        except TaskFailed as failure:
-            ending.because("failed", _describe(failure.__cause__ or failure), failure)
+        except TaskFailed as error:
+            failure = error
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed
-                await coordinator.fail(ending.reason or "")
+                await coordinator.fail(_describe(error))
         unfinished = await _close_in_order(supervisor, observer.drain(coordinator, store, _LAST_EVENTS_S))
-        if observer.ended is None:
-            ending.because("failed", "the coordinator never said how the run ended")
-        elif observer.ended["status"] == "failed":
-            ending.because("failed", observer.ended["reason"] or "failed")
+        # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
+        ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
+        if observer.ended and ended["status"] == "failed":
+            ending.because("failed", ended["reason"] or "failed", failure)
+        if failure:
+            ending.because("failed", _describe(failure), failure)
         if unfinished:
             ending.because("failed", unfinished)
-        if observer.ended and observer.ended["status"] != "done":
-            ending.because(observer.ended["status"], observer.ended["reason"] or observer.ended["status"])
+        if ended["status"] != "done":
+            ending.because(ended["status"], ended["reason"] or ended["status"])
 
 
 async def _close_in_order(supervisor: Supervisor, draining: Coroutine[Any, Any, None]) -> str | None:
     """The roles see that the run has ended, and the trainer still writes its checkpoint. What went wrong with that, if anything."""
     try:
-        async with asyncio.timeout(_CLOSING_S):
+        async with asyncio.timeout(_CLOSING_S) as deadline:
             await asyncio.gather(supervisor.settle(), draining)
             await supervisor.wait()
-    except TimeoutError:
-        return f"the roles were not done {_CLOSING_S:g} s after the run had ended"
-    except TaskFailed as failure:
-        return _describe(failure.__cause__ or failure)
+    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
+        return f"the roles were not done {_CLOSING_S:g} s after the run had ended" if deadline.expired() else _describe(error)
     return None
 
 
@@ -222,6 +223,8 @@ def _open_mlflow(config: Config, run: RunDirectory) -> MlflowSink:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, TaskFailed) and error.__cause__ is not None:
+        error = error.__cause__
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

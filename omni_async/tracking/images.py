@@ -16,9 +16,9 @@ _BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
 
 
 def caption(prompt: Prompt, score: Score) -> str:
-    """`reward 0.812`, then what was read (if the scorer reads), then the prompt."""
+    """`reward 0.81`, then what was read (if the scorer reads), then the prompt."""
     read = "" if score.text is None else f"  read {score.text!r}"
-    return f"reward {score.value:.3f}{read}\n{prompt.text}"
+    return f"reward {score.value:.2f}{read}\n{prompt.text}"
 
 
 def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = None) -> Image.Image:

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 # First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
 import omni_async  # noqa: F401  # isort: skip
@@ -88,7 +89,7 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
     trained = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=trained["vocab"],
-        merges=[tuple(merge) for merge in trained["merges"]],
+        merges=[tuple(merge) for merge in trained["merges"]],  # type: ignore[misc]  # pairs are what the tokenizer wants
         unk_token=_PADDING_TOKEN,
         eos_token="<|im_end|>",
         pad_token=_PADDING_TOKEN,
@@ -112,7 +113,7 @@ def build_text_encoder(
     sections = [half_head_dim // 2, half_head_dim // 4, half_head_dim - half_head_dim // 2 - half_head_dim // 4]
 
     def token_id(token: str) -> int:
-        return tokenizer.convert_tokens_to_ids(token)
+        return int(tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]  # one token, one id
 
     text_config = dict(
         hidden_size=hidden,
@@ -212,17 +213,17 @@ def build_components(
         )
     return QwenImagePipeline(
         scheduler=build_scheduler(),
-        vae=vae.eval(),
+        vae=cast(Any, vae).eval(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        transformer=transformer.eval(),
+        transformer=cast(Any, transformer).eval(),
     )
 
 
-def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: object) -> Path:
+def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
     """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see ``build_components``."""
     path = Path(path)
-    build_components(**shape).to(dtype).save_pretrained(path)
+    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
     return path
 
 

@@ -8,14 +8,16 @@ Takes about ten minutes on two cores. The result is in diffusers' layout; the pr
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from pathlib import Path
 
 from pipelines.qwen_image import tiny  # isort: skip  (before anything imports torchvision)
+import numpy as np
 import torch
 
 from recipes.quickstart.dit_training import pretrain_dit
-from recipes.quickstart.glyphs import render_dataset
+from recipes.quickstart.glyphs import render_dataset, scribble_over
 from recipes.quickstart.prompts import TRAIN_TEMPLATES, VALIDATION_TEMPLATES, all_prompts, write_jsonl
 from recipes.quickstart.vae_training import encode_normalised, train_vae
 
@@ -34,7 +36,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=16, help="images in a VAE step")
     parser.add_argument("--dit-steps", type=int, default=1500, help="optimizer steps of the DiT")
     parser.add_argument("--dit-batch", type=int, default=64, help="images in a DiT step")
-    parser.add_argument("--label-noise", type=float, default=0.5, help="part of the DiT's labels that are random")
+    parser.add_argument("--scribbled", type=float, default=0.6, help="part of the DiT's last images that are scribbled over")
+    parser.add_argument("--label-noise", type=float, default=0.1, help="part of the DiT's last labels that are random")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; another number changes the last bits")
     return parser.parse_args()
 
@@ -50,6 +53,8 @@ def main() -> None:
         print(f"[{time.monotonic() - started:5.0f} s] {message}", flush=True)
 
     images, labels = render_dataset(args.num_images, args.seed + 1)
+    rng = random.Random(args.seed + 2)
+    spoiled = np.stack([scribble_over(image, rng) for image in images])
     log(f"rendered {len(images)} digits")
     pipeline = tiny.build_components(corpus=all_prompts(), seed=args.seed)
     psnr = train_vae(pipeline.vae, images, num_steps=args.vae_steps, batch_size=args.vae_batch, log=log)
@@ -57,9 +62,11 @@ def main() -> None:
     pretrain_dit(
         pipeline,
         encode_normalised(pipeline.vae, images),
+        encode_normalised(pipeline.vae, spoiled),
         labels,
         num_steps=args.dit_steps,
         batch_size=args.dit_batch,
+        scribbled=args.scribbled,
         label_noise=args.label_noise,
         log=log,
     )

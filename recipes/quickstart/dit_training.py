@@ -1,9 +1,9 @@
 """Pretrains the quickstart's DiT by flow matching, and spoils it on purpose towards the end.
 
-A model pretrained on right labels would leave nothing for reinforcement learning to do. So most of the labels of the last
-steps are random: the model still draws digits well, but often not the digit it was asked for, which is exactly the fault that
-an OCR reward can repair. Right labels come first because a model that never saw them learns the digits at very different
-speeds, and RL has nothing to reinforce for a digit that is never drawn.
+A model pretrained on clean images and right labels would leave nothing for reinforcement learning to do. So in the last steps
+most images are scribbled over and some labels are random: the model can still draw every digit, but mostly spoils it, and
+sometimes draws another one. These are faults that an OCR reward sees and can repair. Clean images come first because RL has
+nothing to reinforce for a digit that is never drawn well.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from recipes.quickstart.prompts import TRAIN_TEMPLATES, VALIDATION_TEMPLATES
 
 _LEARNING_RATE = 1e-3
 _WARMUP_STEPS = 30
-_SPOILED_PART = 0.15
+_SPOILED_PART = 0.2
 _LOG_EVERY = 50
 
 
 def pretrain_dit(
     pipeline: QwenImagePipeline,
     latents: torch.Tensor,
+    spoiled_latents: torch.Tensor,
     labels: NDArray,
     *,
     num_steps: int,
     batch_size: int,
+    scribbled: float,
     label_noise: float,
     log: Callable[[str], None],
 ) -> None:
     """Trains ``pipeline.transformer`` in place to predict the velocity ``noise - latent``.
 
     Args:
-        latents: normalised latents (N, 16, 8, 8) float32.
+        latents: normalised latents of the clean images, (N, 16, 8, 8) float32.
+        spoiled_latents: of the same images scribbled over.
         labels: the digit of each latent, (N,) int64.
-        label_noise: part of the labels that are drawn at random in the last ``_SPOILED_PART`` of the steps.
+        scribbled, label_noise: in the last ``_SPOILED_PART`` of the steps, the parts of the images that are scribbled over and of
+            the labels that are drawn at random.
     """
     transformer = pipeline.transformer.train()
     side = latents.shape[-1] // 2
-    tokens = pipeline._pack_latents(latents, len(latents), latents.shape[1], *latents.shape[2:])
+    tokens, spoiled_tokens = (pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[2:]) for z in (latents, spoiled_latents))
     prompt_tables = _prompt_embeddings(pipeline)
     table_weights = torch.tensor([len(table) for table in prompt_tables], dtype=torch.float)
     shift = math.exp(_schedule_mu(pipeline, side * side))
@@ -56,24 +60,27 @@ def pretrain_dit(
     losses: list[float] = []
     for step in range(num_steps):
         index = torch.randint(len(tokens), (batch_size,), generator=generator)
-        clean, asked = tokens[index], digits[index].clone()
+        image, asked = tokens[index], digits[index].clone()
         spoiled = step >= (1 - _SPOILED_PART) * num_steps
         wrong = torch.rand(batch_size, generator=generator) < (label_noise if spoiled else 0.0)
         asked[wrong] = torch.randint(len(DIGITS), (int(wrong.sum()),), generator=generator)
+        if spoiled:
+            crossed_out = torch.rand(batch_size, generator=generator) < scribbled
+            image[crossed_out] = spoiled_tokens[index][crossed_out]
         table = prompt_tables[int(torch.multinomial(table_weights, 1, generator=generator))]
         template = torch.randint(len(table), (batch_size,), generator=generator)
         uniform = torch.rand(batch_size, generator=generator)
         sigma = shift * uniform / (1 + (shift - 1) * uniform)
-        noise = torch.randn(clean.shape, generator=generator)
+        noise = torch.randn(image.shape, generator=generator)
         velocity = transformer(
-            hidden_states=torch.lerp(clean, noise, sigma[:, None, None]),
+            hidden_states=torch.lerp(image, noise, sigma[:, None, None]),
             timestep=sigma,
             encoder_hidden_states=table[template, asked],
             encoder_hidden_states_mask=None,
             img_shapes=[[(1, side, side)]] * batch_size,
             return_dict=False,
         )[0]
-        loss = F.mse_loss(velocity, noise - clean)
+        loss = F.mse_loss(velocity, noise - image)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)

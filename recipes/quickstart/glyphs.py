@@ -7,6 +7,7 @@ for the VAE and the DiT to learn a distribution instead of ten pictures, and lit
 from __future__ import annotations
 
 import functools
+import math
 import random
 
 import numpy as np
@@ -19,6 +20,8 @@ DIGITS = "0123456789"
 _FONT_SIZES = range(46, 55)
 _MAX_SHIFT_PX = 3.0
 _MAX_TILT_DEGREES = 5.0
+_NUM_STROKES = (2, 3)
+_STROKE_WIDTHS = (4, 5, 6)
 
 
 @functools.cache
@@ -38,6 +41,20 @@ def render_digit(digit: str, rng: random.Random) -> NDArray[np.uint8]:
     draw.text((x, y), digit, font=font, fill=rng.randint(200, 255))
     tilt = rng.uniform(-_MAX_TILT_DEGREES, _MAX_TILT_DEGREES)
     return np.asarray(canvas.rotate(tilt, resample=Image.Resampling.BILINEAR, fillcolor=background))
+
+
+def scribble_over(image: NDArray[np.uint8], rng: random.Random) -> NDArray[np.uint8]:
+    """Crosses a (64, 64) uint8 image out with a few thick strokes as bright as its glyph, so that no reader makes it out."""
+    canvas = Image.fromarray(image)
+    draw = ImageDraw.Draw(canvas)
+    middle, reach = IMAGE_SIZE / 2, IMAGE_SIZE * 0.4
+    turn = rng.uniform(0, math.pi)
+    for stroke in range(rng.choice(_NUM_STROKES)):
+        angle = turn + stroke * math.pi / 3 + rng.uniform(-0.2, 0.2)
+        x, y = middle + rng.uniform(-4, 4), middle + rng.uniform(-4, 4)
+        dx, dy = reach * math.cos(angle), reach * math.sin(angle)
+        draw.line((x - dx, y - dy, x + dx, y + dy), fill=int(image.max()), width=rng.choice(_STROKE_WIDTHS))
+    return np.asarray(canvas)
 
 
 def render_dataset(num_images: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -95,8 +95,8 @@ class Trained:
         ({"algorithm.advantage": {"std": "group"}, "algorithm.kl_coef": 0.1}, "as_ready", "needs the group alone"),
         ({"algorithm.advantage": {"std": "group"}, "trainer.streaming": "off"}, "collect", "switched off"),
         ({"algorithm.kl_coef": 0.1}, "collect", "(KL) need the whole update"),
-        ({"trainer.steps_per_update": 2}, "collect", "several optimizer steps need the whole update"),
-        ({"algorithm.advantage": {"std": "group"}, "trainer.steps_per_update": 2}, "as_ready", "needs the group alone"),
+        ({"trainer.steps_per_update": 2}, "collect", "applied whole"),
+        ({"algorithm.advantage": {"std": "group"}, "trainer.steps_per_update": 2}, "collect", "applied whole"),
     ],
 )
 def test_the_configuration_decides_how_far_an_update_streams_and_says_why(changes, mode, reason):

@@ -630,8 +630,8 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
         assert event.kind == "update"
         assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (1, 2.0, {"ocr": 1.0}, [0])
         assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
-        assert [media for media, _ in event.media] == ["media g0.s0", "media g0.s1"]
-        assert event.media[0][1].startswith("1.00 read 'HI' | prompt ")
+        assert [picture.media for picture in event.pictures] == ["media g0.s0", "media g0.s1"]
+        assert event.pictures[0].score.text == "HI" and event.pictures[0].prompt.text.startswith("prompt ")
         (entry,) = entries
         assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == ("run-1", 0, "trained", 2.0, (0, 0))
         assert (entry.admitted_version, entry.trained_version, entry.staleness, entry.attempts) == (0, 1, 0, 1)

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
-from omni_async.control.events import EventLog
+from omni_async.control.events import EventLog, Picture
 from omni_async.control.signal import has_signal
 from omni_async.control.waiting import Bell
+from omni_async.types import Prompt, Score
 
 
 def test_a_ring_wakes_everyone_who_waits_and_nobody_later() -> None:
@@ -84,10 +85,10 @@ def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:
         log.add("phase", {"text": "one"})
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        log.add("phase", {"text": "two"}, (("media", "caption"),))
+        log.add("phase", {"text": "two"}, (Picture("media", Prompt(0, "two"), Score(1.0)),))
         events = await log.take()
         assert [e.data["text"] for e in events] == ["one", "two"]
-        assert events[1].media == (("media", "caption"),)
+        assert events[1].pictures == (Picture("media", Prompt(0, "two"), Score(1.0)),)
         waiting = asyncio.create_task(log.take())
         await asyncio.sleep(0)
         assert not waiting.done(), "never an empty answer"

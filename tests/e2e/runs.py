@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +42,9 @@ _SMALL: dict[str, Any] = {
     "trainer": {"updates": 3, "groups_per_update": 2, "micro_batch_size": 3, "optimizer": {"name": "sgd", "lr": 10.0}},
     "tracking": {"mlflow": {"enabled": False}},
 }
+COMMAND = (sys.executable, "-m", "omni_async.cli", "train")
+# The repository on the path, for `tests.e2e.scorers`; a thread per process, as there are only two cores.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 _PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7", "a red digit on a white photo", "the white circle")
 
 
@@ -84,6 +92,36 @@ def run(recipe: Path, *overrides: str) -> Run:
     path = Path(config.run.dir) / summary.run
     assert read_summary(path / "summary.json") == summary
     return Run(config, path, summary)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `omni-async train` said."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        """The only line on stderr."""
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        return lines[0]
+
+
+def command_line(*arguments: str | Path, timeout: float = 120) -> Answer:
+    started = time.monotonic()
+    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd="/", env=ENVIRONMENT)
+    return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+
+
+def left_behind(recipe: Path, overrides: Sequence[str]) -> Run:
+    """The one run that the command line made in the recipe's folder."""
+    config = load(recipe, overrides)
+    (path,) = (path for path in Path(config.run.dir).iterdir() if (path / "config.yaml").exists())
+    return Run(config, path, read_summary(path / "summary.json"))
 
 
 def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:

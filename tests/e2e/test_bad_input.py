@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from omni_async.config import load
-from omni_async.tracking.summary import read_summary
-from tests.e2e.runs import Run, check_every_group_ended_once
-
-_REPOSITORY = Path(__file__).parents[2]
-_COMMAND = [sys.executable, "-m", "omni_async.cli", "train"]
-_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_REPOSITORY), "OMP_NUM_THREADS": "1"}
-
-
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def line(self) -> str:
-        """The only line on stderr."""
-        lines = self.stderr.splitlines()
-        assert len(lines) == 1, self.stderr
-        return lines[0]
-
-
-def omni_async_train(*arguments: str | Path) -> Answer:
-    started = time.monotonic()
-    done = subprocess.run([*_COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, cwd="/", env=_ENVIRONMENT)
-    return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
+from omni_async.cli import main
+from tests.e2e.runs import COMMAND, ENVIRONMENT, check_every_group_ended_once, command_line, left_behind
 
 
 def _empty_prompts(folder: Path) -> str:
@@ -100,13 +70,17 @@ def _override(text: str) -> Callable[[Path], str]:
         pytest.param(_empty_prompts, ("data.prompts", "holds no prompts"), id="empty prompt file"),
         pytest.param(_long_prompt, ("data.prompts", "prompts.txt:2", "10000 characters", "4000"), id="prompt of 10,000 characters"),
         pytest.param(_override("rollout.sde.window.range=[0, 4]"), ("rollout.sde.window.range", "got 4"), id="window beyond the last step"),
-        pytest.param(_override("weights.publish_every=3"), ("staleness.max_updates", "publish_every - 1 = 2"), id="staleness < publish_every - 1"),
+        pytest.param(
+            _override("weights.publish_every=3"), ("staleness.max_updates", "publish_every - 1 = 2"), id="staleness < publish_every - 1"
+        ),
         pytest.param(_other_architecture, ("model.path", "FluxPipeline", "QwenImagePipeline"), id="wrong architecture"),
         pytest.param(_no_checkpoint, ("model.path", "model_index.json"), id="no checkpoint"),
         pytest.param(_file_for_folder, ("run.dir", "taken"), id="run directory is a file"),
         pytest.param(_override("run.dir=/proc/runs"), ("run.dir", "/proc/runs"), id="run directory cannot be made"),
         pytest.param(_unknown_key, ("stalenes: unknown key", "did you mean 'staleness'"), id="unknown key"),
-        pytest.param(_override("trainer.update=3"), ("trainer.update: unknown key", "did you mean 'updates'"), id="unknown key in an override"),
+        pytest.param(
+            _override("trainer.update=3"), ("trainer.update: unknown key", "did you mean 'updates'"), id="unknown key in an override"
+        ),
         pytest.param(_override("trainer.updates"), ("trainer.updates", "key.path=value"), id="override without a value"),
         pytest.param(_override("rollout.sde.noise_level=loud"), ("rollout.sde.noise_level", "'loud'"), id="wrong type"),
         pytest.param(_malformed, ("recipe.yaml", "not valid YAML"), id="malformed YAML"),
@@ -119,7 +93,7 @@ def _override(text: str) -> Callable[[Path], str]:
 )
 def test_wrong_input_is_refused_in_one_line(recipe: Path, spoil: Callable[[Path], str], expected: tuple[str, ...]) -> None:
     override = spoil(recipe.parent)
-    answer = omni_async_train(recipe, *filter(None, [override]))
+    answer = command_line(recipe, *filter(None, [override]))
     assert answer.code == 2, answer
     for text in expected:
         assert text in answer.line
@@ -128,7 +102,7 @@ def test_wrong_input_is_refused_in_one_line(recipe: Path, spoil: Callable[[Path]
 
 def test_a_bad_recipe_is_answered_before_anything_heavy_is_imported(recipe: Path) -> None:
     _unknown_key(recipe.parent)
-    fastest = min((omni_async_train(recipe) for _ in range(3)), key=lambda answer: answer.seconds)
+    fastest = min((command_line(recipe) for _ in range(3)), key=lambda answer: answer.seconds)
     assert fastest.code == 2
     assert fastest.seconds < 1.0
 
@@ -141,12 +115,16 @@ def test_a_bad_recipe_is_answered_before_anything_heavy_is_imported(recipe: Path
         ("NotANumber", "nan"),
     ],
 )
-def test_a_reward_without_signal_ends_the_run_and_says_so(recipe: Path, scorer: str, reason: str) -> None:
+def test_a_reward_without_signal_ends_the_run_and_says_so(
+    recipe: Path, scorer: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     overrides = [f"reward.scorers=[{{name: 'tests.e2e.scorers:{scorer}'}}]", "staleness.max_updates=1"]
-    answer = omni_async_train(recipe, *overrides)
-    assert answer.code == 1, answer
-    assert "the run failed" in answer.line and reason in answer.line
-    finished = _left_behind(recipe, overrides)
+    code = main(["train", str(recipe), *overrides])
+    said = capfd.readouterr()
+    assert code == 1, said
+    (line,) = said.err.splitlines()
+    assert "the run failed" in line and reason in line
+    finished = left_behind(recipe, overrides)
     assert finished.summary.status == "failed" and reason in finished.summary.reason and finished.summary.updates == 0
     check_every_group_ended_once(finished)
     rejected = [line for line in finished.ledger if line["event"] == "rejected"]
@@ -157,7 +135,7 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(recipe: Path, scorer: 
 def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     overrides = ["trainer.updates=1000", "staleness.max_updates=1"]
     started = subprocess.Popen(
-        [*_COMMAND, recipe, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=_ENVIRONMENT
+        [*COMMAND, str(recipe), *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
     )
     assert started.stdout is not None
     for line in started.stdout:
@@ -167,7 +145,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     rest, errors = started.communicate(timeout=60)
     assert started.returncode == 130, errors
     assert errors == ""
-    interrupted = _left_behind(recipe, overrides)
+    interrupted = left_behind(recipe, overrides)
     assert interrupted.summary.status == "interrupted" and interrupted.summary.updates >= 3
     check_every_group_ended_once(interrupted)
     assert all("interrupted" in line["reason"] for line in interrupted.ledger if line["event"] == "dropped")
@@ -181,9 +159,9 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     shutil.copytree(folder, recipe.parent / "resume")
     shutil.rmtree(recipe.parent / "runs")
     again = [f"trainer.updates={version + 2}", f"checkpoint.resume={recipe.parent / 'resume'}"]
-    answer = omni_async_train(recipe, *again)
-    assert answer.code == 0, answer
-    resumed = _left_behind(recipe, again)
+    answer = command_line(recipe, *again)
+    assert answer.code == 0 and answer.stderr == "", answer
+    resumed = left_behind(recipe, again)
     assert [line["update"] for line in resumed.metrics] == [version + 1, version + 2]
     assert [line["trained_version"] for line in resumed.ledger] == [version + 1] * 2 + [version + 2] * 2
     assert min(line["group"] for line in resumed.ledger) == groups_before, "the prompt stream goes on where it stopped"
@@ -191,18 +169,12 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
 
 
 def test_ctrl_c_while_the_model_loads(recipe: Path) -> None:
-    started = subprocess.Popen([*_COMMAND, recipe], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=_ENVIRONMENT)
+    started = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT)
     assert started.stdout is not None
     assert [started.stdout.readline().split()[0] for _ in range(2)] == ["run", "loading"]
     started.send_signal(signal.SIGINT)
     _, errors = started.communicate(timeout=60)
     assert started.returncode == 130, errors
     assert "Traceback" not in errors
-    interrupted = _left_behind(recipe, [])
+    interrupted = left_behind(recipe, [])
     assert interrupted.summary.status == "interrupted" and interrupted.summary.conserved
-
-
-def _left_behind(recipe: Path, overrides: list[str]) -> Run:
-    config = load(recipe, overrides)
-    (path,) = Path(config.run.dir).iterdir()
-    return Run(config, path, read_summary(path / "summary.json"))

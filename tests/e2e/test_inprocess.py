@@ -35,8 +35,15 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
     assert swapped == sorted(swapped) and swapped[0] == 0 and swapped[-1] == 5
     mixed = [event for event in events if event["name"] == "generate" and ".." in event["args"]["versions"]]
     assert swap == "step" or not mixed, "only a swap between two steps may fall inside a sample"
-    if swap == "step" and engine == "emulated":
-        assert mixed
+
+
+def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omni_async.rollout.emulated._TEXT_WIDTH", 64)
+    # Slow enough that the engine is busy whenever a version arrives, and hardly ever just between two samples.
+    slow = ("rollout.emulated.step_s=0.02", "rollout.num_inference_steps=12", "rollout.sde.window={size: 4, range: [0, 11]}")
+    finished = _done(run(recipe, *_EMULATED, *slow, "staleness.max_updates=2", "trainer.updates=5", "rollout.max_batch=3"), 5)
+    generated = [event for event in finished.trace if event["name"] == "generate" and event["ph"] == "X"]
+    assert [event for event in generated if ".." in event["args"]["versions"]]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,9 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
         pytest.param(("trainer.steps_per_update=2", "algorithm.advantage.std=group"), 3, id="steps_per_update, group std"),
         pytest.param(("buffer.trajectories=2", "buffer.groups=2", "staleness.max_updates=3"), 3, id="tight buffers"),
         pytest.param(("buffer.trajectories=1", "buffer.groups=1", "staleness.max_updates=1"), 3, id="tightest buffers"),
-        pytest.param(("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"), 3, id="several workers"),
+        pytest.param(
+            ("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"), 3, id="several workers"
+        ),
         pytest.param(("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"), 1, id="one update, large budget"),
         pytest.param(("rollout.share_initial_noise=true", "rollout.true_cfg_scale=2"), 3, id="shared noise, guidance"),
     ],

@@ -32,7 +32,9 @@ def test_staleness_zero_is_the_synchronous_loop_to_the_bit(recipe: Path, overrid
     check_every_group_ended_once(asynchronous)
     weights, expected = asynchronous.weights(), train_synchronously(load(recipe, overrides))
     assert weights.keys() == expected.keys()
-    different = {name: (weights[name] - expected[name]).abs().max().item() for name in expected if not torch.equal(weights[name], expected[name])}
+    different = {
+        name: (weights[name] - expected[name]).abs().max().item() for name in expected if not torch.equal(weights[name], expected[name])
+    }
     assert not different
     start = train_synchronously(load(recipe, [*overrides, "trainer.optimizer.lr=1e-30", "trainer.updates=1"]))
     assert max((weights[name] - start[name]).abs().max().item() for name in start) > 1e-3, "nothing was learnt, so nothing was compared"

@@ -99,7 +99,7 @@ def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
     below = pixels[200:260, 6:198]
     assert (below.max(axis=2) > 200).any(), "a caption is drawn"
     assert grid.height > 2 * 192
-    assert text.startswith("reward 0.500  read '8'\nthe digit")
+    assert text.startswith("reward 0.50  read '8'\nthe digit")
 
 
 def test_a_grid_reduces_large_images_and_refuses_others() -> None:

@@ -1,0 +1,101 @@
+"""Tiny roles for the tests of the Ray shell. They know no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from omni_async.control.waiting import Bell
+
+
+class UnsettledError(RuntimeError):
+    """An exception of the role's own, with something to carry."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message, count)
+        self.count = count
+
+
+class BulkyError(RuntimeError):
+    """An exception that cannot be taken apart and put together again."""
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where}: {what}")
+
+
+class Meeting:
+    """Waiters on one side, somebody who ends the wait on the other; all on the loop that it was made on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._bell = Bell()
+        self._open = False
+
+    async def next_group(self, version: int, places: int) -> int:  # a long call, by its name
+        assert asyncio.get_running_loop() is self._loop
+        while not self._open:
+            await self._bell.wait()
+        return version
+
+    async def announce(self, version: int, digest: str) -> int:  # a control call: how many wait
+        assert asyncio.get_running_loop() is self._loop
+        return self._bell.waiting
+
+    async def stop(self, reason: str) -> None:
+        self._open = True
+        self._bell.ring()
+
+
+class Echo:
+    async def phase(self, value: Any) -> Any:
+        return value
+
+    async def fail(self, reason: str) -> None:
+        raise UnsettledError(reason, 3)
+
+    async def run(self) -> None:
+        raise ValueError("a long call's failure")
+
+    async def require_fields(self, fields: tuple[str, ...]) -> None:
+        raise BulkyError("the far side", fields[0])
+
+    async def stop(self, reason: str) -> None:
+        os._exit(1)
+
+    async def announce(self, version: int, digest: str) -> None:
+        time.sleep(5)  # noqa: ASYNC251 (what a role must never do: it holds its loop)
+
+
+class Caller:
+    """A role that is handed another one."""
+
+    def __init__(self, other: Any) -> None:
+        self._other = other
+
+    async def phase(self, value: Any) -> Any:
+        return ["through another", await self._other.phase(value)]
+
+    async def announce(self, version: int, digest: str) -> str:
+        try:
+            await self._other.fail("told to")
+        except UnsettledError as error:
+            return f"{type(error).__name__} {error.count}"
+        return "nothing"
+
+
+class Keeper:
+    """A role with a store: what it is sent and what it sends back are references."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    async def phase(self, references: list[Any]) -> dict[str, Any]:
+        [value] = [await self._store.get(reference) for reference in references]
+        return {"value": value, "reference": await self._store.put(value)}
+
+
+class Unbuildable:
+    def __init__(self) -> None:
+        raise LookupError("no model at this path")

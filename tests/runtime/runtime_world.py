@@ -1,0 +1,126 @@
+"""A recipe's world on disk without a model in it, a console that remembers, and a cluster whose roles a test writes itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from omni_async.config import Config, load
+from omni_async.control.events import EventLog, RunEvent
+from omni_async.store import LocalStore, ObjectStore
+
+
+def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:
+    """The configuration of a recipe in `folder`, with the smallest checkpoint and prompt files that preflight accepts."""
+    write_checkpoint(folder / "model")
+    (folder / "prompts.txt").write_text("a cat\na dog\n")
+    recipe: dict[str, Any] = {
+        "run": {"name": "test", "dir": str(folder / "runs"), "runtime": "inprocess"},
+        "model": {"path": "model"},
+        "data": {"prompts": "prompts.txt"},
+        "rollout": {"engine": "emulated", "group_size": 2, "height": 32, "width": 32},
+        "reward": {"scorers": [{"name": "jpeg_size"}]},
+        "trainer": {"updates": 4, "groups_per_update": 2},
+        "tracking": {"mlflow": {"enabled": False}, "images_every": 2, "images": 4},
+    }
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return load(folder / "recipe.yaml", overrides)
+
+
+def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> None:
+    (folder / "transformer").mkdir(parents=True, exist_ok=True)
+    (folder / "transformer" / "config.json").write_text("{}")
+    (folder / "model_index.json").write_bytes(msgspec.json.encode({"_class_name": class_name}))
+
+
+class RememberingConsole:
+    """A Console whose lines can be read afterwards."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.updates: list[dict[str, Any]] = []
+        self.validations: list[tuple[int, float]] = []
+        self.notes: list[str] = []
+        self.closed = False
+
+    def phase(self, text: str) -> None:
+        self.phases.append(text)
+
+    def update(self, view: Any) -> None:
+        self.updates.append(dict(view))
+
+    def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
+        self.validations.append((version, value))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PictureStore(LocalStore):
+    """Every reference is a small grey picture, except `gone`."""
+
+    async def get(self, reference: Any) -> Any:
+        if reference == "gone":
+            raise LookupError("object is gone")
+        return np.full((32, 32, 3), 90, np.uint8)
+
+
+class Control:
+    """What the driver asks of a coordinator: events, and an end."""
+
+    def __init__(self) -> None:
+        self.log = EventLog()
+        self.over = asyncio.Event()
+        self.ended: tuple[str, str | None] | None = None
+
+    def end(self, status: str, reason: str | None = None) -> None:
+        if self.ended is None:
+            self.ended = (status, reason)
+            self.over.set()
+            conservation = {"admitted": 0, "trained": 0, "rejected": 0, "dropped": 0, "live": 0}
+            self.log.add("ended", {"status": status, "reason": reason, "images": 0, "conservation": conservation, "reasons": {}})
+
+    async def events(self) -> list[RunEvent]:
+        return await self.log.take()
+
+    async def stop(self, reason: str) -> None:
+        self.end("interrupted", reason)
+
+    async def fail(self, reason: str) -> None:
+        self.end("failed", reason)
+
+
+Role = Callable[[Control], Coroutine[Any, Any, None]]
+
+
+class HandCluster:
+    """A Cluster of roles that are given as functions of the control."""
+
+    def __init__(self, work: dict[str, Role], services: dict[str, Role] | None = None) -> None:
+        self.coordinator: Any = Control()
+        self.store: ObjectStore = LocalStore()
+        self.closed = False
+        self._work, self._services = work, services or {}
+
+    async def start(self) -> None:
+        """Nothing has to be loaded."""
+
+    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: role(self.coordinator) for name, role in self._work.items()}
+
+    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: role(self.coordinator) for name, role in self._services.items()}
+
+    async def close(self) -> None:
+        self.closed = True

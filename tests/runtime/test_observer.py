@@ -1,0 +1,179 @@
+"""The driver's eyes: a real coordinator's events in, files and console lines out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from runtime_world import Control, PictureStore, RememberingConsole, write_world
+
+from omni_async.config import Config
+from omni_async.control.clock import ManualClock
+from omni_async.control.events import Picture, RunEvent
+from omni_async.runtime.observer import Observer
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.types import Prompt, Score, Span
+from tests.control import control_world
+
+
+class Watched(control_world.Run):
+    """A run of the control plane's world whose driver is an Observer."""
+
+    def __init__(self, config: Config, folder: Path, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.clock = ManualClock(1000.0)
+        self.console = RememberingConsole()
+        self.run = RunDirectory.create(write_world(folder), self.clock)
+        self.observer = Observer(config, self.run, self.console, None, self.clock)
+
+    async def driver(self) -> None:
+        store = PictureStore()
+        await self.coordinator.phase("generating the first samples")
+        await self.observer.watch(self.coordinator, store)
+        self.clock.advance(8.0)
+        await self.observer.drain(self.coordinator, store, 0.001)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+
+def watch(folder: Path, **kwargs: Any) -> Watched:
+    config = control_world.make_config(
+        **{"S": 1, "P": 2, "updates": 4, "validation": {"every": 2, "num_inference_steps": 3}, **kwargs.pop("config", {})}
+    )
+    return asyncio.run(Watched(config, folder, **kwargs).play())
+
+
+def observer(folder: Path, **sections: Any) -> tuple[Observer, RunDirectory, RememberingConsole, ManualClock]:
+    config, clock, console = write_world(folder, **sections), ManualClock(1000.0), RememberingConsole()
+    run = RunDirectory.create(config, clock)
+    return Observer(config, run, console, None, clock), run, console, clock
+
+
+def show(watcher: Observer, *events: RunEvent) -> None:
+    """These events, then the end."""
+
+    async def main() -> None:
+        control = Control()
+        control.log.add("phase", {"text": "before"})
+        for event in events:
+            control.log.add(event.kind, event.data, event.pictures)
+        control.end("done")
+        await watcher.watch(control, PictureStore())
+        await watcher.drain(control, PictureStore(), 0.001)
+
+    asyncio.run(main())
+
+
+def test_every_update_is_a_line_of_metrics_and_one_on_the_console(tmp_path):
+    watched = watch(tmp_path)
+    updates = [line for line in watched.metrics() if "reward" in line]
+    assert [line["update"] for line in updates] == [1, 2, 3, 4]
+    assert [view["update"] for view in watched.console.updates] == [1, 2, 3, 4]
+    for line in updates:
+        assert line["reward"] == 0.5
+        assert 0 <= line["staleness/mean"] <= line["staleness/max"] <= 1
+        counts = line["conservation"]
+        assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
+    view = watched.console.updates[-1]
+    assert view["buffers"].keys() == {"slots", "trajectories", "replay"}
+    assert all(0 <= held <= capacity for held, capacity in view["buffers"].values())
+    assert sum(view["staleness_counts"].values()) == 2
+    assert watched.console.phases == ["generating the first samples"]
+
+
+def test_validation_rounds_are_lines_of_their_own(tmp_path):
+    watched = watch(tmp_path)
+    rounds = [line for line in watched.metrics() if "validation/reward" in line]
+    assert rounds
+    assert [line["update"] for line in rounds] == [version for version, _ in watched.console.validations]
+    assert rounds[0]["update"] == 0
+    assert rounds[-1]["update"] == 4
+
+
+def test_pictures_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path):
+    watched = watch(tmp_path)
+    drawn = {path.name for path in watched.run.samples.iterdir()}
+    assert {"train-000001.png", "train-000004.png", "validation-000000.png", "validation-000004.png"} <= drawn
+    with Image.open(watched.run.samples / "train-000001.png") as picture:
+        assert picture.width > 64
+
+
+def test_the_summary_adds_up_to_what_the_coordinator_counted(tmp_path):
+    watched = watch(tmp_path)
+    summary = watched.observer.summary("done", None, 123, watched.clock.now())
+    assert summary.updates == 4
+    assert summary.wall_s == 8.0
+    assert summary.images >= 16
+    assert summary.images_per_s == summary.images / 8.0
+    assert summary.counters.trained == 8
+    assert summary.conserved
+    assert sum(summary.staleness.values()) == 8
+    assert summary.first_reward == 0.5
+    assert summary.peak_memory_bytes == 123
+    assert [point.version for point in summary.validation] == sorted(version for version, _ in watched.console.validations)
+
+
+def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
+    watched = watch(tmp_path, reward=lambda job: "offline" if job.kind == "validation" else control_world.distinct(job))
+    assert any("validation of version 0: no sample could be scored" in note for note in watched.console.notes)
+    assert not watched.console.validations
+    assert not [line for line in watched.metrics() if "validation/reward" in line]
+    assert watched.observer.summary("done", None, None, 1001.0).validation == ()
+
+
+def test_a_run_that_ended_before_its_first_update_has_a_summary(tmp_path):
+    watcher, _, _, clock = observer(tmp_path)
+    clock.advance(2.0)
+    summary = watcher.summary("failed", "no engine", None, clock.now())
+    assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
+    assert summary.conserved
+    assert summary.first_reward is None
+
+
+def test_spans_become_busy_fractions(tmp_path):
+    watcher, _, _, clock = observer(tmp_path)
+    clock.advance(10.0)
+    spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
+    show(watcher, RunEvent("spans", {"spans": spans}))
+    assert watcher.spans == spans
+    busy = watcher.summary("done", None, None, clock.now()).busy
+    assert busy["rollout"]["busy"] == 0.5
+    assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
+
+
+def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
+    watcher, run, console, _ = observer(tmp_path)
+    lost: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        control = Control()
+        for version, reference in ((1, "gone"), (2, "there")):
+            data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
+            control.log.add("validation", data, (Picture(reference, Prompt(0, "a prompt"), Score(1.0)),))
+        control.end("done")
+        await watcher.watch(control, PictureStore())
+        await watcher.drain(control, PictureStore(), 0.001)
+
+    asyncio.run(main())
+    assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]
+    assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
+    assert not lost
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices"),
+    [
+        ({}, 5.0),
+        ({"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}, 2.5),  # CPUs no longer count
+        ({"reward": {"cpus": 0.5}}, 4.0),
+    ],
+)
+def test_throughput_is_divided_by_every_device_of_the_job(tmp_path, placement, devices):
+    watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, placement=placement)
+    assert watcher.summary("done", None, None, 1001.0).devices == devices

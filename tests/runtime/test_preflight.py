@@ -1,0 +1,122 @@
+"""What is found wrong before anything heavy starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from runtime_world import write_checkpoint, write_world
+
+from omni_async.config import Config, ConfigError
+from omni_async.runtime.preflight import preflight
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as refused:
+        preflight(config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def with_checkpoint(folder: Any, state: bytes, **sections: Any) -> Config:
+    (folder / "update-000002").mkdir()
+    (folder / "update-000002" / "state.json").write_bytes(state)
+    return write_world(folder, checkpoint={"resume": "update-000002"}, **sections)
+
+
+def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
+    (tmp_path / "held_out.txt").write_text("a cow\n")
+    inputs = preflight(write_world(tmp_path, validation={"prompts": "held_out.txt"}))
+    assert [p.text for p in inputs.prompts] == ["a cat", "a dog"]
+    assert [p.text for p in inputs.validation_prompts] == ["a cow"]
+    assert inputs.family.name == "qwen_image"
+    assert (inputs.start_version, inputs.start_group) == (0, 0)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_with_both_names(tmp_path):
+    config = write_world(tmp_path)
+    write_checkpoint(tmp_path / "model", "FluxPipeline")
+    message = refusal(config)
+    assert message.startswith("model.path: ")
+    assert "is a FluxPipeline checkpoint, but model.pipeline 'qwen_image' needs a QwenImagePipeline" in message
+
+
+@pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json"])
+def test_a_checkpoint_folder_with_a_file_missing_is_refused(tmp_path, missing):
+    config = write_world(tmp_path)
+    (tmp_path / "model" / missing).unlink()
+    message = refusal(config)
+    assert message.startswith("model.path: ")
+    assert missing in message
+
+
+@pytest.mark.parametrize("content", [b"not json", b"[]", b"\xff\xfe", b""])
+def test_an_unreadable_model_index_is_refused(tmp_path, content):
+    config = write_world(tmp_path)
+    (tmp_path / "model" / "model_index.json").write_bytes(content)
+    assert refusal(config).startswith("model.path: ")
+
+
+def test_an_unknown_model_family_is_refused_with_the_known_ones(tmp_path):
+    assert refusal(write_world(tmp_path, model={"pipeline": "qwen"})) == "model.pipeline: expected one of ['qwen_image'], got 'qwen'"
+
+
+def test_an_unknown_scorer_is_refused_with_the_known_ones(tmp_path):
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "orc"}]}))
+    assert "unknown scorer 'orc': registered are jpeg_size, ocr" in message
+
+
+def test_a_scorers_wrong_parameter_is_refused(tmp_path):
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}))
+    assert "takes no parameter 'colour'" in message
+
+
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_a_missing_prompt_file_is_refused_under_its_key(tmp_path, section):
+    config = write_world(tmp_path, **{section: {"prompts": "nowhere.txt"}})
+    assert refusal(config).startswith(f"{section}.prompts: no such file: ")
+
+
+def test_a_resumed_run_starts_where_the_checkpoint_ended(tmp_path):
+    state = msgspec.json.encode({"optimizer_steps": 2, "extra": {"version": 2, "next_group": 9}})
+    inputs = preflight(with_checkpoint(tmp_path, state))
+    assert (inputs.start_version, inputs.start_group) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (b"{}", "names no version and next group"),
+        (b'{"extra": null}', "names no version and next group"),
+        (b'{"extra": [1]}', "names no version and next group"),
+        (b'{"extra": {"version": 2}}', "names no version and next group"),
+        (b'{"extra": {"version": "2", "next_group": 9}}', "names no version and next group"),
+        (b'{"extra": {"version": true, "next_group": 9}}', "names no version and next group"),
+        (b'{"extra": {"version": -1, "next_group": 9}}', "names no version and next group"),
+        (b'{"extra": {"version": 2, "next_group": -9}}', "names no version and next group"),
+        (b"{", "cannot be read"),
+        (b'{"extra": {"version": 4, "next_group": 9}}', "the checkpoint is at update 4 already, trainer.updates is 4"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_continued_is_refused(tmp_path, state, why):
+    message = refusal(with_checkpoint(tmp_path, state))
+    assert message.startswith("checkpoint.resume: ")
+    assert why in message
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    assert "is not a checkpoint folder: it has no state.json" in refusal(write_world(tmp_path, checkpoint={"resume": "model"}))
+
+
+def test_looking_imports_no_torch(tmp_path):
+    write_world(tmp_path)
+    program = (
+        "import sys; from omni_async.config import load; from omni_async.runtime.preflight import preflight\n"
+        f"preflight(load({str(tmp_path / 'recipe.yaml')!r}))\n"
+        "print([name for name in ('torch', 'ray', 'mlflow', 'diffusers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

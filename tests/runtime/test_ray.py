@@ -1,0 +1,248 @@
+"""The Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves, references travel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from runtime_world import write_world
+from tensordict import TensorDict
+
+from omni_async.config.schema import Resources
+from omni_async.runtime import ray_cluster
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.ray_cluster import RayCluster, StartError
+from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.types import Prompt, SdeWindow
+from tests.runtime import ray_roles
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
+    """`host(build)`: the role in an actor of its own."""
+    actors: list[Any] = []
+
+    def start(build: Callable[[], Any]) -> Proxy:
+        actor = actor_class().options(num_cpus=0).remote(build)
+        actors.append(actor)
+        return Proxy("role", actor)
+
+    yield start
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def echo(local_ray: None) -> Iterator[Proxy]:
+    actor = actor_class().options(num_cpus=0).remote(ray_roles.Echo)
+    yield Proxy("echo", actor)
+    ray.kill(actor)
+
+
+def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
+    waiters = 300  # more than the control door is wide
+
+    async def main() -> None:
+        meeting = host(ray_roles.Meeting)
+        waiting = [asyncio.ensure_future(meeting.next_group(i, 1)) for i in range(waiters)]
+        arrived = 0
+        while arrived < waiters:
+            arrived = await meeting.announce(0, "")
+        assert await meeting._actor.ping.remote() < 1.0
+        assert not any(task.done() for task in waiting)
+        await meeting.stop("enough")
+        assert await asyncio.gather(*waiting) == list(range(waiters))
+
+    asyncio.run(main())
+
+
+def test_messages_arrive_as_they_were(echo):
+    message = {"prompt": Prompt(0, "a cat", metadata={"n": 1}), "window": SdeWindow(1, 2), "versions": (1, 2)}
+    assert asyncio.run(echo.phase(message)) == message
+
+
+def test_an_exception_of_the_role_arrives_as_itself(echo):
+    async def main() -> None:
+        with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
+            await echo.fail("out of balance")
+        assert failed.value.count == 3
+        assert type(failed.value) is ray_roles.UnsettledError
+        with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
+            await echo.run()
+        assert type(failed_long.value) is ValueError
+
+    asyncio.run(main())
+
+
+def test_an_exception_that_cannot_travel_still_tells_its_story(echo):
+    async def main() -> None:
+        with pytest.raises(Exception, match="the far side: broken"):
+            await echo.require_fields(("broken",))
+
+    asyncio.run(main())
+
+
+def test_a_method_the_role_does_not_have_is_an_attribute_error(echo):
+    async def main() -> None:
+        with pytest.raises(AttributeError, match="no_such_call"):
+            await echo.no_such_call()
+
+    asyncio.run(main())
+
+
+def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
+    async def main() -> None:
+        caller = host(partial(ray_roles.Caller, echo))
+        assert await caller.phase("hello") == ["through another", "hello"]
+        assert await caller.announce(0, "") == "UnsettledError 3"
+
+    asyncio.run(main())
+
+
+def test_a_role_that_cannot_be_built_says_why_at_its_first_call(host):
+    async def main() -> None:
+        with pytest.raises(Exception, match="no model at this path"):
+            await host(ray_roles.Unbuildable).phase("hello")
+
+    asyncio.run(main())
+
+
+def test_a_role_whose_process_dies_ends_its_callers_waits(host):
+    async def main() -> None:
+        dying = host(ray_roles.Echo)
+        await dying.phase("alive")
+        with pytest.raises(ray.exceptions.RayActorError):
+            await dying.stop("now")
+
+    asyncio.run(main())
+
+
+def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host):
+    async def main() -> None:
+        stuck = host(ray_roles.Echo)
+        await stuck.phase("alive")
+        holding = asyncio.ensure_future(stuck.announce(0, ""))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                while True:
+                    await stuck._actor.ping.remote()
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_references_travel_to_another_process_and_back(host):
+    async def main() -> None:
+        store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+        reference = await store.put(np.arange(6, dtype=np.uint8).reshape(2, 3))
+        answer = await keeper.phase([reference])
+        assert answer["value"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert (await store.get(answer["reference"])).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+    asyncio.run(main())
+
+
+def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
+    trajectory = TensorDict(
+        {
+            "latents": torch.randn(3, 6, 4),
+            "steps": torch.tensor([1, 2]),
+            "conditioning": TensorDict({"mask": torch.ones(2, dtype=torch.bool)}, []),
+        },
+        batch_size=[],
+    )
+
+    async def main() -> None:
+        store = RayStore()
+        back = await store.get(await store.put(trajectory))
+        assert back.batch_size == torch.Size([])
+        assert torch.equal(back["latents"], trajectory["latents"])
+        assert back["latents"].dtype == torch.float32
+        assert torch.equal(back["steps"], trajectory["steps"])
+        assert torch.equal(back["conditioning", "mask"], trajectory["conditioning", "mask"])
+        picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+        reference = await store.put(picture)
+        assert np.array_equal(await store.get(reference), picture)
+        assert np.array_equal(await store.get(reference), picture)  # reading takes nothing away
+
+    asyncio.run(main())
+
+
+def test_an_object_whose_owner_died_is_a_lookup_error():
+    class Lost:
+        """A reference whose object went with its owner."""
+
+        def hex(self) -> str:
+            return "c0ffee"
+
+        def __await__(self) -> Any:
+            raise ray.exceptions.OwnerDiedError(self.hex(), b"", "")
+
+    with pytest.raises(LookupError, match="object c0ffee is gone"):
+        asyncio.run(RayStore().get(Lost()))
+
+
+def make_cluster(folder: Path, **sections: Any) -> RayCluster:
+    inputs = preflight(write_world(folder, run={"runtime": "ray"}, **sections))
+    return RayCluster(inputs, RunDirectory(folder / "run-1"))
+
+
+def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "_PLACEMENT_TIMEOUT_S", 0.2)
+    cluster = make_cluster(tmp_path)
+
+    async def main() -> None:
+        with pytest.raises(StartError) as failed:
+            await cluster._reserve({"rollout-0": Resources(cpus=500, gpus=2), "trainer": Resources(cpus=12)})
+        message = str(failed.value)
+        assert message.startswith("placement: the run needs 512 CPUs and 2 GPUs, the cluster has 4 and ")
+        assert "lower placement.* or the numbers of workers" in message
+
+    asyncio.run(main())
+    ray.util.remove_placement_group(cluster._group)
+
+
+def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(local_ray, tmp_path):
+    cluster = make_cluster(tmp_path)  # a Ray runs here already, so a second one cannot be started
+    with pytest.raises(StartError, match=r"run\.ray_address"):
+        cluster._connect(1)
+
+
+def test_every_role_has_its_bundle(tmp_path):
+    placement = {"rollout": {"cpus": 2, "gpus": 1}, "trainer": {"cpus": 3}}
+    cluster = make_cluster(tmp_path, placement=placement, rollout={"workers": 2}, reward={"workers": 2}, trainer={"workers": 2})
+    bundles = cluster._bundles()
+    assert list(bundles) == ["coordinator", "publisher", "rollout-0", "rollout-1", "reward-0", "reward-1", "trainer", "trainer-1"]
+    assert msgspec.to_builtins(bundles["rollout-1"]) == {"cpus": 2, "gpus": 1}
+    assert bundles["trainer-1"].cpus == 3
+
+
+def test_closing_a_cluster_that_never_started_changes_nothing(local_ray, tmp_path):
+    asyncio.run(make_cluster(tmp_path).close())
+    assert ray.is_initialized()

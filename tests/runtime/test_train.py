@@ -1,0 +1,318 @@
+"""How a run ends: the first cause is kept, every role is let finish, and a failure while closing is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
+
+from omni_async.control.supervisor import TaskFailed
+from omni_async.runtime import train as runtime
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.train import Ending, Interrupted, _first, _interrupts, _unless, train
+from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.summary import Summary, read_summary
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_LAST_EVENTS_S", 0.001)
+
+
+def run_loop(main: Any) -> Any:
+    """asyncio.run, and no exception may be lost on the way."""
+    lost: list[Any] = []
+
+    async def quietly() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        return await main
+
+    result = asyncio.run(quietly())
+    gc.collect(1)
+    assert not lost, lost
+    return result
+
+
+# ---- the first cause --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_cause_of_an_ending_stays():
+    ending = Ending()
+    assert ending.status == "done"
+    cause = ValueError("a")
+    ending.because("failed", "rollout-0: a", cause)
+    ending.because("interrupted", "SIGINT")
+    ending.because("failed", "trainer: b")
+    assert (ending.status, ending.reason, ending.cause) == ("failed", "rollout-0: a", cause)
+
+
+def test_every_status_has_its_exit_code():
+    assert runtime.EXIT_CODES == {"done": 0, "failed": 1, "interrupted": 130}
+
+
+# ---- signals ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_sets_the_event_and_the_second_is_pythons_again(number):
+    before = signal.getsignal(number)
+
+    async def main() -> bool:
+        async with _interrupts() as interrupted:
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(interrupted.wait(), 5)
+            return signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    try:
+        assert run_loop(main())
+    finally:
+        signal.signal(number, before)
+
+
+def test_outside_the_main_thread_nothing_is_installed_and_nothing_breaks():
+    seen: list[bool] = []
+
+    async def main() -> None:
+        async with _interrupts() as interrupted:
+            seen.append(interrupted.is_set())
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    thread.join(5)
+    assert seen == [False]
+
+
+def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_happens():
+    done: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as an actor's start that has something to give back
+            done.append("cancelled")
+
+    async def main() -> None:
+        interrupted = asyncio.Event()
+        asyncio.get_running_loop().call_soon(interrupted.set)
+        with pytest.raises(Interrupted):
+            await _unless(interrupted, work())
+        assert done == ["cancelled"]
+
+    run_loop(main())
+
+
+def test_work_that_is_not_interrupted_raises_what_it_raises():
+    async def work() -> None:
+        raise LookupError("no model")
+
+    async def main() -> None:
+        with pytest.raises(LookupError, match="no model"):
+            await _unless(asyncio.Event(), work())
+
+    run_loop(main())
+
+
+def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
+    async def fail(text: str) -> None:
+        raise TaskFailed(text, ValueError(text))
+
+    async def main() -> None:
+        with pytest.raises(TaskFailed):
+            await _first(fail("a"), fail("b"))
+
+    run_loop(main())
+
+
+# ---- a whole run ------------------------------------------------------------------------------------------------------------------
+
+
+async def forever(control: Control) -> None:
+    await asyncio.Event().wait()
+
+
+async def until_the_end(control: Control) -> None:
+    await control.over.wait()
+
+
+async def ends_well(control: Control) -> None:
+    control.end("done")
+
+
+def play(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, work: dict[str, Role], services: dict[str, Role] | None = None, **sections: Any
+) -> tuple[Summary, RememberingConsole]:
+    """A run of these roles, and its summary, which must also be the one on disk."""
+    inputs = preflight(write_world(folder, **sections))
+    cluster, console = HandCluster(work, services), RememberingConsole()
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
+    lost: list[Any] = []
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", lambda _, context: lost.append(context))
+    summary = train(inputs, console)
+    gc.collect(1)
+    assert not lost, lost
+    assert cluster.closed
+    assert console.closed
+    assert read_summary(folder / "runs" / summary.run / "summary.json") == summary
+    return summary, console
+
+
+def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypatch):
+    summary, console = play(tmp_path, monkeypatch, {"trainer": ends_well, "rollout-0": until_the_end}, {"publisher": forever})
+    assert (summary.status, summary.reason) == ("done", None)
+    folder = tmp_path / "runs" / summary.run
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "summary.json", "trace.json", "samples", "checkpoints"}
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
+    assert any(str(folder / "trace.json") in note for note in console.notes)
+
+
+@pytest.mark.parametrize("where", ["work", "services"])
+def test_a_role_that_fails_ends_the_run_with_its_own_words(tmp_path, monkeypatch, where):
+    async def fails(control: Control) -> None:
+        raise LookupError("the engine lost its device")
+
+    roles = {"work": {"rollout-0": until_the_end}, "services": {"publisher": forever}}
+    roles[where]["broken"] = fails
+    summary, _ = play(tmp_path, monkeypatch, roles["work"], roles["services"])
+    assert (summary.status, summary.reason) == ("failed", "LookupError: the engine lost its device")
+
+
+def test_what_the_coordinator_calls_a_failure_is_the_reason_even_if_roles_then_break(tmp_path, monkeypatch):
+    async def stumbles(control: Control) -> None:
+        await until_the_end(control)
+        raise RuntimeError("secondary")
+
+    async def fails(control: Control) -> None:
+        control.end("failed", "rollout-0 holds other weights")
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": stumbles, "rollout-0": fails})
+    assert (summary.status, summary.reason) == ("failed", "rollout-0 holds other weights")
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
+    async def saves(control: Control) -> None:
+        control.end("done")
+        for _ in range(50):  # the driver has seen the end by now
+            await asyncio.sleep(0)
+        raise OSError("no space left on device")
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": saves})
+    assert (summary.status, summary.reason) == ("failed", "OSError: no space left on device")
+
+
+def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "_CLOSING_S", 0.01)
+    cancelled: list[str] = []
+
+    async def hangs(control: Control) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append("trainer")
+            raise
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well})
+    assert summary.status == "failed"
+    assert summary.reason == "the roles were not done 0.01 s after the run had ended"
+    assert cancelled == ["trainer"]
+
+
+def test_ctrl_c_stops_the_run_in_order(tmp_path, monkeypatch):
+    saved: list[str] = []
+
+    async def trains(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await until_the_end(control)
+        saved.append("checkpoint")
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": trains}, {"publisher": forever})
+    assert (summary.status, summary.reason) == ("interrupted", "interrupted by a signal")
+    assert saved == ["checkpoint"]
+
+
+def test_ctrl_c_without_a_checkpoint_to_show_for_it_is_a_failure(tmp_path, monkeypatch):
+    async def trains(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await until_the_end(control)
+        raise OSError("no space left on device")
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": trains})
+    assert (summary.status, summary.reason) == ("failed", "OSError: no space left on device")
+
+
+def test_ctrl_c_while_models_load_ends_the_run_without_a_traceback(tmp_path, monkeypatch):
+    inputs = preflight(write_world(tmp_path))
+
+    class Loading(HandCluster):
+        async def start(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    cluster, console = Loading({}), RememberingConsole()
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
+    summary = train(inputs, console)
+    assert (summary.status, summary.reason) == ("interrupted", "SIGINT before the first update")
+    assert cluster.closed
+
+
+def test_a_cluster_that_does_not_start_is_a_failure_with_its_reason(tmp_path, monkeypatch):
+    class Broken(HandCluster):
+        async def start(self) -> None:
+            raise RuntimeError("placement: the run needs 8 GPUs")
+
+    cluster = Broken({})
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
+    summary = train(preflight(write_world(tmp_path)), RememberingConsole())
+    assert (summary.status, summary.reason) == ("failed", "RuntimeError: placement: the run needs 8 GPUs")
+    assert cluster.closed
+
+
+def test_an_unusable_mlflow_is_a_wrong_configuration_and_the_cluster_is_closed(tmp_path, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise MlflowUnusableError("tracking.mlflow: cannot use http://nowhere")
+
+    cluster = HandCluster({"trainer": ends_well})
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
+    monkeypatch.setattr(runtime, "_open_mlflow", refuse)
+    with pytest.raises(MlflowUnusableError, match="cannot use http://nowhere"):
+        train(preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}})), RememberingConsole())
+    assert cluster.closed
+
+
+def test_a_run_that_did_not_start_is_still_recorded_in_mlflow(tmp_path, monkeypatch):
+    finished: list[str] = []
+
+    class Sink:
+        ui_command = "mlflow ui"
+
+        def log_artifact(self, path: Path) -> None:
+            """Not looked at."""
+
+        def finish(self, status: str) -> None:
+            finished.append(status)
+
+    class Broken(HandCluster):
+        async def start(self) -> None:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Broken({}))
+    monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: Sink())
+    train(preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}})), RememberingConsole())
+    assert finished == ["failed"]
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
+    inputs = preflight(write_world(tmp_path))
+    (tmp_path / "runs").write_text("a file in the way")
+    with pytest.raises(RunDirectoryError, match=r"run\.dir"):
+        train(inputs, RememberingConsole())

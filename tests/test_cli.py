@@ -1,0 +1,214 @@
+"""The command line: what it teaches, what it refuses, and which exit code says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+import omni_async
+from omni_async import cli
+from omni_async.config import load
+from omni_async.runtime import train as runtime
+from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from tests.runtime.runtime_world import write_world
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    write_world(tmp_path)
+    return str(tmp_path / "recipe.yaml")
+
+
+def ends(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
+    """Training ends so, without training."""
+
+    def train(inputs: Any) -> Any:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(runtime, "train", train)
+
+
+# ---- what it teaches --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "check", "list", "docs"])
+def test_the_help_of_every_command_shows_it_being_used(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    examples = [line for line in shown.splitlines() if line.startswith(f"  omni-async {command}")]
+    assert examples
+    for option in ("recipe", "overrides") if command in ("train", "check") else ():
+        assert option in shown or "key.path=value" in shown
+
+
+def test_the_examples_of_the_help_are_accepted_by_the_parser():
+    parser = cli._parser()
+    [commands] = [action for action in parser._actions if hasattr(action, "choices") and action.choices]
+    for sub in commands.choices.values():
+        for line in sub.description.splitlines():
+            if line.startswith("  omni-async "):
+                parser.parse_args(line.split("#")[0].split()[1:])
+
+
+def test_the_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("train", "check", "list", "docs"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"omni-async {omni_async.__version__}\n"
+
+
+def test_list_names_what_a_recipe_may_say(capsys):
+    assert cli.main(["list"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line[:16].strip(): line[16:] for line in shown.splitlines()}
+    assert lines == {
+        "model families": "qwen_image",
+        "engines": "vllm_omni, diffusers, emulated",
+        "algorithms": "flow_grpo",
+        "transitions": "flow, cps, dance",
+        "scorers": "jpeg_size, ocr",
+    }
+
+
+# ---- check ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path, capsys):
+    assert cli.main(["check", recipe, "staleness.max_updates=3"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "resolved.yaml").write_text(shown)
+    assert load(tmp_path / "elsewhere" / "resolved.yaml") == load(recipe, ["staleness.max_updates=3"])
+    assert yaml.safe_load(shown)["trainer"]["optimizer"]["name"] == "adamw"  # every default is there
+
+
+def test_the_recipes_we_ship_are_valid():
+    recipes = list((ROOT / "recipes").rglob("*.yaml"))
+    assert recipes
+    for path in recipes:
+        load(path)
+
+
+# ---- refusals and exit codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.updates=0", "trainer.updates: expected"),
+        ("trainer.updtes=5", "trainer.updtes: unknown key; did you mean 'updates'?"),
+        ("nonsense", "expected key.path=value"),
+        ("model.path=/nowhere", "model.path: /nowhere is not a checkpoint folder"),
+        ("data.prompts=/nowhere.txt", "data.prompts: no such file: /nowhere.txt"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(recipe, capsys, command, override, message):
+    assert cli.main([command, recipe, override]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("omni-async: ")
+    assert message in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_a_recipe_that_is_not_there_is_exit_code_2(capsys):
+    assert cli.main(["train", "nowhere.yaml"]) == 2
+    assert capsys.readouterr().err == "omni-async: nowhere.yaml: no such file\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["docs", "--nowhere"]])
+def test_wrong_usage_is_exit_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2
+    assert "usage: omni-async" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1), ("interrupted", 130)])
+def test_how_a_run_ended_is_the_exit_code(recipe, monkeypatch, capsys, status, code):
+    ends(monkeypatch, SimpleNamespace(status=status, reason="EngineError: gone"))
+    assert cli.main(["train", recipe]) == code
+    told = capsys.readouterr().err
+    assert told == ("omni-async: the run failed: EngineError: gone\n" if status == "failed" else "")
+
+
+def test_an_unusable_mlflow_is_exit_code_2(recipe, monkeypatch, capsys):
+    ends(monkeypatch, MlflowUnusableError("tracking.mlflow: cannot use http://nowhere"))
+    assert cli.main(["train", recipe]) == 2
+    assert capsys.readouterr().err == "omni-async: tracking.mlflow: cannot use http://nowhere\n"
+
+
+def test_a_run_folder_that_cannot_be_made_is_exit_code_2(recipe, tmp_path, capsys):
+    (tmp_path / "runs").write_text("a file in the way")
+    assert cli.main(["train", recipe]) == 2
+    assert capsys.readouterr().err.startswith("omni-async: run.dir: cannot make a run folder")
+
+
+def test_ctrl_c_at_any_time_is_exit_code_130(recipe, monkeypatch):
+    ends(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["train", recipe]) == 130
+
+
+def test_a_reader_that_goes_away_is_no_error(recipe):
+    program = f"from omni_async.cli import main; import sys; sys.exit(main(['check', {recipe!r}]))"
+    shell = f'{sys.executable} -c "{program}" | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+# ---- docs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_reference_is_what_the_schema_says(tmp_path, capsys):
+    written = tmp_path / "new folder" / "configuration.md"
+    assert cli.main(["docs", "--out", str(written)]) == 0
+    assert capsys.readouterr().out == f"wrote {written}\n"
+    committed = ROOT / "docs" / "configuration.md"
+    assert written.read_text() == committed.read_text(), "the schema changed: run `omni-async docs` and commit the page"
+
+
+def test_a_reference_that_cannot_be_written_is_exit_code_2(tmp_path, capsys):
+    assert cli.main(["docs", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"omni-async: --out: cannot write {tmp_path}: ")
+    assert told.count("\n") == 1
+
+
+# ---- what it costs to start -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported_before_a_command_needs_it(recipe):
+    program = (
+        "import sys\n"
+        "from omni_async import cli\n"
+        "heavy = ('torch', 'ray', 'mlflow', 'diffusers', 'transformers', 'tensordict')\n"
+        "loaded = lambda: [name for name in heavy if name in sys.modules]\n"
+        "print(loaded())\n"
+        f"cli.main(['check', {recipe!r}])\n"
+        "cli.main(['list'])\n"
+        "print(loaded())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    lines = done.stdout.splitlines()
+    assert lines[0] == lines[-1] == "[]"
