@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -51,9 +52,7 @@ _SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 # Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
-_QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SAMPLE_CORPUS = ("the digit 7", "a photo of a red circle on a white background")
 
 
@@ -115,29 +114,29 @@ def build_text_encoder(
     def token_id(token: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(token))  # type: ignore[arg-type]  # one token, one id
 
-    text_config = dict(
-        hidden_size=hidden,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=2 * hidden,
-        vocab_size=vocab_size,
-        max_position_embeddings=4096,
-        initializer_range=init_std,
-        bos_token_id=token_id(_PADDING_TOKEN),
-        eos_token_id=token_id("<|im_end|>"),
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
-    )
-    vision_config = dict(
-        depth=1,
-        hidden_size=32,
-        num_heads=2,
-        out_hidden_size=hidden,
-        intermediate_size=32,
-        fullatt_block_indexes=[0],
-        window_size=112,
-        hidden_act="silu",
-    )
+    text_config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 2 * hidden,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 4096,
+        "initializer_range": init_std,
+        "bos_token_id": token_id(_PADDING_TOKEN),
+        "eos_token_id": token_id("<|im_end|>"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+    }
+    vision_config = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": hidden,
+        "intermediate_size": 32,
+        "fullatt_block_indexes": [0],
+        "window_size": 112,
+        "hidden_act": "silu",
+    }
     config = Qwen2_5_VLConfig(
         tie_word_embeddings=True,
         image_token_id=token_id("<|image_pad|>"),
@@ -234,7 +233,7 @@ def main() -> None:
     args = parser.parse_args()
     build(args.out, seed=args.seed)
     num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
-    print(f"{args.out}: {num_bytes / 1e6:.1f} MB")
+    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
 
 
 if __name__ == "__main__":

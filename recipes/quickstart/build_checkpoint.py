@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -25,16 +26,14 @@ HERE = Path(__file__).parent
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "checkpoint", help="folder of the checkpoint")
     parser.add_argument("--prompts", type=Path, default=HERE, help="folder of the two prompt files")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the images")
     parser.add_argument("--num-images", type=int, default=4000, help="rendered digits to train on")
     parser.add_argument("--vae-steps", type=int, default=1000, help="optimizer steps of the VAE")
     parser.add_argument("--vae-batch", type=int, default=16, help="images in a VAE step")
-    parser.add_argument("--dit-steps", type=int, default=1500, help="optimizer steps of the DiT")
+    parser.add_argument("--dit-steps", type=int, default=1300, help="optimizer steps of the DiT")
     parser.add_argument("--dit-batch", type=int, default=64, help="images in a DiT step")
     parser.add_argument("--scribbled", type=float, default=0.6, help="part of the DiT's last images that are scribbled over")
     parser.add_argument("--label-noise", type=float, default=0.1, help="part of the DiT's last labels that are random")
@@ -50,7 +49,8 @@ def main() -> None:
     started = time.monotonic()
 
     def log(message: str) -> None:
-        print(f"[{time.monotonic() - started:5.0f} s] {message}", flush=True)
+        sys.stdout.write(f"[{time.monotonic() - started:5.0f} s] {message}\n")
+        sys.stdout.flush()
 
     images, labels = render_dataset(args.num_images, args.seed + 1)
     rng = random.Random(args.seed + 2)
