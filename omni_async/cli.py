@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    sys.path.insert(0, str(Path.cwd()))  # so that a scorer of your own, `my_module:MyScorer`, is found where you work
     try:
         match options.command:
             case "train":

@@ -74,6 +74,10 @@ class Policy(Protocol):
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
 
+    def blank_conditioning(self, guided: bool) -> TensorDict:
+        """Conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with the unconditional branch if
+        `guided`. For engines that emulate a model they did not load."""
+
     def load_codec(self, dtype: torch.dtype) -> Codec:
         """Text encoder and VAE: needed where samples are made, never by the trainer."""
 

@@ -29,8 +29,6 @@ from omni_async.weights.buckets import WeightError
 if TYPE_CHECKING:
     import numpy as np
 
-_TEXT_TOKENS, _TEXT_WIDTH = 4, 8
-
 
 def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
     """uint8 (3, height, width) of one colour, which depends on the seed alone."""
@@ -39,7 +37,8 @@ def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
 
 
 class EmulatedEngine:
-    """See `RolloutEngine`. `latent_shape(height, width)` and `sigmas(steps, height, width)` may be a policy's methods."""
+    """See `RolloutEngine`. `latent_shape(height, width)`, `sigmas(steps, height, width)` and `blank_conditioning(guided)` are a policy's
+    methods, or stand in for them: what is returned then fits a real trainer of that policy."""
 
     def __init__(
         self,
@@ -48,12 +47,14 @@ class EmulatedEngine:
         *,
         max_batch: int,
         latent_shape: Callable[[int, int], tuple[int, ...]],
+        blank_conditioning: Callable[[bool], TensorDict] = lambda guided: TensorDict({}, batch_size=[]),
         sigmas: Callable[[int, int, int], torch.Tensor] = lambda steps, height, width: linear(steps),
     ) -> None:
         self.name = name
         self._times = times
         self._max_batch = max_batch
         self._latent_shape = latent_shape
+        self._blank_conditioning = blank_conditioning
         self._sigmas = sigmas
         self._version, self._digest = 0, ""
         self._staged: Staged | None = None
@@ -131,7 +132,7 @@ class EmulatedEngine:
         for sample, result in [pair for pair in self._running if pair[0].done]:
             await asyncio.sleep(self._times.decode_s)
             if not result.done():
-                result.set_result(_trajectory(sample))
+                result.set_result(_trajectory(sample, self._blank_conditioning(sample.request.true_cfg_scale > 1)))
 
     def _step(self) -> None:
         """One step of everything running; samples of different shapes take theirs one shape after the other."""
@@ -142,8 +143,7 @@ class EmulatedEngine:
             take_steps(samples, torch.zeros(len(samples), *shape), self._version)
 
 
-def _trajectory(sample: InFlight) -> Trajectory:
+def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     request = sample.request
-    conditioning = {"prompt_embeds": torch.zeros(_TEXT_TOKENS, _TEXT_WIDTH), "prompt_mask": torch.ones(_TEXT_TOKENS, dtype=torch.bool)}
-    tensors = sample.tensors(TensorDict(conditioning, batch_size=[]))
+    tensors = sample.tensors(conditioning)
     return Trajectory(TensorDict(tensors, batch_size=[]), flat_image(request.seed, request.height, request.width), tuple(sample.versions))

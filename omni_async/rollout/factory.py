@@ -24,7 +24,12 @@ def build_engine(config: Config, engine_name: str, family: PipelineFamily) -> Ro
 
             policy = family.load_policy(config.model.path)
             return EmulatedEngine(
-                engine_name, rollout.emulated, max_batch=rollout.max_batch, latent_shape=policy.latent_shape, sigmas=policy.sigmas
+                engine_name,
+                rollout.emulated,
+                max_batch=rollout.max_batch,
+                latent_shape=policy.latent_shape,
+                blank_conditioning=policy.blank_conditioning,
+                sigmas=policy.sigmas,
             )
         case "diffusers":
             from omni_async.rollout.diffusers_engine import DiffusersEngine

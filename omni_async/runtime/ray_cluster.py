@@ -60,7 +60,6 @@ class RayCluster:
         await self._reserve(bundles)
         config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
         self._spawn("coordinator", _CONTROL, partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
-        await self._proxy("coordinator").phase("loading engines, scorers and the trainer")
         producers = {name: self._spawn_producer(name) for name in self._names("rollout", config.rollout.workers)}
         rewarders = [self._spawn_rewarder(name) for name in self._names("reward", config.reward.workers)]
         others = [

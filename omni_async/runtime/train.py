@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 # How long roles get to finish in order (a checkpoint, last spans) once the run has ended, and how long their last spans are waited for.
 _CLOSING_S = 60.0
 _LAST_EVENTS_S = 1.0
+_LOADING = {
+    "ray": "starting Ray; loading engines, scorers and the trainer (up to a minute)",
+    "inprocess": "loading engines, scorers and the trainer",
+}
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 
 
@@ -90,7 +94,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
         try:
             if config.tracking.mlflow.enabled:
                 opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run))
-            console.phase("starting Ray" if config.run.runtime == "ray" else "loading the model")
+            console.phase(_LOADING[config.run.runtime])
             cluster = await asyncio.to_thread(build_cluster, inputs, run)
             await _unless(interrupted, cluster.start())
             mlflow = await opening if opening else None
@@ -98,7 +102,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
             observer = Observer(config, run, console, mlflow, clock)
             await _run(cluster, observer, interrupted, ending)
         except Interrupted:
-            ending.because("interrupted", "SIGINT before the first update")
+            ending.because("interrupted", "before the first update")
         except Exception as error:
             ending.because("failed", _describe(error), error)
             logger.debug("the run failed", exc_info=error)
@@ -113,7 +117,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
     observer = observer or Observer(config, run, console, mlflow, clock)
     summary = observer.summary(ending.status, ending.reason, memory.stop(), finished)
     _write(run, observer, summary, mlflow)
-    _farewell(console, run, summary, mlflow)
+    console.close(_farewell(run, summary, mlflow))
     return summary
 
 
@@ -201,7 +205,7 @@ async def _unless(interrupted: asyncio.Event, work: Any) -> None:
 
 async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
     await interrupted.wait()
-    await coordinator.stop("interrupted by a signal")
+    await coordinator.stop("by a signal")
     await asyncio.Event().wait()  # a service: it ends by being cancelled
 
 
@@ -237,14 +241,16 @@ def _write(run: RunDirectory, observer: Observer, summary: Summary, mlflow: Mlfl
         mlflow.finish(summary.status)
 
 
-def _farewell(console: Console, run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) -> None:
-    """Where everything is, for a person who has just watched it happen."""
+def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
+    """How it ended and where everything is, for a person who has just watched it happen."""
+    reason = f" {summary.reason}" if summary.reason else ""
+    lines = [f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s after loading"]
     curve = [point.parts.get("ocr_exact", point.value) for point in summary.validation]
     if curve:
-        console.note(f"validation: {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
-    console.note(f"{summary.status}{': ' + summary.reason if summary.reason else ''}: {summary.updates} updates in {summary.wall_s:.0f} s")
-    console.note(f"images: {run.samples}")
-    console.note(f"metrics: {run.metrics}; summary: {run.summary}; ledger: {run.ledger}")
-    console.note(f"timeline: {run.trace} (open it at https://ui.perfetto.dev)")
+        lines.append(f"validation {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
+    places = {"images": run.samples, "metrics": run.metrics, "ledger": run.ledger, "summary": run.summary, "timeline": run.trace}
+    lines += [f"  {name:<9} {path}" for name, path in places.items()]
+    lines.append("            (open the timeline at https://ui.perfetto.dev)")
     if mlflow:
-        console.note(f"MLflow: {mlflow.ui_command}")
+        lines.append(f"  MLflow    {mlflow.ui_command}")
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TextIO, TypedDict
 
 
@@ -32,8 +33,8 @@ class Console(Protocol):
     def note(self, text: str) -> None:
         """Something worth a line of its own."""
 
-    def close(self) -> None:
-        """Nothing more is shown; calling it again changes nothing."""
+    def close(self, last_words: Sequence[str] = ()) -> None:
+        """End the display and leave these lines below it, unwrapped. Nothing more is shown; calling it again changes nothing."""
 
 
 def for_stream(stream: TextIO, total_updates: int) -> Console:
@@ -82,14 +83,19 @@ class LineConsole:
     def note(self, text: str) -> None:
         self._line(text)
 
-    def close(self) -> None:
+    def close(self, last_words: Sequence[str] = ()) -> None:
+        for line in last_words:
+            self._write(line)
         self._closed = True
 
     def _line(self, text: str) -> None:
+        self._write(" ".join(text.split()))
+
+    def _write(self, line: str) -> None:
         if self._closed:
             return
         try:
-            self._stream.write(" ".join(text.split()) + "\n")
+            self._stream.write(line + "\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):  # ValueError: the stream is closed
             self._closed = True

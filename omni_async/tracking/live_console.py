@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -50,8 +51,10 @@ class LiveConsole:
     def note(self, text: str) -> None:
         self._rich.print(Text(text))
 
-    def close(self) -> None:
+    def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()
+        for line in last_words:
+            self._rich.print(Text(line), soft_wrap=True)  # a path that is wrapped cannot be copied
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

@@ -180,7 +180,7 @@ class TrainEngine:
 
     def _transition(self, rows: Rows, velocity: Tensor) -> Transition:
         sde = self.config.rollout.sde
-        noise_level = torch.full_like(rows.sigma, sde.noise_level)
+        noise_level = torch.full_like(rows.sigma, sde.noise_level, dtype=torch.float64)  # unrounded, as the engines have it
         return transition(sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level)
 
     def _row_losses(self, rows: Rows, counts: bool) -> Tensor:

@@ -51,7 +51,9 @@ class QwenImagePolicy:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.in_channels = int(_read_config(path, "transformer")["in_channels"])
+        transformer = _read_config(path, "transformer")
+        self.in_channels = int(transformer["in_channels"])
+        self.text_width = int(transformer["joint_attention_dim"])
         self.pixels_per_token = PATCH * 2 ** len(_read_config(path, "vae")["temperal_downsample"])
         self.scheduler_config = _read_config(path, "scheduler", "scheduler_config.json")
 
@@ -107,6 +109,12 @@ class QwenImagePolicy:
         """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary position."""
         stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in rows[0].keys()}  # noqa: SIM118
         return TensorDict(stacked, batch_size=[len(rows)])
+
+    def blank_conditioning(self, guided: bool) -> TensorDict:
+        embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
+        branches = ("prompt", "negative_prompt") if guided else ("prompt",)
+        fields = {f"{branch}_{part}": tensor.clone() for branch in branches for part, tensor in (("embeds", embeds), ("mask", mask))}
+        return TensorDict(fields, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         from diffusers import AutoencoderKLQwenImage

@@ -85,7 +85,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
             for first in range(0, len(rows), t.micro_batch_size):
                 owner, advantage, at, before, after, old = zip(*rows[first : first + t.micro_batch_size], strict=True)
                 sigma, sigma_next = sigmas[list(at)], sigmas[[i + 1 for i in at]]
-                x, level = torch.stack(before), noise_level.float().expand(len(at))  # the trainer rounds it, engines do not
+                x, level = torch.stack(before), noise_level.expand(len(at))
                 v = velocity(x, sigma, [text[g] for g in owner])
                 step = transition(r.sde.kind, x, v, sigma, sigma_next, sigmas[1].expand(len(at)), level)
                 logp = log_prob(r.sde.kind, torch.stack(after), step.mean, step.scale)

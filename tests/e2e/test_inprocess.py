@@ -24,9 +24,7 @@ def _done(finished: Run, updates: int) -> Run:
 
 @pytest.mark.parametrize("engine", ["diffusers", "emulated"])
 @pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The width of the checkpoint's text encoder: the emulated engine knows none of the model's but its latents.
-    monkeypatch.setattr("omni_async.rollout.emulated._TEXT_WIDTH", 64)
+def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str) -> None:
     emulated = _EMULATED if engine == "emulated" else ()
     overrides = ("staleness.max_updates=2", "trainer.updates=5", "rollout.max_inflight=6", "rollout.max_batch=3", f"weights.swap={swap}")
     finished = _done(run(recipe, *emulated, *overrides), 5)
@@ -37,8 +35,7 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
     assert swap == "step" or not mixed, "only a swap between two steps may fall inside a sample"
 
 
-def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omni_async.rollout.emulated._TEXT_WIDTH", 64)
+def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) -> None:
     # Slow enough that the engine is busy whenever a version arrives, and hardly ever just between two samples.
     slow = ("rollout.emulated.step_s=0.02", "rollout.num_inference_steps=12", "rollout.sde.window={size: 4, range: [0, 11]}")
     finished = _done(run(recipe, *_EMULATED, *slow, "staleness.max_updates=2", "trainer.updates=5", "rollout.max_batch=3"), 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class RememberingConsole:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def close(self) -> None:
+    def close(self, last_words: Sequence[str] = ()) -> None:
+        self.notes.extend(last_words)
         self.closed = True
 
 
