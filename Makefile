@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) with $$($(PYTHON) --version) (about 5.5 GB, some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e ".[$(EXTRA),dev]"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 -e ".[$(EXTRA),dev]"
 	@touch $@
 
 quickstart: install

@@ -16,8 +16,8 @@ _BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
 
 
 def caption(prompt: Prompt, score: Score) -> str:
-    """`reward 0.81`, then what was read (if the scorer reads), then the prompt."""
-    read = "" if score.text is None else f"  read {score.text!r}"
+    """`reward 0.81`, then what was read (if the scorer reads; escaped, since the font knows few scripts), then the prompt."""
+    read = "" if score.text is None else f"  read {score.text!a}"
     return f"reward {score.value:.2f}{read}\n{prompt.text}"
 
 

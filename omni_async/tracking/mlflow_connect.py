@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import sys
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -59,8 +60,16 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str) -> Connection:
         ) from None  # the original may quote credentials
     server = uri.startswith(("http://", "https://"))
     run_url = f"{shown.rstrip('/') if server else _LOCAL_UI}/#/experiments/{experiment}/runs/{run_id}"
-    ui_command = run_url if server else f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
+    ui_command = run_url if server else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(shown)}"
     return Connection(client, run_id, ui_command, run_url)
+
+
+def _mlflow_command() -> str:
+    """The command of this environment, which need not be activated, as short as it can be typed from here."""
+    command = Path(sys.executable).with_name("mlflow")
+    if not command.exists():
+        return "mlflow"
+    return shlex.quote(os.path.relpath(command) if command.is_relative_to(Path.cwd()) else str(command))
 
 
 def _probe(uri: str) -> None:
