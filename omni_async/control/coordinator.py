@@ -48,8 +48,9 @@ from omni_async.types import (
     WeightReport,
 )
 
-# A run whose groups are all rejected would spin forever; after this many slots' worth in a row it ends and says why.
+# A run whose groups are all rejected would spin forever; after this many slots' worth in a row, and no fewer groups than this, it ends.
 _REJECTED_ROUNDS = 4
+_REJECTED_GROUPS = 32
 
 
 class Coordinator:
@@ -407,7 +408,7 @@ class Coordinator:
         if self._closed:
             return
         self._rejected_in_a_row += 1
-        if self._rejected_in_a_row >= _REJECTED_ROUNDS * self._slots.capacity:
+        if self._rejected_in_a_row >= max(_REJECTED_GROUPS, _REJECTED_ROUNDS * self._slots.capacity):
             self._fail(f"{self._rejected_in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
         self._admit()
         self._ready.ring()
