@@ -13,9 +13,7 @@ its state changes only between awaits.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ from omni_async.control.admission import Slots
 from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.groups import GroupProgress, SampleProgress
+from omni_async.control.leasing import WorkQueue
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
@@ -91,9 +90,7 @@ class Coordinator:
         self._groups: dict[int, GroupProgress] = {}
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
         self._rounds: dict[int, ValidationRound] = {}
-        self._queue: list[tuple[int, int, SampleRequest]] = []  # heap: oldest group first, so a retried sample goes first
-        self._validation_queue: deque[SampleRequest] = deque()
-        self._leases: dict[str, tuple[str, SampleRequest]] = {}
+        self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
         self._images = 0
         self._work = Bell()
         self._generated = Bell()
@@ -112,24 +109,16 @@ class Coordinator:
         return []
 
     def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        free = min(free, self._trajectories.free)
         engines = len(self.versions.engines())
         capacity = min(capacity, math.ceil(self._trajectories.capacity / engines))
-        share = self._config.validation.share if self._config.validation else 1.0
-        validating = sum(1 for owner, request in self._leases.values() if owner == engine and request.kind == "validation")
-        allowed = math.ceil(share * capacity) - validating if self._queue else free
-        chosen = [self._validation_queue.popleft() for _ in range(min(free, allowed, len(self._validation_queue)))]
-        # Several engines share a short queue evenly; a long one is first come, first served.
-        fair = math.ceil(len(self._queue) / engines)
-        chosen += [heapq.heappop(self._queue)[2] for _ in range(min(free - len(chosen), fair))]
-        for request in chosen:
+        leased = self._queue.lease(engine, min(free, self._trajectories.free), capacity, engines)
+        for request in leased:
             self._trajectories.reserve(request.sample_id)
-            self._leases[request.sample_id] = (engine, request)
-        return chosen
+        return leased
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         for result in results:
-            request = self._end_lease(engine, result.sample_id)
+            request = self._queue.end_lease(engine, result.sample_id)
             if request is None:
                 continue
             progress = self._progress(request)
@@ -156,35 +145,21 @@ class Coordinator:
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
-        request = self._end_lease(engine, sample_id)
+        request = self._queue.end_lease(engine, sample_id)
         if request is None:
             return
         self._trajectories.release(sample_id)
         if self._progress(request) is not None:
             if request.attempt <= self._config.rollout.retries:
-                self._enqueue(_again(request))
+                again = msgspec.structs.replace(request, attempt=request.attempt + 1)
+                if home := self._groups.get(request.group) if request.kind == "train" else None:
+                    home.attempts = max(home.attempts, again.attempt)
+                self._queue.add(again)
             elif request.kind == "validation":
                 self._fail_validation(request, error)
             else:
                 self._end_group(self._groups[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
         self._work.ring()
-
-    def _end_lease(self, engine: str, sample_id: str) -> SampleRequest | None:
-        """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to (any more): the
-        sample's place, if it has one, belongs to somebody else."""
-        owner, request = self._leases.get(sample_id, (None, None))
-        if owner != engine:
-            return None
-        del self._leases[sample_id]
-        return request
-
-    def _enqueue(self, request: SampleRequest) -> None:
-        if request.kind == "validation":
-            self._validation_queue.append(request)
-        else:
-            group = self._groups[request.group]
-            group.attempts = max(group.attempts, request.attempt)
-            heapq.heappush(self._queue, (request.group, request.sample, request))
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
         """The live sample behind a request; None if its group or round is over or the sample has a result already."""
@@ -207,36 +182,40 @@ class Coordinator:
         for result in results:
             if not self._trajectories.being_scored(result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            if kinds[result.sample_id] == "validation":
-                self._validation_scored(result)
+            home = (self._rounds if kinds[result.sample_id] == "validation" else self._groups).get(_group_of(result.sample_id))
+            progress = home.samples[result.sample_id] if home else None
+            if home is None or progress is None or progress.score is not None:
+                self._trajectories.release(result.sample_id)
+            elif result.score is not None:
+                progress.score = result.score
+                self._trajectories.release(result.sample_id)
+                self._scored(home)
             else:
-                self._training_scored(result)
+                self._score_failed(home, progress, result.error or "no score")
         self._generated.ring()
         self._work.ring()
 
-    def _training_scored(self, result: ScoreResult) -> None:
-        group = self._groups.get(_group_of(result.sample_id))
-        progress = group.samples[result.sample_id] if group else None
-        if group is None or progress is None or progress.score is not None:
-            self._trajectories.release(result.sample_id)
-            return
-        if result.score is None:
-            progress.score_attempts += 1
-            if progress.score_attempts <= self._config.reward.retries:
-                self._trajectories.retry(progress.job())
-                return
-            self._end_group(group, "rejected", f"reward failed {progress.score_attempts} times: {result.error}")
-            return
-        progress.score = result.score
-        self._trajectories.release(result.sample_id)
-        if not group.complete:
-            return
-        if self._config.algorithm.advantage.drop_zero_variance and not has_signal([s.value for s in group.scores]):
-            self._end_group(group, "rejected", "zero reward variance")
+    def _scored(self, home: GroupProgress | ValidationRound) -> None:
+        """One more sample of a group or a round has its score."""
+        if isinstance(home, ValidationRound):
+            self._end_round_if_complete(home)
+        elif home.complete:
+            if self._config.algorithm.advantage.drop_zero_variance and not has_signal([s.value for s in home.scores]):
+                self._end_group(home, "rejected", "zero reward variance")
+            else:
+                self._rejected_in_a_row = 0
+                self._replay.put(home.ready())
+                self._ready.ring()
+
+    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
+        """Score it again; after `reward.retries` the group is rejected, or the round goes on without the sample."""
+        progress.score_attempts += 1
+        if progress.score_attempts <= self._config.reward.retries:
+            self._trajectories.retry(progress.job())
+        elif isinstance(home, ValidationRound):
+            self._fail_validation(progress.request, error)
         else:
-            self._rejected_in_a_row = 0
-            self._replay.put(group.ready())
-            self._ready.ring()
+            self._end_group(home, "rejected", f"reward failed {progress.score_attempts} times: {error}")
 
     # ---- trainer ------------------------------------------------------------------------------------------------------------------
 
@@ -271,8 +250,7 @@ class Coordinator:
             progress, group = self._training.pop(group_id)
             trained.append(group)
             self._slots.trained(group_id, report.version)
-            staleness = report.version - 1 - group.oldest_version
-            self._record(progress, "trained", None, trained_version=report.version, staleness=staleness)
+            self._record(progress, "trained", trained_version=report.version)
         self.ledger.check(self._slots.live)
         tracking = self._config.tracking
         shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
@@ -323,7 +301,7 @@ class Coordinator:
             self.ledger.admit(group)
             self._groups[group] = GroupProgress(group, prompt, window, version, requests)
             for request in requests:
-                self._enqueue(request)
+                self._queue.add(request)
             self._work.ring()
 
     def _still_wanted(self) -> bool:
@@ -336,24 +314,8 @@ class Coordinator:
         if not requests:
             return
         self._rounds[version] = ValidationRound(version, requests)
-        self._validation_queue.extend(requests)
-
-    def _validation_scored(self, result: ScoreResult) -> None:
-        round_ = self._rounds.get(_group_of(result.sample_id))
-        progress = round_.samples[result.sample_id] if round_ else None
-        if round_ is None or progress is None or progress.score is not None:
-            self._trajectories.release(result.sample_id)
-            return
-        if result.score is None:
-            progress.score_attempts += 1
-            if progress.score_attempts <= self._config.reward.retries:
-                self._trajectories.retry(progress.job())
-            else:
-                self._fail_validation(progress.request, result.error or "no score")
-            return
-        progress.score = result.score
-        self._trajectories.release(result.sample_id)
-        self._end_round_if_complete(round_)
+        for request in requests:
+            self._queue.add(request)
 
     def _fail_validation(self, request: SampleRequest, error: str) -> None:
         self._trajectories.release(request.sample_id)
@@ -370,30 +332,8 @@ class Coordinator:
 
     # ---- ends ---------------------------------------------------------------------------------------------------------------------
 
-    def _record(
-        self,
-        progress: GroupProgress,
-        event: Terminal,
-        reason: str | None,
-        *,
-        trained_version: int | None = None,
-        staleness: int | None = None,
-    ) -> None:
-        self.ledger.end(
-            LedgerEntry(
-                run=self._run_id,
-                group=progress.group,
-                prompt=progress.prompt.index,
-                event=event,
-                reason=reason,
-                admitted_version=progress.admitted_version,
-                trained_version=trained_version,
-                staleness=staleness,
-                step_versions=progress.step_versions,
-                attempts=progress.attempts,
-                reward=progress.mean_reward,
-            )
-        )
+    def _record(self, progress: GroupProgress, event: Terminal, reason: str | None = None, trained_version: int | None = None) -> None:
+        self.ledger.end(progress.entry(self._run_id, event, reason, trained_version))
 
     def _end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
         """Reject or drop a live group; its slot admits a replacement at once."""
@@ -401,10 +341,9 @@ class Coordinator:
         del self._groups[group.group]
         self._slots.end(group.group)
         self._replay.end(group.group)
-        self._queue = [entry for entry in self._queue if entry[0] != group.group]
-        heapq.heapify(self._queue)
+        self._queue.forget(group.group)
         # Leased samples keep their place until the engine reports; everything else of the group is forgotten now.
-        self._trajectories.discard({sample_id for sample_id in group.samples if sample_id not in self._leases})
+        self._trajectories.discard({sample_id for sample_id in group.samples if not self._queue.leased(sample_id)})
         if self._closed:
             return
         self._rejected_in_a_row += 1
@@ -467,12 +406,12 @@ class Coordinator:
         return self._next_group
 
     def _buffer_statistics(self) -> dict[str, dict[str, int]]:
-        slots, trajectories, replay = self._slots.statistics(), self._trajectories.statistics(), self._replay.statistics()
-        return {
-            "slots": {"capacity": slots.capacity, "live": slots.live, "awaiting_publication": slots.awaiting_publication},
-            "trajectories": {"capacity": trajectories.capacity, "reserved": trajectories.reserved, "ready": trajectories.ready},
-            "replay": {"capacity": replay.capacity, "reserved": replay.reserved, "ready": replay.ready},
+        statistics = {
+            "slots": self._slots.statistics(),
+            "trajectories": self._trajectories.statistics(),
+            "replay": self._replay.statistics(),
         }
+        return {name: msgspec.structs.asdict(one) for name, one in statistics.items()}
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
@@ -488,7 +427,3 @@ class Coordinator:
 
 def _group_of(sample_id: str) -> int:
     return int(sample_id.split(".", 1)[0][1:])
-
-
-def _again(request: SampleRequest) -> SampleRequest:
-    return msgspec.structs.replace(request, attempt=request.attempt + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_async.types import Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow
+from omni_async.types import LedgerEntry, Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow, Terminal
 
 
 class SampleProgress:
@@ -49,6 +49,23 @@ class GroupProgress:
         """Oldest and newest version of any trained step so far."""
         versions = [v for s in self.samples.values() if s.result is not None for v in s.result.step_versions]
         return (min(versions), max(versions)) if versions else None
+
+    def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
+        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step."""
+        versions = self.step_versions
+        return LedgerEntry(
+            run=run,
+            group=self.group,
+            prompt=self.prompt.index,
+            event=event,
+            reason=reason,
+            admitted_version=self.admitted_version,
+            trained_version=trained_version,
+            staleness=trained_version - 1 - versions[0] if trained_version is not None and versions else None,
+            step_versions=versions,
+            attempts=self.attempts,
+            reward=self.mean_reward,
+        )
 
     def ready(self) -> ReadyGroup:
         samples = []
