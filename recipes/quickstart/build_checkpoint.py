@@ -20,7 +20,7 @@ import torch
 from recipes.quickstart.dit_training import pretrain_dit
 from recipes.quickstart.glyphs import render_dataset, scribble_over
 from recipes.quickstart.prompts import TRAIN_TEMPLATES, VALIDATION_TEMPLATES, all_prompts, write_jsonl
-from recipes.quickstart.vae_training import encode_normalised, train_vae
+from recipes.quickstart.vae_training import NUM_HELD_OUT, encode_normalised, train_vae
 
 HERE = Path(__file__).parent
 
@@ -38,7 +38,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scribbled", type=float, default=0.6, help="part of the DiT's last images that are scribbled over")
     parser.add_argument("--label-noise", type=float, default=0.1, help="part of the DiT's last labels that are random")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; another number changes the last bits")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.num_images <= NUM_HELD_OUT:
+        parser.error(f"--num-images: {NUM_HELD_OUT} are held out to measure the VAE, so more are needed; got {args.num_images}")
+    return args
 
 
 def main() -> None:
@@ -52,6 +55,9 @@ def main() -> None:
         sys.stdout.write(f"[{time.monotonic() - started:5.0f} s] {message}\n")
         sys.stdout.flush()
 
+    args.prompts.mkdir(parents=True, exist_ok=True)
+    write_jsonl(args.prompts / "prompts_train.jsonl", TRAIN_TEMPLATES)
+    write_jsonl(args.prompts / "prompts_validation.jsonl", VALIDATION_TEMPLATES)
     images, labels = render_dataset(args.num_images, args.seed + 1)
     rng = random.Random(args.seed + 2)
     spoiled = np.stack([scribble_over(image, rng) for image in images])
@@ -71,8 +77,6 @@ def main() -> None:
         log=log,
     )
     pipeline.save_pretrained(args.out)
-    write_jsonl(args.prompts / "prompts_train.jsonl", TRAIN_TEMPLATES)
-    write_jsonl(args.prompts / "prompts_validation.jsonl", VALIDATION_TEMPLATES)
     log(f"wrote {args.out}")
 
 

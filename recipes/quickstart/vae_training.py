@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from numpy.typing import NDArray
 
+NUM_HELD_OUT = 64
 _KL_WEIGHT = 1e-3
 _LEARNING_RATE = 3e-3
 _WARMUP_STEPS = 50
@@ -26,8 +27,8 @@ def to_video(images: NDArray) -> torch.Tensor:
 
 
 def train_vae(vae: AutoencoderKLQwenImage, images: NDArray, *, num_steps: int, batch_size: int, log: Callable[[str], None]) -> float:
-    """Trains ``vae`` in place on grey images (N, H, W) uint8, the last 64 of which are held out. Returns their PSNR in dB."""
-    train, held_out = to_video(images[:-64]), to_video(images[-64:])
+    """Trains ``vae`` in place on grey images (N, H, W) uint8, the last ``NUM_HELD_OUT`` of which are held out. Returns their PSNR in dB."""
+    train, held_out = to_video(images[:-NUM_HELD_OUT]), to_video(images[-NUM_HELD_OUT:])
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, num_steps))
     generator = torch.Generator().manual_seed(0)

@@ -99,7 +99,9 @@ def test_all_groups_rejected_ends_the_run_and_says_why() -> None:
 
 def test_rejections_count_in_a_row_only_while_no_group_turns_out_well() -> None:
     """32 in a row would end the run; 57 are rejected in all, 19 between each two good ones."""
-    run = play(make_config(S=0, P=2, updates=2), reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 20 == 0 else 0.0)
+    run = play(
+        make_config(S=0, P=2, updates=2), reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 20 == 0 else 0.0
+    )
     assert run.outcome == ("done", None)
     assert [e.group for e in trained(run.entries)] == [0, 20, 40, 60]
 
