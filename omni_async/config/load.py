@@ -50,6 +50,13 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would read as something else."""
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # YAML's rarer line breaks are folded away in every style but the double-quoted one, which escapes them.
+    style = '"' if set(text) & set("\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
@@ -198,4 +205,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def resolved_yaml(config: Config) -> str:
     """The configuration with every default filled in, as YAML that `load` reads back."""
-    return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return to_yaml(msgspec.to_builtins(config))
+
+
+def to_yaml(tree: Any) -> str:
+    """Plain data as YAML that `load` reads back as the same data."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

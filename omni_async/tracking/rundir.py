@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
+from omni_async.config.load import to_yaml
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
 from omni_async.tracking.files import write_atomic
@@ -40,7 +40,7 @@ class RunDirectory:
             run = cls(_make_new(parent, stem))
             for folder in (run.samples, run.checkpoints):
                 folder.mkdir()
-            content = yaml.safe_dump(redact(msgspec.to_builtins(config)), sort_keys=False, allow_unicode=True)
+            content = to_yaml(redact(msgspec.to_builtins(config)))
             write_atomic(run.config_yaml, content.encode())
         except OSError as error:
             reason = error.strerror or str(error)

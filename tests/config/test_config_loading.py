@@ -105,7 +105,8 @@ def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    text=st.text(max_size=12) | st.sampled_from(["1e5", "1_0e3", "-1E-3", ".5", "0x1", "1:30", "yes", "~", "<<", "=", "!x", "&a", "*a"]),
+    text=st.text(max_size=12)
+    | st.sampled_from(["1e5", "1_0e3", "-1E-3", ".5", "0x1", "1:30", "yes", "~", "<<", "=", "!x", "&a", "*a", "\x85", "a\u2028b"]),
     number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63) + 1, 2**63 - 1),
 )
 def test_any_text_and_any_number_survive_resolving(text: str, number: float) -> None:
