@@ -126,14 +126,19 @@ def _docs(out: Path) -> int:
 def _list() -> int:
     from importlib.metadata import entry_points
 
+    from omni_async.algorithms.registry import objectives
     from omni_async.config.describe import describe, fields_of
-    from omni_async.config.schema import Algorithm, Rollout, Sde
+    from omni_async.config.schema import Rollout, Sde
     from omni_async.rewards.registry import names
 
     _say("model families  " + ", ".join(sorted(point.name for point in entry_points(group="omni_async.pipelines"))))
-    for label, section, field in (("engines", Rollout, "engine"), ("algorithms", Algorithm, "name"), ("transitions", Sde, "kind")):
+    for label, section, field in (("engines", Rollout, "engine"), ("transitions", Sde, "kind")):
         _say(f"{label:<16}" + describe(fields_of(section)[field]).removeprefix("one of ").replace("'", ""))
-    return _say("scorers         " + ", ".join(names()))
+    _say("scorers         " + ", ".join(names()))
+    _say("algorithms")
+    for name, objective in sorted(objectives().items()):
+        _say(f"  {name:<14}{objective.summary}")
+    return 0
 
 
 def _say(text: str) -> int:

@@ -68,8 +68,10 @@ class Policy(Protocol):
         height: int,
         width: int,
         true_cfg_scale: float,
+        unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32 (B,)."""
+        """v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32 (B,). Without
+        `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
@@ -90,3 +92,8 @@ class Codec(Protocol):
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Final latents (B, T, C) to uint8 images (B, 3, height, width)."""
+
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The inverse of `decode`, as far as the VAE has one: uint8 images (B, 3, height, width) to latents (B, T, C) float32 on the codec's
+        device, noise-free (the posterior's mode), so that an image always has the same latents. ValueError for another dtype or shape, or a
+        size the family's latents do not divide."""

@@ -62,7 +62,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True):
-    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step 0."""
+    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step 0. Of a training
+    sample without a window every step counts as trained, because its end is what is trained on."""
 
     sample_id: str
     engine: str
@@ -82,11 +83,15 @@ class ScoreJob(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions."""
+    """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
+
+    `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves it empty.
+    """
 
     value: float
     parts: dict[str, float] = {}
     text: str | None = None
+    values: tuple[float, ...] = ()
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
@@ -110,7 +115,7 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
     group: int
     prompt: Prompt
-    window: SdeWindow
+    window: SdeWindow | None
     admitted_version: int
     samples: tuple[ReadySample, ...]
 
@@ -120,11 +125,33 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        return min(v for s in self.samples for v in s.step_versions)
+        """Samples that no policy made (a dataset's) count as of the version they were admitted under."""
+        return min((v for s in self.samples for v in s.step_versions), default=self.admitted_version)
 
-    @property
-    def newest_version(self) -> int:
-        return max(v for s in self.samples for v in s.step_versions)
+
+class TrainGroup(msgspec.Struct, frozen=True):
+    """What of a ready group is trained on: one entry per chosen sample, in the same order everywhere.
+
+    `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one. `staleness[i][k]` is the
+    version trained from minus the version that took trained step k. `weights[i][k]`, where given, are importance weights made from the
+    whole update, and replace what the trainer would compute from the group alone.
+    """
+
+    group: int
+    trajectories: tuple[Any, ...]
+    advantages: tuple[float, ...]
+    seeds: tuple[int, ...]
+    staleness: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...] | None = None
+
+
+class SampleDrift(msgspec.Struct, frozen=True):
+    """How far the proximal policy is from the one that made a sample: per trained step the log-ratio in nats, and the exact KL in
+    nats; both are of all `num_elements` latent elements together."""
+
+    log_ratio: tuple[float, ...]
+    kappa: tuple[float, ...] | None
+    num_elements: int
 
 
 class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):

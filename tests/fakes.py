@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
 from omni_async.sde.transitions import ode_step, take_step
-from omni_async.training.rows import GroupBatch
+from omni_async.training.groups import GroupBatch
 
 WIDTH, CHANNELS, TEXT = 16, 4, 8
 
@@ -83,6 +85,7 @@ class TinyPolicy:
         height: int,
         width: int,
         true_cfg_scale: float,
+        unconditional_gradient: bool = True,
     ) -> Tensor:
         dtype = next(transformer.parameters()).dtype
 
@@ -91,7 +94,8 @@ class TinyPolicy:
 
         v = predict(conditioning["text"])
         if true_cfg_scale > 1:
-            uncond = predict(torch.zeros_like(conditioning["text"]))
+            with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
+                uncond = predict(torch.zeros_like(conditioning["text"]))
             v = uncond + true_cfg_scale * (v - uncond)
         return v if dtype == torch.float64 else v.float()
 
@@ -101,7 +105,7 @@ class TinyPolicy:
 
 
 def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range, transformer: nn.Module | None = None) -> TensorDict:
-    """A sample made by the policy itself, as an engine would make it."""
+    """A sample made by the policy itself, as an engine would make it; without `rollout.sde` no step is noisy and `window` is not looked at."""
     r = config.rollout
     generator = torch.Generator().manual_seed(seed)
     transformer = transformer or policy.load_transformer(torch.float32)
@@ -110,12 +114,13 @@ def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range
     conditioning = TensorDict({"text": torch.randn(length, TEXT, generator=generator), "mask": torch.ones(length, dtype=torch.bool)}, [])
     batch = policy.stack_conditioning([conditioning])
     x = torch.randn(1, *policy.latent_shape(r.height, r.width), generator=generator)
+    noisy = window if r.sde is not None else range(0)
     latents, log_probs, means = [], [], []
     for i in range(r.num_inference_steps):
         sigma, sigma_next = sigmas[i : i + 1], sigmas[i + 1 : i + 2]
         with torch.no_grad():
             v = policy.velocity(transformer, x, sigma, batch, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
-        if i not in window:
+        if i not in noisy or r.sde is None:
             x = ode_step(x, v, sigma, sigma_next)
             continue
         latents.append(x)
@@ -124,21 +129,44 @@ def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range
         x, value, mean = take_step(r.sde.kind, x, v, sigma, sigma_next, sigmas[1:2], level, noise)
         log_probs.append(value)
         means.append(mean)
-        if i == window[-1]:
+        if i == noisy[-1]:
             latents.append(x)
-    tensors = {
-        "latents": torch.cat(latents),
-        "log_probs": torch.cat(log_probs),
-        "means": torch.cat(means),
-        "sigmas": sigmas,
-        "steps": torch.tensor(list(window)),
-        "conditioning": conditioning,
-    }
+    tensors = {"final": x[0], "sigmas": sigmas, "steps": torch.tensor(list(noisy), dtype=torch.int64), "conditioning": conditioning}
+    if latents:
+        tensors |= {"latents": torch.cat(latents), "log_probs": torch.cat(log_probs), "means": torch.cat(means)}
     return TensorDict(tensors, batch_size=[])
 
 
-def tiny_group(policy: TinyPolicy, config: Config, seed: int = 0, window: range = range(1, 3)) -> GroupBatch:
-    """A group of `rollout.group_size` samples with advantages that sum to about 0."""
+def tiny_group(policy: TinyPolicy, config: Config, seed: int = 0, window: range = range(1, 3), staleness: int = 0) -> GroupBatch:
+    """A group of `rollout.group_size` samples with random advantages, every step `staleness` versions old."""
     samples = [tiny_trajectory(policy, config, 100 * seed + i, window) for i in range(config.rollout.group_size)]
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
-    return GroupBatch(samples, advantages)
+    trained = len(window) if config.rollout.sde is not None else config.rollout.num_inference_steps
+    return GroupBatch(
+        group=seed,
+        trajectories=samples,
+        advantages=advantages,
+        seeds=[1000 * seed + i for i in range(len(samples))],
+        staleness=[[staleness] * trained for _ in samples],
+    )
+
+
+def tiny_pair(policy: TinyPolicy, config: Config, seed: int = 0) -> GroupBatch:
+    """Winner and loser of a preference, which share the seed of their training noise."""
+    group = tiny_group(policy, config, seed)
+    return replace(
+        group, trajectories=group.trajectories[:2], advantages=[1.0, -1.0], seeds=group.seeds[:1] * 2, staleness=group.staleness[:2]
+    )
+
+
+def share(group: GroupBatch, rank: int, world: int) -> GroupBatch:
+    """A rank's samples of a group that is dealt over `world` ranks."""
+    mine = slice(rank, None, world)
+    return replace(
+        group,
+        trajectories=group.trajectories[mine],
+        advantages=group.advantages[mine],
+        seeds=group.seeds[mine],
+        staleness=group.staleness[mine],
+        weights=None if group.weights is None else group.weights[mine],
+    )

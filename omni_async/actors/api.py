@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 from omni_async.types import (
     ReadyGroup,
+    SampleDrift,
     SampleRequest,
     SampleResult,
     ScoreJob,
     ScoreResult,
     Span,
+    TrainGroup,
     UpdateReport,
     WeightManifest,
     WeightReport,
@@ -47,7 +49,8 @@ class RankApi(Protocol):
     """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective."""
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]: ...
-    async def accumulate(self, trajectories: list[Any], advantages: list[float], row_weight: float) -> None: ...
+    async def assess(self, batch: TrainGroup) -> list[SampleDrift]: ...
+    async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
     async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None: ...

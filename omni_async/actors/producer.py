@@ -113,7 +113,8 @@ class Producer:
         """Tensors go to the store; the image apart from the rest and as a numpy array (H, W, 3), because scorers need it alone."""
         picture = trajectory.image.permute(1, 2, 0).contiguous().numpy()
         reference, media = await asyncio.gather(self._store.put(trajectory.tensors), self._store.put(picture))
-        steps = request.window.steps if request.window else ()
+        every_step = range(request.num_inference_steps) if request.kind == "train" else ()
+        steps = request.window.steps if request.window else every_step
         return SampleResult(
             sample_id=request.sample_id,
             engine=self.name,

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_async.store import ObjectStore
-from omni_async.types import WeightManifest
+from omni_async.types import SampleDrift, TrainGroup, WeightManifest
 
 if TYPE_CHECKING:
     from omni_async.training.engine import TrainEngine
+    from omni_async.training.groups import GroupBatch
 
 T = TypeVar("T")
 
@@ -20,13 +21,15 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class Rank:
-    """`build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it."""
+    """`build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it. `paired`: the
+    objective trains preference pairs."""
 
-    def __init__(self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore) -> None:
+    def __init__(self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False) -> None:
         self._rank = rank
         self._world_size = world_size
         self._build = build
         self._store = store
+        self._paired = paired
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -47,14 +50,29 @@ class Rank:
 
         return await self._run(work)
 
-    async def accumulate(self, trajectories: list[Any], advantages: list[float], row_weight: float) -> None:
-        """Forward and backward over this rank's share (every world_size-th sample) of a group."""
-        from omni_async.training.engine import GroupBatch
+    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+        """A forward pass over this rank's share of a group, before the update's first step."""
+        mine = await self._share(batch)
+        return await self._run(lambda: self._engine.assess(mine))
 
-        mine = slice(self._rank, None, self._world_size)
-        tensors = await asyncio.gather(*(self._store.get(reference) for reference in trajectories[mine]))
-        batch = GroupBatch(trajectories=list(tensors), advantages=advantages[mine])
-        await self._run(lambda: self._engine.accumulate(batch, row_weight))
+    async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
+        """Forward and backward over this rank's share of a group."""
+        mine = await self._share(batch)
+        await self._run(lambda: self._engine.accumulate(mine, row_weight))
+
+    async def _share(self, batch: TrainGroup) -> GroupBatch:
+        """Every world_size-th sample; of a preference pair both, since its noise draws are dealt instead."""
+        from omni_async.training.groups import GroupBatch
+
+        mine = slice(None) if self._paired else slice(self._rank, None, self._world_size)
+        return GroupBatch(
+            group=batch.group,
+            trajectories=await asyncio.gather(*(self._store.get(reference) for reference in batch.trajectories[mine])),
+            advantages=batch.advantages[mine],
+            seeds=batch.seeds[mine],
+            staleness=batch.staleness[mine],
+            weights=batch.weights[mine] if batch.weights is not None else None,
+        )
 
     async def step(self, grad_scale: float) -> dict[str, float]:
         return await self._run(lambda: self._engine.step(grad_scale))

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi
+from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
-from omni_async.actors.update import Update, streaming_mode
+from omni_async.actors.update import Update
+from omni_async.algorithms.history import RewardHistory
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.types import UpdateReport
+from omni_async.types import UpdateReport, WeightReport
+
+_MISMATCH_NATS = 1.0
 
 
 class Trainer:
@@ -44,6 +48,9 @@ class Trainer:
         self._clock = clock
         self._host = host
         self._tracer = Tracer("trainer", coordinator, clock)
+        self._objective = find_objective(config.algorithm.name)
+        self._plan = plan_updates(config)
+        self._history = RewardHistory()
         self._version = 0
         self._saved: int | None = None
 
@@ -52,13 +59,13 @@ class Trainer:
         rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
         extras = await asyncio.gather(*(rank.setup(self._config.checkpoint.resume, rendezvous) for rank in self._ranks))
         self._version = int(extras[0].get("version", 0))
-        # Means are not needed by every objective, but they show how far the policy has drifted without sampling noise (kappa).
-        fields = find_objective(self._config.algorithm.name).fields
-        await self._coordinator.require_fields(tuple(dict.fromkeys((*fields, "means"))))
+        self._history = RewardHistory.from_state(extras[0].get("reward_history", {}))
+        # Means are not needed by every objective on steps, but they show how far the policy has drifted without sampling noise (kappa).
+        means = ("means",) if self._objective.process == "transition" else ()
+        await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
 
     async def run(self) -> None:
-        mode, why = streaming_mode(self._config)
-        await self._coordinator.phase(f"training streams: {mode} ({why})")
+        await self._coordinator.phase(f"training streams: {self._plan.mode} ({self._plan.why})")
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await self._publish()
@@ -78,7 +85,7 @@ class Trainer:
     async def _update(self) -> bool:
         """One update; False if the run ended before its last group came."""
         started = self._clock.now()
-        update = Update(self._config, self._ranks, self._tracer, self._version)
+        update = Update(self._config, self._plan, self._ranks, self._tracer, self._version, self._history)
         while update.places:
             with self._tracer.span("starved"):
                 group = await self._coordinator.next_group(self._version, update.places)
@@ -87,12 +94,28 @@ class Trainer:
             await update.add(group)
         metrics = await update.finish()
         self._version += 1
+        await self._warn(metrics)
         groups = tuple(group.group for group in update.groups)
         await self._coordinator.update_done(UpdateReport(self._version, groups, metrics, started, self._clock.now()))
         return True
 
+    async def _warn(self, metrics: dict[str, float]) -> None:
+        """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own drift."""
+        mismatch = metrics.get("engine_mismatch_nats", 0.0)
+        if mismatch > _MISMATCH_NATS:
+            await self._coordinator.phase(
+                f"warning: update {self._version}: engine and trainer differ by up to {mismatch:.2g} nats on samples of the same weights; "
+                f"importance ratios are not to be trusted (model.dtype, attention kernels, guidance?)"
+            )
+
     async def _publish(self) -> None:
-        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher."""
+        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher. A dataset's reader needs none: for it
+        the version's number is enough."""
+        if self._config.data.preferences is not None:
+            await self._coordinator.announce(self._version, "")
+            for reader in self._config.engine_names:
+                await self._coordinator.engine_holds(WeightReport(reader, self._version, ""))
+            return
         with self._tracer.span("export", version=self._version):
             exported = await asyncio.gather(*(rank.export(self._version) for rank in self._ranks))
         if exported[0] is None:
@@ -102,6 +125,8 @@ class Trainer:
     async def _save(self) -> None:
         folder = self._checkpoints / f"update-{self._version:06d}"
         extra: dict[str, Any] = {"version": self._version, "next_group": await self._coordinator.next_group_number()}
+        if self._config.algorithm.advantage.track_prompts:
+            extra["reward_history"] = self._history.state()
         with self._tracer.span("checkpoint", version=self._version):
             await asyncio.gather(*(rank.save(str(folder), extra) for rank in self._ranks))
         self._saved = self._version

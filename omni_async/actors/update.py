@@ -1,59 +1,42 @@
-"""One policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer steps out.
-
-How far an update may stream is decided once, from the configuration:
-
-  as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
-  unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean, and the gradient is
-             multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage clip binds, which only the last group
-             tells: then the gradients are discarded and the update is computed again from the groups at hand.
-  collect    anything else waits for the whole update first
-"""
+"""One policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer steps out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
 
+import msgspec
 import torch
+from torch import Tensor
 
 from omni_async.actors.api import RankApi
+from omni_async.actors.plan import Plan
 from omni_async.actors.tracer import Tracer
-from omni_async.algorithms.advantages import centred, clip_binds, global_scale, group_advantages
-from omni_async.algorithms.objectives.base import ObjectiveSettings
-from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.advantages import centred, clip_binds, global_scale
+from omni_async.algorithms.aggregation import aggregate_advantages, tracked_rewards
+from omni_async.algorithms.correction.correct import Corrected, correct, loss_factor, normaliser
+from omni_async.algorithms.correction.drift import Drift
+from omni_async.algorithms.history import RewardHistory
+from omni_async.algorithms.selection import best_and_worst
 from omni_async.config import Config
-from omni_async.types import ReadyGroup
-
-Streaming = Literal["as_ready", "unscaled", "collect"]
-
-
-def streaming_mode(config: Config) -> tuple[Streaming, str]:
-    """The mode and, in words, why."""
-    trainer, advantage = config.trainer, config.algorithm.advantage
-    if trainer.streaming == "off":
-        return "collect", "switched off"
-    if trainer.steps_per_update > 1:
-        return "collect", "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
-    if advantage.std != "global":
-        return "as_ready", f"advantage.std: {advantage.std} needs the group alone"
-    settings = ObjectiveSettings(clip_range=1.0, kl_coef=config.algorithm.kl_coef, kl_form=config.algorithm.kl_form)
-    if not find_objective(config.algorithm.name).homogeneous(settings):
-        return "collect", "a global std and a term that does not scale with the advantage (KL) need the whole update"
-    return "unscaled", "the objective scales with the advantage, so the global std is applied to the gradient at the end"
+from omni_async.control.seeds import derive
+from omni_async.types import ReadyGroup, SampleDrift, TrainGroup
 
 
 class Update:
     """The groups of one update, and the calls that train on them. Give it groups with `add`, then `finish`."""
 
-    def __init__(self, config: Config, ranks: Sequence[RankApi], tracer: Tracer, version: int) -> None:
+    def __init__(self, config: Config, plan: Plan, ranks: Sequence[RankApi], tracer: Tracer, version: int, history: RewardHistory) -> None:
         self._config = config
+        self._plan = plan
         self._ranks = ranks
         self._tracer = tracer
         self._version = version
-        self._mode, _ = streaming_mode(config)
+        self._history = history
+        self._advantage = config.algorithm.advantage
         self._groups_per_step = config.trainer.groups_per_update // config.trainer.steps_per_update
-        self._row_weight = 1.0 / (self._groups_per_step * config.rollout.group_size * config.rollout.sde.window.size)
+        self._row_weight = 1.0 / (self._groups_per_step * plan.samples_per_group * plan.rows_per_sample)
+        self._drifts: list[list[SampleDrift]] = []
         self._step_metrics: list[dict[str, float]] = []
         self.groups: list[ReadyGroup] = []
 
@@ -64,58 +47,123 @@ class Update:
 
     async def add(self, group: ReadyGroup) -> None:
         self.groups.append(group)
-        if self._mode == "as_ready":
+        if self._plan.assess:
+            self._drifts.append(await self._assess(group))
+        if self._plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
-        elif self._mode == "unscaled":
+        elif self._plan.mode == "unscaled":
             await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
 
     async def finish(self) -> dict[str, float]:
         """All groups are in: whatever is left to compute, and the metrics of the update."""
-        if self._mode == "as_ready":
+        extra: dict[str, float] = {}
+        if self._plan.mode == "as_ready":
             await self._step()
-        elif self._mode == "unscaled" and not self._clip_binds():
+        elif self._plan.mode == "unscaled" and not self._clip_binds():
             rewards = torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64)
-            advantage = self._config.algorithm.advantage
-            await self._step(global_scale(rewards, ddof=advantage.ddof, eps=advantage.eps))
+            a = self._advantage
+            await self._step(global_scale(rewards, ddof=a.ddof, eps=a.eps, eps_form=a.eps_form))
         else:
-            if self._mode == "unscaled":
+            if self._plan.mode == "unscaled":
                 await asyncio.gather(*(rank.discard() for rank in self._ranks))
-            for number, (group, advantages) in enumerate(zip(self.groups, self._advantages(self.groups), strict=True), start=1):
-                await self._accumulate(group, advantages)
-                if number % self._groups_per_step == 0:
-                    await self._step()
+            extra = await self._collected()
+        if self._advantage.track_prompts and not self._plan.paired:
+            self._history.commit(self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage))
         # Steps of other windows have other metrics per denoising step: each is averaged over the optimizer steps that have it.
         values: dict[str, list[float]] = {}
         for metrics in self._step_metrics:
             for name, value in metrics.items():
                 values.setdefault(name, []).append(value)
-        return {name: sum(column) / len(column) for name, column in values.items()}
+        return {name: sum(column) / len(column) for name, column in values.items()} | extra
 
-    def _batch(self, groups: list[ReadyGroup]) -> dict[str, Any]:
-        rewards = [r for group in groups for r in group.rewards]
-        ids = [group.group for group in groups for _ in group.rewards]
-        advantage = self._config.algorithm.advantage
-        return {
-            "rewards": torch.tensor(rewards, dtype=torch.float64),
-            "group_ids": torch.tensor(ids),
-            "std": advantage.std,
-            "ddof": advantage.ddof,
-            "eps": advantage.eps,
-            "clip_max": advantage.clip_max,
-        }
+    async def _collected(self) -> dict[str, float]:
+        weights: list[list[list[float]]] | None = None
+        extra: dict[str, float] = {}
+        if self._plan.weigh:
+            weights, extra = self._weights()
+        for number, (group, advantages) in enumerate(zip(self.groups, self._advantages(self.groups), strict=True), start=1):
+            await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
+            if number % self._groups_per_step == 0:
+                await self._step()
+        return extra
+
+    def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
+        """Importance weights of every group's samples and steps, made from all of them; and what is to be logged of that."""
+        drifts = [drift for group in self._drifts for drift in group]
+        kappas = [d.kappa for d in drifts if d.kappa is not None]
+        drift = Drift(
+            torch.tensor([d.log_ratio for d in drifts], dtype=torch.float64),
+            torch.tensor(kappas, dtype=torch.float64) if len(kappas) == len(drifts) else None,
+        )
+        correction = self._config.algorithm.correction
+        corrected: Corrected = correct(drift, correction, drifts[0].num_elements)
+        weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
+        size = self._plan.samples_per_group
+        by_group = [weights[i : i + size] for i in range(0, len(weights), size)]
+        return by_group, {"gamma": corrected.gamma, **{f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()}}
+
+    # ---- rewards ------------------------------------------------------------------------------------------------------------------
+
+    def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
+        """(N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
+        if self._advantage.aggregate == "rewards":
+            return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        rewards = [sample.score.values for group in groups for sample in group.samples]
+        return torch.tensor(rewards, dtype=torch.float64), torch.tensor(
+            [s.weight for s in self._config.reward.scorers], dtype=torch.float64
+        )
+
+    def _prompt_ids(self, groups: list[ReadyGroup]) -> Tensor:
+        return torch.tensor([group.prompt.index for group in groups for _ in group.samples])
 
     def _advantages(self, groups: list[ReadyGroup]) -> list[list[float]]:
-        flat = group_advantages(**self._batch(groups)).tolist()
+        if self._plan.paired:
+            return [[1.0, -1.0] for _ in groups]
+        ids = torch.tensor([group.group for group in groups for _ in group.samples])
+        rewards, weights = self._rewards(groups)
+        flat = aggregate_advantages(rewards, weights, ids, self._advantage, self._history, self._prompt_ids(groups)).tolist()
         size = len(groups[0].samples)
         return [flat[i : i + size] for i in range(0, len(flat), size)]
 
     def _clip_binds(self) -> bool:
-        return clip_binds(**self._batch(self.groups))
+        a = self._advantage
+        return clip_binds(
+            torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64),
+            torch.tensor([group.group for group in self.groups for _ in group.rewards]),
+            std=a.std,
+            ddof=a.ddof,
+            eps=a.eps,
+            eps_form=a.eps_form,
+            clip_max=a.clip_max,
+        )
 
-    async def _accumulate(self, group: ReadyGroup, advantages: list[float]) -> None:
-        references = [sample.trajectory for sample in group.samples]
+    # ---- ranks --------------------------------------------------------------------------------------------------------------------
+
+    def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
+        chosen = best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples))
+        samples = [group.samples[i] for i in chosen]
+        whose = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
+        return TrainGroup(
+            group=group.group,
+            trajectories=tuple(sample.trajectory for sample in samples),
+            advantages=tuple(advantages),
+            seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in whose),
+            staleness=tuple(tuple(self._version - v for v in sample.step_versions) for sample in samples),
+        )
+
+    async def _assess(self, group: ReadyGroup) -> list[SampleDrift]:
+        batch = self._batch(group, [0.0] * self._plan.samples_per_group)
+        with self._tracer.span("assess", version=self._version, group=group.group):
+            found = await asyncio.gather(*(rank.assess(batch) for rank in self._ranks))
+        # Rank r has every world_size-th sample from r on.
+        return [found[i % len(found)][i // len(found)] for i in range(self._plan.samples_per_group)]
+
+    async def _accumulate(self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None) -> None:
+        batch = self._batch(group, advantages)
+        if weights is not None:
+            batch = msgspec.structs.replace(batch, weights=tuple(tuple(row) for row in weights))
         with self._tracer.span("train", version=self._version, group=group.group):
-            await asyncio.gather(*(rank.accumulate(references, advantages, self._row_weight) for rank in self._ranks))
+            await asyncio.gather(*(rank.accumulate(batch, self._row_weight) for rank in self._ranks))
 
     async def _step(self, grad_scale: float = 1.0) -> None:
         with self._tracer.span("train", version=self._version, step=len(self._step_metrics)):

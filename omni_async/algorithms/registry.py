@@ -1,27 +1,61 @@
-"""Objectives by name, each with the trajectory fields that rollout engines must return for it."""
+"""Objectives by name: what each needs of a run, known without importing torch, and the function that computes it.
+
+Built-in objectives are listed in `catalogue`; other packages add theirs through the entry-point group `omni_async.objectives` (each entry
+point is an `Objective`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, TypeAlias
+from importlib.metadata import entry_points
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from omni_async.algorithms.objectives.base import ObjectiveOutput, ObjectiveSettings, StepInputs
+from omni_async.config.algorithm import Algorithm
+from omni_async.config.schema import Config
 
-Compute: TypeAlias = "Callable[[StepInputs, ObjectiveSettings], ObjectiveOutput]"
+ENTRY_POINT_GROUP = "omni_async.objectives"
+
+Shadow = Literal["reference", "old", "ema"]
+
+
+def _nothing(config: Config) -> Iterator[str]:
+    yield from ()
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`fields` are names of `omni_async.rollout.base.Trajectory.tensors`. `homogeneous(settings)` says whether the loss scales with the
-    advantage, loss(c A) = c loss(A) for c > 0: that is what lets the trainer stream groups under a global std."""
+    """One objective.
+
+    process: "transition" objectives train denoising steps of a window, from recorded latents and log-probs; "forward" objectives noise final
+        latents themselves and need nothing else of a sample.
+    compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput.
+    fields: the trajectory tensors engines must return, names of `omni_async.rollout.base.Trajectory.tensors`.
+    unit: what must not be torn apart by a micro-batch: a "row", all rows of a "sample", or all rows of a "pair" (best and worst of a group).
+    homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups under a global std.
+    shadows: further copies of the policy whose velocities the function wants (`reference_velocity` or `ref_mean`, ...).
+    old_decay: of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
+        decay(u) * itself + (1 - decay(u)) * the current policy.
+    problems: combinations with the rest of the configuration that cannot work, one message each.
+    """
 
     name: str
+    summary: str
+    process: Literal["transition", "forward"]
+    compute: str
     fields: tuple[str, ...]
-    compute: Compute
-    homogeneous: Callable[[ObjectiveSettings], bool]
+    unit: Literal["row", "sample", "pair"] = "row"
+    homogeneous: Callable[[Algorithm], bool] = lambda algorithm: False
+    shadows: Callable[[Algorithm], frozenset[Shadow]] = lambda algorithm: frozenset()
+    old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0
+    problems: Callable[[Config], Iterator[str]] = _nothing
+
+    def load(self) -> Callable[[Any, Algorithm], Any]:
+        """The function itself (imports torch)."""
+        module, name = self.compute.split(":")
+        function: Callable[[Any, Algorithm], Any] = getattr(import_module(module), name)
+        return function
 
     def check_fields(self, available: Collection[str]) -> None:
         missing = [field for field in self.fields if field not in available]
@@ -29,26 +63,17 @@ class Objective:
             raise ValueError(f"objective {self.name!r} needs the trajectory fields {missing}, which are missing; got {sorted(available)}")
 
 
-_OBJECTIVES: dict[str, Objective] = {}
+def objectives() -> dict[str, Objective]:
+    """Every objective by name, those of other packages included; a built-in name cannot be taken."""
+    from omni_async.algorithms.catalogue import BUILT_IN
 
-
-def register_objective(
-    name: str, *, fields: tuple[str, ...], homogeneous: Callable[[ObjectiveSettings], bool]
-) -> Callable[[Compute], Compute]:
-    """Decorator: registers the function as the objective `name`. ValueError if the name is taken."""
-
-    def register(compute: Compute) -> Compute:
-        if name in _OBJECTIVES:
-            raise ValueError(f"objective {name!r} is already registered")
-        _OBJECTIVES[name] = Objective(name, fields, compute, homogeneous)
-        return compute
-
-    return register
+    installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=ENTRY_POINT_GROUP)}
+    return {**installed, **{objective.name: objective for objective in BUILT_IN}}
 
 
 def find_objective(name: str) -> Objective:
-    """The objective registered as `name`; ValueError lists the known ones."""
-    import_module("omni_async.algorithms.objectives")
-    if name not in _OBJECTIVES:
-        raise ValueError(f"algorithm.name: expected one of {sorted(_OBJECTIVES)}, got {name!r}")
-    return _OBJECTIVES[name]
+    """The objective called `name`; ValueError lists the known ones."""
+    known = objectives()
+    if name not in known:
+        raise ValueError(f"algorithm.name: expected one of {sorted(known)}, got {name!r}")
+    return known[name]

@@ -8,6 +8,8 @@ from omni_async.config.schema import Config
 
 
 def _window(c: Config) -> Iterator[str]:
+    if c.rollout.sde is None:
+        return
     window, steps = c.rollout.sde.window, c.rollout.num_inference_steps
     lo, hi = window.range
     if not 0 <= lo < hi:
@@ -19,6 +21,21 @@ def _window(c: Config) -> Iterator[str]:
             f"rollout.sde.window.range: the last step is never trained (its transition is degenerate), so hi may be at most "
             f"num_inference_steps - 1 = {steps - 1}, got {hi}"
         )
+
+
+def _data(c: Config) -> Iterator[str]:
+    if c.data.prompts is None and c.data.preferences is None:
+        yield "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline diffusion_dpo"
+
+
+def _exact(c: Config) -> Iterator[str]:
+    if not c.staleness.exact:
+        return
+    live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
+    if c.buffer.groups < live:
+        yield f"buffer.groups: staleness.exact waits for all {live} admitted groups, so they must fit; got {c.buffer.groups}"
+    if c.weights.publish_every != 1:
+        yield f"weights.publish_every: staleness.exact trains on nothing older than S updates, so every update is published; got {c.weights.publish_every}"
 
 
 def _publishing(c: Config) -> Iterator[str]:
@@ -35,8 +52,6 @@ def _batches(c: Config) -> Iterator[str]:
     t = c.trainer
     if t.groups_per_update % t.steps_per_update:
         yield f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
-    if c.rollout.group_size % t.workers:
-        yield f"trainer.workers: {t.workers} ranks do not divide rollout.group_size = {c.rollout.group_size}; each group is dealt over the ranks"
     if t.backend == "plain" and t.workers > 1:
         yield f"trainer.backend: 'plain' is one rank, got trainer.workers = {t.workers}; use 'fsdp2' or 'auto'"
     if c.buffer.groups < t.groups_per_update and t.streaming == "off":
@@ -50,19 +65,21 @@ def _batches(c: Config) -> Iterator[str]:
 def _algorithm(c: Config) -> Iterator[str]:
     if c.algorithm.clip_range is not None and c.algorithm.clip_range_nats is not None:
         yield "algorithm.clip_range: give either clip_range or clip_range_nats, not both"
-    if not any(s.weight for s in c.reward.scorers):
+    if c.data.preferences is None and not c.reward.scorers:
+        yield "reward.scorers: required, at least one; `omni-async list` shows them"
+    elif c.data.preferences is None and not any(s.weight for s in c.reward.scorers):
         yield "reward.scorers: every weight is 0, so there is no reward"
 
 
 def _runtime(c: Config) -> Iterator[str]:
     if c.run.runtime == "inprocess":
-        if c.rollout.engine == "vllm_omni":
+        if c.rollout.engine == "vllm_omni" and c.data.preferences is None:
             yield "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray, or engine: diffusers"
         if c.trainer.workers > 1:
             yield f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use runtime: ray"
 
 
-_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_window, _publishing, _batches, _algorithm, _runtime)
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _window, _exact, _publishing, _batches, _algorithm, _runtime)
 
 
 def check(config: Config) -> str | None:

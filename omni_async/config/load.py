@@ -17,7 +17,8 @@ from omni_async.config.describe import annotation_at, describe, fields_of, struc
 from omni_async.config.schema import Config
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory.
-_PATHS = ("model.path", "data.prompts", "validation.prompts", "checkpoint.resume")
+_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume")
+_LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 
 
@@ -145,6 +146,13 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
         raise ConfigError(f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}")
 
 
+def _require_plain_at(file: Path, tree: dict[str, Any]) -> None:
+    try:
+        _require_plain(tree)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
@@ -170,29 +178,49 @@ def _explain(error: msgspec.ValidationError, tree: Any) -> str:
     return f"{'.'.join(path) or 'the file'}: expected {expected}, got {_shown(_at(tree, path))}"
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
-    path = Path(path)
+def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`own` over `base`: sections key by key, everything else as a whole."""
+    merged = dict(base)
+    for key, value in own.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's tree over that of the recipe it `extends`, with paths resolved."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
+    _require_plain_at(path, tree)
     for key in _PATHS:
         _anchor(tree, key, path.parent)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected the path of a recipe, got {_shown(base)}")
+    if len(above) >= _LONGEST_CHAIN or path.resolve() in above:
+        raise ConfigError(f"{path}: extends: recipes extend each other in a circle, or more than {_LONGEST_CHAIN} deep")
+    return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
+    path = Path(path)
+    tree = _read(path)
     for override in overrides:
         key = _set_override(tree, override)
         for below in _PATHS:
             if below == key or below.startswith(f"{key}."):
                 _anchor(tree, below, Path.cwd())
-    try:
-        _require_plain(tree)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    _require_plain_at(path, tree)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:

@@ -11,17 +11,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from omni_async.config.algorithm import Algorithm
+from omni_async.config.section import Positive, Section
+from omni_async.config.section import doc as _doc
 
-def _doc(text: str, **bounds: Any) -> Meta:
-    return Meta(description=text, **bounds)
-
-
-Positive = Annotated[float, Meta(gt=0)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
-
-
-class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Base of every section: unknown keys are errors, values never change after loading."""
 
 
 class Run(Section, kw_only=True, frozen=True):
@@ -54,16 +48,33 @@ class Model(Section, kw_only=True, frozen=True):
 
 
 class Data(Section, kw_only=True, frozen=True):
-    prompts: Annotated[str, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")]
+    prompts: Annotated[
+        str | None, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")
+    ] = None
+    preferences: Annotated[
+        str | None,
+        _doc("Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating: offline diffusion_dpo."),
+    ] = None
     shuffle: Annotated[bool, _doc("A new seeded order every epoch.")] = True
     max_prompt_chars: Annotated[int, _doc("Longer prompts are refused before anything starts.", ge=1)] = 4000
 
 
 class WindowConfig(Section, kw_only=True, frozen=True):
     size: Annotated[int, _doc("Number of consecutive trained (noisy) steps.", ge=1)] = 2
-    range: Annotated[
-        tuple[int, int], _doc("The window lies in [lo, hi): its start is drawn uniformly from lo..hi-size, once per group.")
-    ] = (0, 5)
+    range: Annotated[tuple[int, int], _doc("The window lies in [lo, hi): its start is one of lo..hi-size.")] = (0, 5)
+    schedule: Annotated[
+        Literal["uniform", "random", "progressive", "decay", "exp_decay"],
+        _doc(
+            "Where windows start. `uniform`: drawn for every group (Flow-GRPO-Fast). The others share one window per update (MixGRPO): "
+            "`random` draws it; `progressive` stays `updates_per_position` updates, then moves by `stride`; `decay` and `exp_decay` stay "
+            "ever shorter at later positions."
+        ),
+    ] = "uniform"
+    updates_per_position: Annotated[int, _doc("Updates a sliding window stays at its first position.", ge=1)] = 25
+    stride: Annotated[int, _doc("Steps a sliding window moves by.", ge=1)] = 1
+    at_end: Annotated[Literal["roll_back", "stay"], _doc("After the last position: start over, or stay there.")] = "roll_back"
+    decay_rate: Annotated[float, _doc("`exp_decay`: rate k per position beyond `decay_from`.", gt=0)] = 0.1
+    decay_from: Annotated[int, _doc("`exp_decay`: the first position that is left sooner.", ge=0)] = 0
 
 
 class Sde(Section, kw_only=True, frozen=True):
@@ -81,7 +92,7 @@ class Emulated(Section, kw_only=True, frozen=True):
 class Rollout(Section, kw_only=True, frozen=True):
     engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("What draws the samples.")] = "vllm_omni"
     workers: Annotated[int, _doc("Number of engines, one producer actor each.", ge=1)] = 1
-    group_size: Annotated[int, _doc("Samples per prompt group.", ge=2)] = 8
+    group_size: Annotated[int, _doc("Samples per prompt group.", ge=1)] = 8
     height: Annotated[int, _doc("Image height in pixels.", ge=16, multiple_of=16)] = 512
     width: Annotated[int, _doc("Image width in pixels.", ge=16, multiple_of=16)] = 512
     num_inference_steps: Annotated[int, _doc("Denoising steps N of a training sample.", ge=2)] = 10
@@ -92,14 +103,16 @@ class Rollout(Section, kw_only=True, frozen=True):
     timeout_s: Annotated[float, _doc("Longest a sample may take before the engine counts as hung.", gt=0)] = 600.0
     retries: Annotated[int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0)] = 2
     share_initial_noise: Annotated[bool, _doc("Samples of a group start from the same noise (lowers reward variance).")] = False
-    sde: Annotated[Sde, _doc("How noise is injected.")] = msgspec.field(default_factory=Sde)
+    sde: Annotated[
+        Sde | None, _doc("How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone.")
+    ] = msgspec.field(default_factory=Sde)
     emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(default_factory=Emulated)
 
 
 class Scorer(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("A registered scorer; `omni-async list` shows them.")]
     weight: Annotated[float, _doc("Factor in the weighted sum (weights are not normalised).")] = 1.0
-    params: Annotated[dict[str, Any], _doc("The scorer's own options.")] = {}
+    params: Annotated[dict[str, Any], _doc("The scorer's own options.")] = msgspec.field(default_factory=dict)
 
 
 class Reward(Section, kw_only=True, frozen=True):
@@ -107,13 +120,20 @@ class Reward(Section, kw_only=True, frozen=True):
     batch: Annotated[int, _doc("Most samples a worker scores at once; it never waits to fill a batch.", ge=1)] = 8
     timeout_s: Annotated[float, _doc("Longest one batch may take.", gt=0)] = 60.0
     retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0)] = 3
-    scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.", min_length=1)]
+    scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.")] = ()
 
 
 class Staleness(Section, kw_only=True, frozen=True):
     max_updates: Annotated[
         int, _doc("S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.", ge=0)
     ] = 2
+    exact: Annotated[
+        bool,
+        _doc(
+            "Train only when every admitted group is ready, so that after the first S updates all samples are exactly S updates old: slow, "
+            "but reproducible; for experiments on staleness."
+        ),
+    ] = False
 
 
 class Buffer(Section, kw_only=True, frozen=True):
@@ -134,27 +154,6 @@ class Weights(Section, kw_only=True, frozen=True):
     timeout_s: Annotated[float, _doc("Longest an engine may take to stage and swap a version.", gt=0)] = 600.0
 
 
-class Advantage(Section, kw_only=True, frozen=True):
-    std: Annotated[
-        Literal["global", "group", "none"], _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all.")
-    ] = "global"
-    ddof: Annotated[Literal[0, 1], _doc("1: unbiased variance (VeRL-Omni); 0: population variance (flow_grpo).")] = 1
-    eps: Annotated[float, _doc("Added to the std.", ge=0)] = 1e-4
-    clip_max: Annotated[float, _doc("Advantages are clamped to +-clip_max.", gt=0)] = 5.0
-    drop_zero_variance: Annotated[bool, _doc("Reject groups whose rewards are all equal: they carry no signal.")] = True
-
-
-class Algorithm(Section, kw_only=True, frozen=True):
-    name: Annotated[Literal["flow_grpo"], _doc("The objective.")] = "flow_grpo"
-    clip_range: Annotated[Positive | None, _doc("PPO clip range on the mean log-ratio per latent element.")] = None
-    clip_range_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample: clip_range = nats / latent elements.")] = None
-    kl_coef: Annotated[float, _doc("Weight of the KL to the reference policy.", ge=0)] = 0.0
-    kl_form: Annotated[
-        Literal["published", "exact"], _doc("`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL.")
-    ] = "published"
-    advantage: Annotated[Advantage, _doc("From rewards to advantages.")] = msgspec.field(default_factory=Advantage)
-
-
 class Optimizer(Section, kw_only=True, frozen=True):
     name: Annotated[Literal["adamw", "sgd"], _doc("Optimizer.")] = "adamw"
     lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0)] = 3e-4
@@ -165,6 +164,14 @@ class Optimizer(Section, kw_only=True, frozen=True):
     schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = "constant"
     warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0)] = 0
     max_grad_norm: Annotated[Positive | None, _doc("Clip the gradient's global norm; null leaves it.")] = 1.0
+
+
+class Ema(Section, kw_only=True, frozen=True):
+    decay: Annotated[float, _doc("Decay after warm-up.", ge=0, lt=1)] = 0.9
+    warmup: Annotated[
+        Literal["ratio", "linear"], _doc("Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM).")
+    ] = "ratio"
+    every: Annotated[int, _doc("Optimizer steps between averages.", ge=1)] = 8
 
 
 class Trainer(Section, kw_only=True, frozen=True):
@@ -181,6 +188,7 @@ class Trainer(Section, kw_only=True, frozen=True):
         _doc("Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is exact."),
     ] = "auto"
     gradient_checkpointing: Annotated[bool, _doc("Recompute activations in backward.")] = False
+    ema: Annotated[Ema | None, _doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")] = None
     optimizer: Annotated[Optimizer, _doc("Optimizer and schedule.")] = msgspec.field(default_factory=Optimizer)
 
 
@@ -228,7 +236,7 @@ class Config(Section, kw_only=True, frozen=True):
     model: Annotated[Model, _doc("What is trained.")]
     data: Annotated[Data, _doc("The prompts.")]
     rollout: Annotated[Rollout, _doc("How samples are made.")] = msgspec.field(default_factory=Rollout)
-    reward: Annotated[Reward, _doc("How samples are scored.")]
+    reward: Annotated[Reward, _doc("How samples are scored.")] = msgspec.field(default_factory=Reward)
     staleness: Annotated[Staleness, _doc("How far generation may run ahead of training.")] = msgspec.field(default_factory=Staleness)
     buffer: Annotated[Buffer, _doc("How much may lie between the roles.")] = msgspec.field(default_factory=Buffer)
     weights: Annotated[Weights, _doc("How new weights reach the engines.")] = msgspec.field(default_factory=Weights)
@@ -238,3 +246,10 @@ class Config(Section, kw_only=True, frozen=True):
     checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(default_factory=Checkpoint)
     tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
     placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(default_factory=Placement)
+
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """The roles that make samples: engines, or the one reader of a preference dataset."""
+        if self.data.preferences is not None:
+            return ("reader",)
+        return tuple(f"rollout-{worker}" for worker in range(self.rollout.workers))

@@ -23,7 +23,7 @@ from omni_async.config import Config
 from omni_async.control.admission import Slots
 from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
 from omni_async.control.events import EventLog, RunEvent
-from omni_async.control.groups import GroupProgress, SampleProgress
+from omni_async.control.groups import GroupProgress, SampleProgress, trained_steps
 from omni_async.control.leasing import WorkQueue
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
@@ -82,8 +82,8 @@ class Coordinator:
         )
         self.ledger = Ledger(ledger_sink)
         self.versions = Versions(start_version)
-        for worker in range(config.rollout.workers):
-            self.versions.join(f"rollout-{worker}")
+        for engine in config.engine_names:
+            self.versions.join(engine)
         self._next_group = start_group
         self._wanted = (self._last_version - start_version) * self._per_update
         self._rejected_in_a_row = 0
@@ -133,10 +133,10 @@ class Coordinator:
         self._work.ring()
 
     def _require_trained_steps(self, request: SampleRequest, result: SampleResult) -> None:
-        expected = request.window.size if request.window else 0
-        if len(result.step_versions) != expected:
+        expected = trained_steps(request)
+        if len(result.step_versions) not in expected:
             raise ValueError(
-                f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected} trained steps"
+                f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]} trained steps"
             )
         if any(v > self.versions.trained for v in result.step_versions):
             raise WeightMismatch(
@@ -200,7 +200,10 @@ class Coordinator:
         if isinstance(home, ValidationRound):
             self._end_round_if_complete(home)
         elif home.complete:
-            if self._config.algorithm.advantage.drop_zero_variance and not has_signal([s.value for s in home.scores]):
+            advantage = self._config.algorithm.advantage
+            # Against the rewards its prompt had before, even a group of equal rewards says something.
+            may_drop = advantage.drop_zero_variance and not advantage.track_prompts
+            if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
                 self._end_group(home, "rejected", "zero reward variance")
             else:
                 self._rejected_in_a_row = 0
@@ -226,7 +229,7 @@ class Coordinator:
     async def next_group(self, version: int, places: int) -> ReadyGroup | None:
         """The next group for the update that starts from `version` and still needs `places` groups. None: the run is over."""
         while not self._closed:
-            if ready := self._replay.take(version, places):
+            if self._may_train(version) and (ready := self._replay.take(version, places)):
                 staleness = version - ready.oldest_version
                 if staleness > self._config.staleness.max_updates:
                     self._fail(
@@ -238,6 +241,12 @@ class Coordinator:
                 return ready
             await self._ready.wait()
         return None
+
+    def _may_train(self, version: int) -> bool:
+        """With `staleness.exact` nothing is trained while anything could still be generated."""
+        if not self._config.staleness.exact:
+            return True
+        return self.versions.held == version
 
     async def update_done(self, report: UpdateReport) -> None:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is
@@ -279,6 +288,7 @@ class Coordinator:
         held = self.versions.held
         if held is None or self._closed:
             return
+        self._ready.ring()
         self._slots.held(held)
         if self._schedule and self._schedule.due(held):
             self._start_validation(held)

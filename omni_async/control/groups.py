@@ -5,6 +5,14 @@ from __future__ import annotations
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow, Terminal
 
 
+def trained_steps(request: SampleRequest) -> tuple[int, ...]:
+    """The numbers of step versions that a result of `request` may carry. A training sample without a window carries all its steps', or none
+    if it comes from a dataset."""
+    if request.window is not None:
+        return (request.window.size,)
+    return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
+
+
 class SampleProgress:
     """One sample: requested, generated (has a result), scored."""
 
@@ -23,7 +31,7 @@ class SampleProgress:
 class GroupProgress:
     """A group and its samples. `attempts` is the most generations any of its samples needed."""
 
-    def __init__(self, group: int, prompt: Prompt, window: SdeWindow, admitted_version: int, requests: list[SampleRequest]) -> None:
+    def __init__(self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]) -> None:
         self.group = group
         self.prompt = prompt
         self.window = window
@@ -51,8 +59,10 @@ class GroupProgress:
         return (min(versions), max(versions)) if versions else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
-        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step."""
+        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or
+        minus the one of admission where no policy took any."""
         versions = self.step_versions
+        oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
             run=run,
             group=self.group,
@@ -61,7 +71,7 @@ class GroupProgress:
             reason=reason,
             admitted_version=self.admitted_version,
             trained_version=trained_version,
-            staleness=trained_version - 1 - versions[0] if trained_version is not None and versions else None,
+            staleness=trained_version - 1 - oldest if trained_version is not None else None,
             step_versions=versions,
             attempts=self.attempts,
             reward=self.mean_reward,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from omni_async.config import Config
-from omni_async.control.seeds import draw_window, initial_noise_seed, sample_seed
+from omni_async.control.seeds import initial_noise_seed, sample_seed
+from omni_async.control.windows import window_of
 from omni_async.types import Prompt, SampleRequest, SdeWindow
 
 
@@ -12,13 +13,14 @@ class RequestFactory:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        sde = config.rollout.sde
+        self._noise_level, self._sde_kind = (sde.noise_level, sde.kind) if sde else (0.0, "flow")
         self.fields: tuple[str, ...] = ()
 
-    def window(self, group: int) -> SdeWindow:
-        window = self._config.rollout.sde.window
-        return draw_window(self._config.run.seed, group, window.size, window.range)
+    def window(self, group: int) -> SdeWindow | None:
+        return window_of(group, self._config)
 
-    def training(self, group: int, prompt: Prompt, window: SdeWindow) -> list[SampleRequest]:
+    def training(self, group: int, prompt: Prompt, window: SdeWindow | None) -> list[SampleRequest]:
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
         return [
@@ -35,8 +37,8 @@ class RequestFactory:
                 num_inference_steps=rollout.num_inference_steps,
                 true_cfg_scale=rollout.true_cfg_scale,
                 negative_prompt=rollout.negative_prompt,
-                noise_level=rollout.sde.noise_level,
-                sde_kind=rollout.sde.kind,
+                noise_level=self._noise_level,
+                sde_kind=self._sde_kind,
                 window=window,
                 fields=self.fields,
             )
@@ -62,7 +64,7 @@ class RequestFactory:
                 true_cfg_scale=rollout.true_cfg_scale,
                 negative_prompt=rollout.negative_prompt,
                 noise_level=0.0,
-                sde_kind=rollout.sde.kind,
+                sde_kind=self._sde_kind,
                 window=None,
             )
             for prompt in prompts

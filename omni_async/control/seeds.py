@@ -28,10 +28,10 @@ def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
     return derive("initial", run_seed, prompt, group)
 
 
-def draw_window(run_seed: int, group: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
-    """One window per group, its start uniform on lo..hi-size, both ends included (Flow-GRPO-Fast)."""
+def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
+    """The window of a group's or an update's `number`: its start is uniform on lo..hi-size, both ends included."""
     lo, hi = bounds
-    start = random.Random(derive("window", run_seed, group)).randint(lo, hi - size)
+    start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)
 
 

@@ -26,8 +26,8 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
 
 
 class WeightedScorer:
-    """value = sum of weight x value. With one scorer, parts keep their names; with several they are `<scorer>/<part>`, and every
-    scorer's own unweighted value is the part `<scorer>/value`. Texts are joined with ` | `."""
+    """value = sum of weight x value; `values` holds every scorer's own unweighted value. With one scorer, parts keep their names; with
+    several they are `<scorer>/<part>`, and every scorer's own unweighted value is the part `<scorer>/value`. Texts are joined with ` | `."""
 
     name = "reward"
 
@@ -51,11 +51,12 @@ class WeightedScorer:
 
     def _combine(self, row: tuple[Score, ...]) -> Score:
         value = sum(weight * score.value for (_, weight, _), score in zip(self._members, row, strict=True))
+        values = tuple(score.value for score in row)
         if len(row) == 1:
-            return Score(value=value, parts=row[0].parts, text=row[0].text)
+            return Score(value=value, parts=row[0].parts, text=row[0].text, values=values)
         parts: dict[str, float] = {}
         for (label, _, _), score in zip(self._members, row, strict=True):
             parts[f"{label}/value"] = score.value
             parts.update({f"{label}/{part}": number for part, number in score.parts.items()})
         texts = [score.text for score in row if score.text is not None]
-        return Score(value=value, parts=parts, text=" | ".join(texts) if texts else None)
+        return Score(value=value, parts=parts, text=" | ".join(texts) if texts else None, values=values)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
-from omni_async.rollout.noise import initial_noise, step_noise
+from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.transitions import KINDS, step_mixed
 from omni_async.types import SampleRequest
 

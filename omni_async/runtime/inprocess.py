@@ -17,25 +17,26 @@ class InProcessCluster:
         config = inputs.config
         self.store: ObjectStore = LocalStore()
         self.coordinator: Coordinator = roles.build_coordinator(inputs, run.run_id, str(run.ledger))
-        self._producers = {
-            name: roles.build_producer(name, inputs, self.coordinator, self.store)
-            for name in (f"rollout-{worker}" for worker in range(config.rollout.workers))
-        }
-        self._rewarders = {
-            name: roles.build_rewarder(name, config, self.coordinator, self.store)
-            for name in (f"reward-{worker}" for worker in range(config.reward.workers))
-        }
-        self._publisher = roles.build_publisher(config, self._producers, self.coordinator)
+        self._actors: dict[str, Any] = {}
+        producers = {}
+        if config.data.preferences is not None:
+            for name in config.engine_names:
+                self._actors[name] = roles.build_reader(name, inputs, self.coordinator, self.store)
+        else:
+            producers = {name: roles.build_producer(name, inputs, self.coordinator, self.store) for name in config.engine_names}
+            names = [f"reward-{worker}" for worker in range(config.reward.workers)]
+            rewarders = {name: roles.build_rewarder(name, config, self.coordinator, self.store) for name in names}
+            self._actors |= producers | rewarders
+        self._publisher = roles.build_publisher(config, producers, self.coordinator)
         self._trainer = roles.build_trainer(inputs, [], self.coordinator, self._publisher, self.store, str(run.checkpoints))
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
-        for start in (self._trainer.start, *(p.start for p in self._producers.values()), *(r.start for r in self._rewarders.values())):
-            await start()
+        for role in (self._trainer, *self._actors.values()):
+            await role.start()
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        actors: dict[str, Any] = {**self._producers, **self._rewarders, "trainer": self._trainer}
-        return {name: actor.run() for name, actor in actors.items()}
+        return {name: actor.run() for name, actor in (*self._actors.items(), ("trainer", self._trainer))}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {"publisher": self._publisher.run()}

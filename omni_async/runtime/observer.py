@@ -19,7 +19,7 @@ from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
-from omni_async.tracking.timeline import busy_fractions
+from omni_async.tracking.timeline import ROLES, busy_fractions
 from omni_async.types import Span
 
 # Console figures look back this far: recent enough to follow a change, long enough to be steady.
@@ -122,7 +122,7 @@ class Observer:
                     "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
                     **{name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")},
                 },
-                "busy": {role: busy[role]["busy"] for role in ("rollout", "reward", "trainer") if role in busy},
+                "busy": {role: busy[role]["busy"] for role in ROLES if role in busy},
                 "extra": {name: data["metrics"][name] for name in ("grad_norm", "clip_fraction") if name in data["metrics"]},
             }
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
@@ -39,6 +40,11 @@ def preflight(config: Config) -> RunInputs:
         family = find_family(config.model.pipeline)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    try:
+        for problem in problems(config):
+            raise ConfigError(problem)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for number, scorer in enumerate(config.reward.scorers):
         try:
             scorers.check(scorer)
@@ -51,11 +57,22 @@ def preflight(config: Config) -> RunInputs:
     return RunInputs(
         config=config,
         family=family,
-        prompts=tuple(load_prompts(config.data.prompts, "data.prompts", longest)),
+        prompts=tuple(_prompts(config)),
         validation_prompts=tuple(validation),
         start_version=version,
         start_group=group,
     )
+
+
+def _prompts(config: Config) -> list[Prompt]:
+    longest = config.data.max_prompt_chars
+    if config.data.preferences is not None:
+        from omni_async.runtime.preferences import PreferencePairs
+
+        return PreferencePairs(config.data.preferences).prompts(longest)
+    if config.data.prompts is None:
+        raise ConfigError("data.prompts: required")
+    return load_prompts(config.data.prompts, "data.prompts", longest)
 
 
 def _check_model(config: Config, family: PipelineFamily) -> None:

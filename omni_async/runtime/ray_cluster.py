@@ -60,8 +60,10 @@ class RayCluster:
         await self._reserve(bundles)
         config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
         self._spawn("coordinator", _CONTROL, partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
-        producers = {name: self._spawn_producer(name) for name in self._names("rollout", config.rollout.workers)}
-        rewarders = [self._spawn_rewarder(name) for name in self._names("reward", config.reward.workers)]
+        offline = config.data.preferences is not None
+        readers = [self._spawn_reader(name) for name in config.engine_names] if offline else []
+        producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
+        rewarders = [self._spawn_rewarder(name) for name in self._rewarder_names()]
         others = [
             self._spawn(f"trainer-{rank}", config.placement.trainer, partial(_rank, rank, self._inputs))
             for rank in range(1, config.trainer.workers)
@@ -72,15 +74,16 @@ class RayCluster:
             config.placement.trainer,
             partial(_trainer, self._inputs, others, self.coordinator, publisher, str(self._run.checkpoints)),
         )
-        starting = asyncio.gather(trainer.start(), *(role.start() for role in [*producers.values(), *rewarders]))
+        starting = asyncio.gather(trainer.start(), *(role.start() for role in [*readers, *producers.values(), *rewarders]))
         try:
             async with asyncio.timeout(timeout):
                 await starting
         except TimeoutError:
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
-    def _names(self, role: str, count: int) -> list[str]:
-        return [f"{role}-{worker}" for worker in range(count)]
+    def _rewarder_names(self) -> list[str]:
+        config = self._inputs.config
+        return [] if config.data.preferences is not None else [f"reward-{worker}" for worker in range(config.reward.workers)]
 
     def _bundles(self) -> dict[str, Resources]:
         config = self._inputs.config
@@ -89,8 +92,8 @@ class RayCluster:
         return {
             "coordinator": _CONTROL,
             "publisher": _CONTROL,
-            **dict.fromkeys(self._names("rollout", config.rollout.workers), placement.rollout),
-            **dict.fromkeys(self._names("reward", config.reward.workers), placement.reward),
+            **dict.fromkeys(config.engine_names, placement.rollout),
+            **dict.fromkeys(self._rewarder_names(), placement.reward),
             **dict.fromkeys(ranks, placement.trainer),
         }
 
@@ -145,6 +148,9 @@ class RayCluster:
     def _spawn_producer(self, name: str) -> Any:
         return self._spawn(name, self._resources[name], partial(_producer, name, self._inputs, self.coordinator))
 
+    def _spawn_reader(self, name: str) -> Any:
+        return self._spawn(name, self._resources[name], partial(_reader, name, self._inputs, self.coordinator))
+
     def _spawn_rewarder(self, name: str) -> Any:
         return self._spawn(name, self._resources[name], partial(_rewarder, name, self._inputs.config, self.coordinator))
 
@@ -154,7 +160,7 @@ class RayCluster:
     # ---- running ------------------------------------------------------------------------------------------------------------------
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        ends = [name for name in self._actors if name.startswith(("rollout", "reward")) or name == "trainer"]
+        ends = [name for name in self._actors if name.startswith(("rollout", "reader", "reward")) or name == "trainer"]
         return {name: self._proxy(name).run() for name in ends}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
@@ -194,6 +200,11 @@ def _producer(name: str, inputs: RunInputs, coordinator: Any) -> Any:
     if inputs.config.rollout.engine != "emulated":
         roles.limit_threads(inputs.config.placement.rollout.cpus)
     return roles.build_producer(name, inputs, coordinator, RayStore())
+
+
+def _reader(name: str, inputs: RunInputs, coordinator: Any) -> Any:
+    roles.limit_threads(inputs.config.placement.rollout.cpus)
+    return roles.build_reader(name, inputs, coordinator, RayStore())
 
 
 def _rewarder(name: str, config: Any, coordinator: Any) -> Any:

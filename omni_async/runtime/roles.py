@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi
+from omni_async.actors.preferences import PreferenceReader
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
 from omni_async.actors.rewarder import Rewarder
+from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.coordinator import Coordinator
@@ -53,6 +55,17 @@ def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, st
     return Producer(name, inputs.config, engine, coordinator, store, WallClock())
 
 
+def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore) -> PreferenceReader:
+    """Stands in for producers and rewarders where the samples are a dataset's."""
+    from omni_async.runtime.preferences import PreferencePairs
+
+    config = inputs.config
+    if config.data.preferences is None:
+        raise ValueError("a preference reader needs data.preferences")
+    policy = inputs.family.load_policy(config.model.path)
+    return PreferenceReader(name, config, PreferencePairs(config.data.preferences), policy, coordinator, store, WallClock())
+
+
 def build_rewarder(name: str, config: Config, coordinator: CoordinatorApi, store: ObjectStore) -> Rewarder:
     from omni_async.rewards.composition import WeightedScorer
 
@@ -76,7 +89,8 @@ def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
             device = torch.device("cpu")
         return TrainEngine(inputs.config, inputs.family.load_policy(inputs.config.model.path), rank, world_size, device)
 
-    return Rank(rank, world_size, build_engine, store)
+    paired = find_objective(inputs.config.algorithm.name).unit == "pair"
+    return Rank(rank, world_size, build_engine, store, paired)
 
 
 def build_trainer(

@@ -17,7 +17,7 @@ from omni_async.tracking.intervals import Interval
 from omni_async.types import Span
 
 WAITS = ("backpressured", "starved")
-ROLES = ("rollout", "reward", "trainer")
+ROLES = ("rollout", "reader", "reward", "trainer")
 
 
 def role_of(actor: str) -> str:

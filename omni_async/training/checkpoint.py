@@ -1,6 +1,7 @@
 """Training state on disk, through torch.distributed.checkpoint: sharded, readable by any number of ranks, and whole or absent.
 
-A checkpoint holds the trained parameters (adapters only under LoRA), the optimizer's state and `state.json`. It is written beside its
+A checkpoint holds the trained parameters (adapters only under LoRA), the further policies kept beside them (`shadow.<which>.<name>`), the
+optimizer's state and `state.json`. It is written beside its
 place and renamed when complete. Both functions are collective.
 """
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from omni_async.training.errors import TrainingError
 
 _MODEL = "model."
+_SHADOW = "shadow."
 _OPTIMIZER = "optimizer."
 
 
@@ -34,14 +36,16 @@ class State(msgspec.Struct, frozen=True):
     format: int = 1
 
 
-def save(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, state: State) -> None:
+def save(
+    folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: State
+) -> None:
     """Writes the checkpoint `folder`, replacing one of that name only once the new one is complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     if _rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    tensors = {_MODEL + name: p.detach() for name, p in parameters.items()} | _optimizer_tensors(parameters, optimizer)
+    tensors = _weights(parameters, shadows) | _optimizer_tensors(parameters, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         write_tensors(tensors, checkpoint_id=partial)
@@ -57,22 +61,28 @@ def save(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.
     _barrier()
 
 
-def load(folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> State:
-    """Reads a checkpoint into `parameters` and `optimizer`, in place. TrainingError if it is of another model or not there."""
+def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> State:
+    """Reads a checkpoint into `parameters`, `shadows` and `optimizer`, in place. TrainingError if it is of another model or not there."""
     if not (folder / "state.json").is_file():
         raise TrainingError(f"{folder} is not a checkpoint: it has no state.json")
     state = msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
     stored = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
-    wanted = {_MODEL + name for name in parameters}
-    found = {key for key in stored if key.startswith(_MODEL)}
-    if wanted != found:
-        example = min(wanted ^ found).removeprefix(_MODEL)
-        raise TrainingError(f"checkpoint {folder} is of another model or LoRA setting: {example!r} is in only one of the two")
-    tensors = {_MODEL + name: p.detach() for name, p in parameters.items()} | _allocate(parameters, optimizer, stored)
+    weights = _weights(parameters, shadows)
+    found = {key for key in stored if key.startswith((_MODEL, _SHADOW))}
+    if weights.keys() != found:
+        example = min(weights.keys() ^ found)
+        raise TrainingError(
+            f"checkpoint {folder} is of another model, LoRA setting, algorithm or trainer.ema: {example!r} is in only one of the two"
+        )
+    tensors = weights | _allocate(parameters, optimizer, stored)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         read_tensors(tensors, checkpoint_id=folder)
     return state
+
+
+def _weights(parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_MODEL + name: p.detach() for name, p in parameters.items()} | {_SHADOW + name: tensor for name, tensor in shadows.items()}
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
 
 Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers them and reduces
-gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA, the reference copy) are held in `model.dtype`,
-since nothing ever adds to them.
+gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held in `model.dtype`, since nothing ever
+adds to them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from omni_async.algorithms.registry import Objective, Shadow
 from omni_async.config.schema import Config, Lora
 from omni_async.policy import Policy
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.errors import TrainingError
+from omni_async.training.shadows import Shadows
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import ADAPTER, diffusers_name, is_injected_adapter
 
@@ -44,16 +46,19 @@ class TrainedModel:
     """A policy's transformer, ready for gradients.
 
     transformer: the module the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
+    trainable: what the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise.
+    shadows: the further policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
     digest: of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else empty).
     """
 
-    def __init__(self, config: Config, policy: Policy, device: torch.device, rank: int, world_size: int) -> None:
+    def __init__(self, config: Config, objective: Objective, policy: Policy, device: torch.device, rank: int, world_size: int) -> None:
         self.policy = policy
         self.lora: Lora | None = config.model.lora
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.device = device
         self.backend = resolve_backend(config.trainer.backend, device, world_size)
         self._rollout = config.rollout
+        self._unconditional_gradient = config.algorithm.unconditional_gradient
         mesh = _mesh(device, rank, world_size) if self.backend == "fsdp2" else None
         self.transformer = policy.load_transformer(torch.float32 if self.lora is None else self.dtype).eval()
         self.digest = self._digest() if rank == 0 else ""
@@ -64,30 +69,39 @@ class TrainedModel:
         if config.trainer.gradient_checkpointing:
             _enable_gradient_checkpointing(self.transformer)
         self._place(self.transformer, mesh)
-        self._frozen: nn.Module | None = None
-        if config.algorithm.kl_coef > 0 and self.lora is None:
-            # Under autocast some operators use float32 weights as they are, so there the copy must be exact to start at KL 0.
-            dtype = torch.float32 if self.backend == "plain" else self.dtype
-            self._frozen = policy.load_transformer(dtype).eval().requires_grad_(False)
-            self._place(self._frozen, mesh)
+        self.trainable = {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
+        self.shadows = Shadows(self.transformer, self.trainable)
+        wanted = set(objective.shadows(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
+        for shadow in sorted(wanted):
+            if shadow != "reference" or self.lora is None:  # under LoRA the reference is the model without its adapters
+                self.shadows.add(shadow)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
         """The policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
-        return self._velocity(self.transformer, latents, sigma, conditioning)
+        with self._autocast():
+            r = self._rollout
+            velocity = self.policy.velocity(
+                self.transformer,
+                latents,
+                sigma,
+                conditioning,
+                height=r.height,
+                width=r.width,
+                true_cfg_scale=r.true_cfg_scale,
+                unconditional_gradient=self._unconditional_gradient,
+            )
+        return velocity.float()
 
-    def reference_velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
-        """The velocity of the policy as loaded: the frozen copy, or the same model with its adapters off. No gradient."""
-        with torch.no_grad():
-            if self._frozen is not None:
-                return self._velocity(self._frozen, latents, sigma, conditioning)
-            if self.lora is None:
-                raise TrainingError("there is no reference policy: algorithm.kl_coef is 0")
+    @torch.no_grad()
+    def shadow_velocity(self, shadow: Shadow, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+        """The velocity of another policy, without gradient. `reference` is the policy as loaded."""
+        if shadow == "reference" and self.lora is not None:
             with _adapters_off(self.transformer):
-                return self._velocity(self.transformer, latents, sigma, conditioning)
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise."""
-        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
+                return self.velocity(latents, sigma, conditioning)
+        if shadow not in self.shadows:
+            raise TrainingError(f"there is no {shadow} policy: the objective did not ask for one")
+        with self.shadows.using(shadow):
+            return self.velocity(latents, sigma, conditioning)
 
     def base(self) -> dict[str, nn.Parameter]:
         """The model's own parameters by diffusers name, without adapters."""
@@ -95,14 +109,6 @@ class TrainedModel:
 
     def adapters(self) -> dict[str, nn.Parameter]:
         return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if is_injected_adapter(name)}
-
-    def _velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
-        with self._autocast():
-            r = self._rollout
-            velocity = self.policy.velocity(
-                transformer, latents, sigma, conditioning, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
-            )
-        return velocity.float()
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.backend == "plain" and self.dtype != torch.float32:

@@ -24,8 +24,8 @@ PROMPT_TEMPLATE = (
 NUM_TEMPLATE_TOKENS = 34
 MAX_TEXT_TOKENS = 1024
 PATCH = 2
-# Decoding more pixels than this at once saves no time and costs memory.
-_DECODE_PIXELS = 1024 * 1024
+# The VAE saves no time on more pixels than this at once, and takes memory for them.
+_PIXELS_AT_ONCE = 1024 * 1024
 
 
 def _read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
@@ -44,10 +44,7 @@ def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> 
 
 class QwenImagePolicy:
     """See `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an unconditional branch
-    `negative_prompt_embeds` and `negative_prompt_mask`.
-
-    Gradients flow through both branches of guidance: that is the derivative of the policy that took the step.
-    """
+    `negative_prompt_embeds` and `negative_prompt_mask`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -80,6 +77,7 @@ class QwenImagePolicy:
         height: int,
         width: int,
         true_cfg_scale: float,
+        unconditional_gradient: bool = True,
     ) -> torch.Tensor:
         inputs = latents.to(next(transformer.parameters()).dtype)
         shapes = [[(1, *self._grid(height, width))]] * len(latents)
@@ -103,7 +101,9 @@ class QwenImagePolicy:
             return cond
         if "negative_prompt_embeds" not in conditioning:
             raise ValueError(f"true_cfg_scale = {true_cfg_scale} needs conditioning encoded with a negative prompt")
-        return combine_guidance(cond, predict("negative_prompt"), true_cfg_scale)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
+            uncond = predict("negative_prompt")
+        return combine_guidance(cond, uncond, true_cfg_scale)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary position."""
@@ -187,6 +187,26 @@ class QwenImageCodec:
         maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         maps = maps.reshape(len(latents), -1, 1, rows * PATCH, columns * PATCH).to(self.vae.device, self.vae.dtype)
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
-        at_once = max(1, _DECODE_PIXELS // (height * width))
+        at_once = max(1, _PIXELS_AT_ONCE // (height * width))
         pixels = torch.cat([single_frame.decode(self.vae, part * std + mean) for part in torch.split(maps, at_once)])
         return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+    @torch.no_grad()
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        n = self._pixels_per_token
+        if (
+            pixels.dtype != torch.uint8
+            or pixels.ndim != 4
+            or pixels.shape[1] != 3
+            or any(not side or side % n for side in pixels.shape[2:])
+        ):
+            raise ValueError(f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype} {tuple(pixels.shape)}")
+        height, width = pixels.shape[2:]
+        parts = []
+        for part in torch.split(pixels, max(1, _PIXELS_AT_ONCE // (height * width))):
+            frames = part.to(self.vae.device).float() / 127.5 - 1.0
+            parts.append(single_frame.encode(self.vae, frames.to(self.vae.dtype)).float())
+        maps = torch.cat(parts)
+        mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
+        maps = ((maps - mean) / std).reshape(len(pixels), -1, height // n, PATCH, width // n, PATCH)
+        return maps.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Decodes one frame with Qwen-Image's video VAE at the price of an image VAE.
+"""Decodes and encodes one frame with Qwen-Image's video VAE at the price of an image VAE.
 
 The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame that is a 2-D convolution with the
 kernel's last time slice, a third of the arithmetic, and the frame caches are never read. With the channel norm written as
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 
 def specialise(vae: Any) -> None:
-    """Makes `vae`'s decoder one for single frames, in place, keeping its weights. Its encoder is left alone."""
-    for part in (vae.decoder, vae.post_quant_conv):
+    """Makes `vae` one for single frames, in place, keeping its weights."""
+    for part in (vae.encoder, vae.quant_conv, vae.decoder, vae.post_quant_conv):
         for module in part.modules():
             # By name: vLLM-Omni has copies of diffusers' classes.
             match type(module).__name__:
@@ -31,6 +31,13 @@ def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return pixels.clamp(-1.0, 1.0)
 
 
+def encode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels (B, 3, 8 h, 8 w) in [-1, 1] to the mode of the posterior, latents (B, 16, 1, h, w), by a `specialise`d VAE."""
+    moments = vae.quant_conv(vae.encoder(pixels[:, :, None]))
+    mode: torch.Tensor = moments.chunk(2, dim=1)[0]  # the mean; the other half are log-variances
+    return mode
+
+
 class _FrameConv:
     def __init__(self, conv: Any) -> None:
         self._conv = conv
@@ -38,7 +45,7 @@ class _FrameConv:
     def __call__(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
         conv = self._conv
         if x.shape[2] != 1 or cache_x is not None:
-            raise ValueError(f"this VAE decodes single frames, got {x.shape[2]}")
+            raise ValueError(f"this VAE takes single frames, got {x.shape[2]}")
         width_pad, _, height_pad, *_ = conv._padding
         return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], (height_pad, width_pad))[:, :, None]
 

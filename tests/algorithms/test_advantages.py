@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,8 @@ CENTRED = torch.tensor([-1.0, 1.0, -3.0, 3.0, 0.0], dtype=torch.float64)
 SQUARES = 2.8**2 + 0.8**2 + 1.8**2 + 4.2**2 + 1.2**2  # around the mean of all, 3.8
 
 
-def advantages(rewards=REWARDS, groups=GROUPS, std="global", ddof=1, eps=1e-4, clip_max=5.0):
-    return group_advantages(rewards, groups, std=std, ddof=ddof, eps=eps, clip_max=clip_max)
+def advantages(rewards=REWARDS, groups=GROUPS, std="global", ddof=1, eps=1e-4, clip_max=5.0, **eps_form):
+    return group_advantages(rewards, groups, std=std, ddof=ddof, eps=eps, clip_max=clip_max, **eps_form)
 
 
 def close(got, expected):
@@ -32,6 +33,25 @@ def test_global_std_by_hand(ddof):
 def test_group_std_by_hand(ddof, stds):
     small, large = 1 / (stds[0] + 1e-4), 3 / (stds[1] + 1e-4)
     close(advantages(std="group", ddof=ddof), [-small, small, -large, large, 0.0])
+
+
+@pytest.mark.parametrize(("eps", "divisors"), [(1e-6, (1.0, 3.0)), (2.0, (2.0, 3.0)), (7.0, (7.0, 7.0))])
+def test_a_floor_replaces_stds_below_it_and_leaves_others_alone(eps, divisors):
+    small, large = 1 / divisors[0], 3 / divisors[1]
+    close(advantages(std="group", ddof=0, eps=eps, eps_form="floor"), [-small, small, -large, large, 0.0])
+    close(advantages(ddof=0, eps=eps, eps_form="floor"), CENTRED / max(math.sqrt(SQUARES / 5), eps))
+    assert global_scale(REWARDS, ddof=0, eps=eps, eps_form="floor") == pytest.approx(1 / max(math.sqrt(SQUARES / 5), eps), rel=1e-15)
+
+
+def test_eps_is_added_unless_told_otherwise():
+    assert torch.equal(advantages(std="group", eps=2.0), advantages(std="group", eps=2.0, eps_form="added"))
+    assert global_scale(REWARDS, ddof=1, eps=2.0) == global_scale(REWARDS, ddof=1, eps=2.0, eps_form="added")
+
+
+def test_a_floor_can_decide_whether_the_clip_binds():
+    settings = {"std": "group", "ddof": 0, "clip_max": 0.9, "eps": 0.5}
+    assert not clip_binds(REWARDS, GROUPS, **settings)  # 1 / 1.5 and 3 / 3.5
+    assert clip_binds(REWARDS, GROUPS, **settings, eps_form="floor")  # both 1
 
 
 def test_no_std_is_the_difference_from_the_group_mean():
@@ -52,9 +72,12 @@ def test_a_singleton_gets_zero_even_alone(std, ddof):
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_equal_rewards_give_exact_zeros_without_eps(std, ddof):
-    got = advantages(torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1]), std=std, ddof=ddof, eps=0.0)
-    assert torch.equal(got, torch.zeros(6))
+@pytest.mark.parametrize("eps_form", ["added", "floor"])
+def test_equal_rewards_give_exact_zeros_without_eps(std, ddof, eps_form):
+    rewards = torch.full((6,), 0.1, dtype=torch.float64)
+    assert rewards.mean() != 0.1  # so rounding would show
+    got = advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]), std=std, ddof=ddof, eps=0.0, eps_form=eps_form)
+    assert got.tolist() == [0.0] * 6
 
 
 def test_float32_rewards_keep_their_dtype_and_float64_accuracy():
@@ -65,6 +88,27 @@ def test_float32_rewards_keep_their_dtype_and_float64_accuracy():
 
 
 reward_lists = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, allow_subnormal=False)), min_size=2, max_size=24)
+
+
+@given(
+    rows=reward_lists,
+    std=st.sampled_from(["global", "group", "none"]),
+    ddof=st.sampled_from([0, 1]),
+    eps=st.sampled_from([1e-6, 1e-4, 3.0]),
+    eps_form=st.sampled_from(["added", "floor"]),
+)
+@settings(max_examples=100, deadline=None)
+def test_advantages_are_those_of_a_loop_over_rows(rows, std, ddof, eps, eps_form):
+    expected = []
+    for group, reward in rows:
+        peers = [r for g, r in rows if g == group]
+        over = [r for _, r in rows] if std == "global" else peers
+        deviation = np.std(over, ddof=ddof) if len(over) > 1 else 1.0
+        divisor = {"added": deviation + eps, "floor": max(deviation, eps)}[eps_form] if std != "none" else 1.0
+        expected.append(min(max((reward - np.mean(peers)) / divisor, -5.0), 5.0))
+    groups, rewards = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    got = advantages(rewards, groups, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=1e-9)
 
 
 @given(rows=reward_lists, std=st.sampled_from(["global", "group"]), ddof=st.sampled_from([0, 1]))
@@ -103,6 +147,7 @@ def test_centred_rewards_times_the_global_scale_are_the_advantages(ddof):
         ({"std": "batch"}, "got 'batch'"),
         ({"ddof": 2}, "ddof must be 0 or 1, got 2"),
         ({"eps": -1.0}, "eps must be >= 0, got -1.0"),
+        ({"eps_form": "max"}, "eps_form must be 'added' or 'floor', got 'max'"),
         ({"clip_max": 0.0}, "clip_max must be > 0, got 0.0"),
     ],
 )

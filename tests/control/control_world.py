@@ -48,7 +48,11 @@ def make_config(
     validation: dict[str, Any] | None = None,
     seed: int = 0,
     drop_zero_variance: bool = True,
+    aggregate: str = "rewards",
+    exact: bool = False,
+    steps: int | None = None,
 ) -> Config:
+    """`steps`: samples are made without noise in as many steps, and their final latents are trained on."""
     config = msgspec.convert(
         {
             "run": {"seed": seed},
@@ -59,19 +63,22 @@ def make_config(
                 "group_size": group_size,
                 "max_inflight": max_inflight,
                 "retries": retries,
-                "sde": {"window": {"size": 2, "range": [0, 5]}},
+                **({"sde": {"window": {"size": 2, "range": [0, 5]}}} if steps is None else {"sde": None, "num_inference_steps": steps}),
             },
             "reward": {"retries": score_retries, "scorers": [{"name": "ocr"}]},
-            "staleness": {"max_updates": S},
+            "staleness": {"max_updates": S, "exact": exact},
             "buffer": {"trajectories": trajectories, "groups": groups, "window": window},
             "weights": {"publish_every": publish_every},
-            "algorithm": {"advantage": {"drop_zero_variance": drop_zero_variance}},
+            "algorithm": {
+                "name": "flow_grpo" if steps is None else "diffusion_nft",
+                "advantage": {"drop_zero_variance": drop_zero_variance, "aggregate": aggregate},
+            },
             "trainer": {"updates": updates, "groups_per_update": P},
             "validation": None if validation is None else {"prompts": "validation.txt", **validation},
         },
         Config,
     )
-    assert check(config) is None
+    assert check(config) is None, check(config)
     return config
 
 
@@ -90,6 +97,13 @@ def make_coordinator(
 
 def digest_of(version: int) -> str:
     return f"digest-{version}"
+
+
+def trained_steps(request: SampleRequest) -> range:
+    """The denoising steps whose versions a generated sample carries."""
+    if request.window is not None:
+        return request.window.steps
+    return range(request.num_inference_steps if request.kind == "train" else 0)
 
 
 def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], *, version: int = 0) -> SampleResult:
@@ -126,7 +140,7 @@ async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
 
 async def finish(coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int) -> None:
     """The engine made all of these with one version."""
-    versions = [(version,) * (r.window.size if r.window else 0) for r in requests]
+    versions = [(version,) * len(trained_steps(r)) for r in requests]
     results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
     await coordinator.samples_done(engine, results)
 
@@ -212,7 +226,7 @@ class Run:
         started, versions = self.holds[engine], []
         for step in range(request.num_inference_steps):
             await self.turns("generate")
-            if request.window and step in request.window.steps:
+            if step in trained_steps(request):
                 versions.append(self.holds[engine])
         if (error := self._generate(engine, request)) is not None:
             await self.coordinator.sample_failed(engine, request.sample_id, error)
@@ -272,6 +286,41 @@ class Run:
     def staleness(self) -> list[int]:
         """Of every trained group, counted here from what the trainer took."""
         return [version - group.oldest_version for version, group in self.taken]
+
+
+class Bench:
+    """One engine with room for everything, where each group is finished by name."""
+
+    def __init__(self, **config: Any) -> None:
+        self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))
+        self.waiting: dict[int, list[SampleRequest]] = {}
+        self.version = 0
+        asyncio.run(hold(self.c, 0))
+
+    async def generate(self, group: int, version: int, reward: Callable[[ScoreJob], float | str] = distinct) -> None:
+        while group not in self.waiting:
+            for request in now(self.c.next_samples("rollout-0", 1000, 1000)):
+                self.waiting.setdefault(request.group, []).append(request)
+        await finish(self.c, "rollout-0", self.waiting.pop(group), version)
+        await score(self.c, now(self.c.next_to_score("reward-0", 100)), reward)
+
+    def take(self, places: int = 1) -> ReadyGroup | None:
+        """None: nothing may be taken now."""
+        try:
+            taken = now(self.c.next_group(self.version, places))
+        except AssertionError:
+            return None
+        assert taken is not None
+        return taken
+
+    async def train(self, *groups: ReadyGroup) -> None:
+        self.version += 1
+        await self.c.update_done(report(self.version, list(groups)))
+
+    async def update(self, *groups: ReadyGroup) -> None:
+        """Train and publish."""
+        await self.train(*groups)
+        await hold(self.c, self.version)
 
 
 def play(config: Config, **kwargs: Any) -> Run:

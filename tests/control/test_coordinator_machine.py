@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
-from control_world import digest_of, make_config, make_coordinator, make_result, now, report
+from control_world import digest_of, make_config, make_coordinator, make_result, now, report, trained_steps
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -23,21 +23,24 @@ from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreRe
 
 
 def random_config(dice: random.Random) -> Config:
-    max_updates = dice.randint(0, 4)
+    max_updates, per_update = dice.randint(0, 4), dice.randint(1, 4)
+    exact = dice.random() < 0.25
     rounds = {"every": dice.randint(1, 4), "samples_per_prompt": dice.randint(1, 2), "share": dice.choice([0.1, 0.5, 1.0])}
     return make_config(
         S=max_updates,
-        P=dice.randint(1, 4),
+        P=per_update,
         group_size=dice.randint(2, 3),
         updates=dice.randint(1, 8),
         window=dice.randint(1, 6),
-        publish_every=dice.randint(1, max_updates + 1),
+        publish_every=1 if exact else dice.randint(1, max_updates + 1),
         trajectories=dice.choice([1, 2, 3, 8, 64]),
-        groups=dice.choice([1, 2, 4, 16]),
+        groups=max(dice.choice([1, 2, 4, 16]), (max_updates + 1) * per_update if exact else 1),
         engines=dice.randint(1, 3),
         retries=dice.randint(0, 2),
         score_retries=dice.randint(0, 2),
         validation=dice.choice([None, rounds]),
+        exact=exact,
+        steps=dice.choice([None, None, 3]),
     )
 
 
@@ -73,9 +76,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         config=st.builds(random_config, st.randoms(use_true_random=False)),
         start=st.sampled_from([0, 0, 0, 3]),
         may_stop=st.sampled_from([False, False, True]),
+        stored=st.booleans(),
     )
-    def begin(self, config: Config, start: int, may_stop: bool) -> None:
-        self.config, self.may_stop = config, may_stop
+    def begin(self, config: Config, start: int, may_stop: bool, stored: bool) -> None:
+        """`stored`: samples without a window come from a dataset, so that no version took any step of theirs."""
+        self.config, self.may_stop, self.stored = config, may_stop, stored and config.rollout.sde is None
         self.start = min(start, config.trainer.updates)
         self.version = self.to_publish = self.start
         self.coordinator, self.entries = make_coordinator(config, start_version=self.start, start_group=10 * self.start)
@@ -113,6 +118,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, self.holds[engine]))
 
+    def num_versions(self, request: SampleRequest) -> int:
+        return 0 if self.stored else len(trained_steps(request))
+
     def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:
         assert jobs or self.coordinator_closed()
         self.jobs += [(worker, job) for job in jobs]
@@ -123,10 +131,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return
         staleness = self.version - group.oldest_version
         assert 0 <= staleness <= self.config.staleness.max_updates
+        if self.config.staleness.exact:
+            self.nothing_else_could_be_trained(staleness)
         older = [g for g in self.untaken() if g < group.group]
         assert len(older) < self.config.buffer.window, f"{group.group} overtook {older}"
         self.taken.append(group.group)
         self.groups.append(group)
+
+    def nothing_else_could_be_trained(self, staleness: int) -> None:
+        """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the same for all."""
+        assert set(self.holds.values()) == {self.version}
+        making = [lease.request.sample_id for lease in self.leases if lease.request.kind == "train" and self.is_live(lease.request.group)]
+        unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))]
+        assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
+        assert staleness == min(self.version - self.start, self.config.staleness.max_updates)
 
     def got_events(self, _: str, events: list[Any]) -> None:
         for event in events:
@@ -152,7 +170,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def finish_sample(self, pick: int, seed: int) -> None:
         """Its steps were taken with any of the versions the engine held meanwhile, in order."""
         lease = self.leases.pop(pick % len(self.leases))
-        size = lease.request.window.size if lease.request.window else 0
+        size = self.num_versions(lease.request)
         self.finish(lease, tuple(sorted(random.Random(seed).choices(lease.seen, k=size))))
 
     def finish(self, lease: Lease, versions: tuple[int, ...]) -> None:
@@ -184,7 +202,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if failed:
             now(self.coordinator.sample_failed(engine, lease.request.sample_id, "late"))
         else:
-            size = lease.request.window.size if lease.request.window else 0
+            size = self.num_versions(lease.request)
             now(self.coordinator.samples_done(engine, [make_result(lease.request, engine, (lease.seen[0],) * size)]))
 
     # ---- rules: reward workers ----------------------------------------------------------------------------------------------------
@@ -322,9 +340,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for entry in self.entries:
             if entry.event == "trained":
                 assert entry.staleness is not None and 0 <= entry.staleness <= self.config.staleness.max_updates
-                assert entry.trained_version is not None and entry.step_versions is not None
-                assert entry.staleness == entry.trained_version - 1 - entry.step_versions[0]
-                assert entry.admitted_version <= entry.step_versions[0]
+                assert entry.trained_version is not None
+                assert (entry.step_versions is None) == self.stored
+                oldest = entry.admitted_version if entry.step_versions is None else entry.step_versions[0]
+                assert entry.staleness == entry.trained_version - 1 - oldest
+                assert entry.admitted_version <= oldest
         if self.coordinator_closed() and self.ended is not None and self.ended["status"] == "failed":
             assert "in a row" in self.ended["reason"], self.ended
 
@@ -366,7 +386,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.settle()
         while self.leases:
             lease = self.leases.pop()
-            self.finish(lease, (lease.seen[-1],) * (lease.request.window.size if lease.request.window else 0))
+            self.finish(lease, (lease.seen[-1],) * self.num_versions(lease.request))
         while self.jobs:
             self.answer(self.jobs.pop(), "value")
         if len(self.groups) == self.config.trainer.groups_per_update:
@@ -421,7 +441,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """Work that was under way when the run ended is still reported."""
         before = [*self.entries]
         for lease in self.leases:
-            size = lease.request.window.size if lease.request.window else 0
+            size = self.num_versions(lease.request)
             now(self.coordinator.samples_done(lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]))
         for worker, job in self.jobs:
             now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, Score(1.0))]))
@@ -450,7 +470,7 @@ def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
 
 def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
     machine = CoordinatorMachine()
-    machine.begin(config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3)
+    machine.begin(config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5)
     answers = ["value"] * 20 + ["equal", "error"] * dice.choice([0, 1, 8])
     pick = partial(dice.randrange, 2**16)
     moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {

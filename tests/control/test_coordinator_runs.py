@@ -8,11 +8,25 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from control_world import Run, digest_of, distinct, finish, hold, make_config, make_coordinator, make_result, now, play, report, score
+from control_world import (
+    Bench,
+    Run,
+    digest_of,
+    distinct,
+    finish,
+    hold,
+    make_config,
+    make_coordinator,
+    make_result,
+    now,
+    play,
+    report,
+    score,
+)
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.versions import WeightMismatch
-from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+from omni_async.types import SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 
 
 def trained(entries: list[Any]) -> list[Any]:
@@ -353,49 +367,18 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
 # ---- order ----------------------------------------------------------------------------------------------------------------------------
 
 
-class Bench:
-    """One engine with room for everything, where each group is finished by name."""
-
-    def __init__(self, **config: Any) -> None:
-        self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))
-        self.waiting: dict[int, list[SampleRequest]] = {}
-        self.version = 0
-        asyncio.run(hold(self.c, 0))
-
-    async def ready(self, group: int, version: int) -> None:
-        while group not in self.waiting:
-            for request in now(self.c.next_samples("rollout-0", 1000, 1000)):
-                self.waiting.setdefault(request.group, []).append(request)
-        await finish(self.c, "rollout-0", self.waiting.pop(group), version)
-        await score(self.c, now(self.c.next_to_score("reward-0", 100)), distinct)
-
-    def take(self, places: int = 1) -> ReadyGroup | None:
-        """None: nothing may be taken now."""
-        try:
-            taken = now(self.c.next_group(self.version, places))
-        except AssertionError:
-            return None
-        assert taken is not None
-        return taken
-
-    async def update(self, *groups: ReadyGroup) -> None:
-        self.version += 1
-        await self.c.update_done(report(self.version, list(groups)))
-        await hold(self.c, self.version)
-
-
 def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
     """S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At update 1 group 2 may not:
     a first-ready-first-taken window would train it, and then group 0 two updates late."""
 
     async def main(bench: Bench) -> None:
-        await bench.ready(1, 0)
+        await bench.generate(1, 0)
         first = bench.take()
         assert first is not None and first.group == 1
         await bench.update(first)
-        await bench.ready(2, 1)
+        await bench.generate(2, 1)
         assert bench.take() is None
-        await bench.ready(0, 0)
+        await bench.generate(0, 0)
         second = bench.take()
         assert second is not None and second.group == 0
         await bench.update(second)
@@ -409,9 +392,9 @@ def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> N
 
 def test_a_window_of_one_waits_for_the_oldest_group() -> None:
     async def main(bench: Bench) -> None:
-        await bench.ready(1, 0)
+        await bench.generate(1, 0)
         assert bench.take() is None
-        await bench.ready(0, 0)
+        await bench.generate(0, 0)
         first = bench.take()
         assert first is not None and first.group == 0
 
@@ -420,7 +403,7 @@ def test_a_window_of_one_waits_for_the_oldest_group() -> None:
 
 def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
     async def main(bench: Bench) -> None:
-        await bench.ready(1, 0)
+        await bench.generate(1, 0)
         trainer = asyncio.create_task(bench.c.next_group(0, 1))
         await asyncio.sleep(0)
         assert not trainer.done()
@@ -435,9 +418,9 @@ def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_onc
 
 def test_no_group_overtakes_more_than_the_window_allows() -> None:
     async def main(bench: Bench) -> None:
-        await bench.ready(3, 0)
+        await bench.generate(3, 0)
         assert bench.take() is None
-        await bench.ready(2, 0)
+        await bench.generate(2, 0)
         taken = bench.take()
         assert taken is not None and taken.group == 2
 
@@ -582,7 +565,7 @@ def test_stopping_sends_every_waiter_home_at_once() -> None:
 
 def test_an_update_under_way_when_the_run_is_stopped_is_reported_without_harm() -> None:
     async def main(bench: Bench) -> None:
-        await bench.ready(0, 0)
+        await bench.generate(0, 0)
         group = bench.take()
         assert group is not None
         await bench.c.stop("ctrl-c")
@@ -626,7 +609,7 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
         results = [ScoreResult(j.sample_id, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
         await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
         group = now(c.next_group(0, 1))
-        assert group.rewards == [1.0, 3.0] and group.oldest_version == group.newest_version == 0
+        assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
         await c.update_done(report(1, [group]))
         (event,) = await c.events()
         assert event.kind == "update"

@@ -8,7 +8,6 @@ import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
 from omni_async.control.events import EventLog, Picture
-from omni_async.control.signal import has_signal
 from omni_async.control.waiting import Bell
 from omni_async.types import Prompt, Score
 
@@ -105,10 +104,3 @@ def test_a_manual_clock_moves_forward_when_told() -> None:
     with pytest.raises(ValueError, match="time only moves forward, got -1"):
         clock.advance(-1)
     assert WallClock().now() > 1.6e9
-
-
-def test_a_group_has_signal_when_its_rewards_differ() -> None:
-    assert has_signal([0.0, 0.0, 1e-12])
-    assert not has_signal([0.5, 0.5, 0.5])
-    assert not has_signal([1.0])
-    assert not has_signal([])

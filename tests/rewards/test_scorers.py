@@ -61,7 +61,7 @@ def test_jpeg_size_is_what_pillow_writes() -> None:
 
 def test_one_scorer_keeps_its_parts() -> None:
     scores = WeightedScorer([config(f"{__name__}:Constant", weight=3.0, text="hi")]).score(IMAGES, PROMPTS)
-    assert scores == [Score(value=6.0, parts={"part": 2.0}, text="hi")] * 3
+    assert scores == [Score(value=6.0, parts={"part": 2.0}, text="hi", values=(2.0,))] * 3
 
 
 def test_several_scorers_are_weighed_and_prefixed() -> None:
@@ -73,6 +73,7 @@ def test_several_scorers_are_weighed_and_prefixed() -> None:
     assert score.parts["jpeg_size/jpeg_kb"] == size and score.parts["jpeg_size/value"] == -size
     assert score.parts[f"{constant}/part"] == 2.0 and score.parts[f"{constant}_2/part"] == 5.0
     assert score.text == "a | b"
+    assert score.values == (-size, 2.0, 5.0)
 
 
 def test_an_empty_batch_is_fine() -> None:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
-from omni_async.rollout.noise import initial_noise
+from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy

@@ -93,7 +93,7 @@ def test_an_interrupted_save_keeps_the_old_checkpoint(make_config: MakeConfig, t
 
 def test_a_checkpoint_of_something_else_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     started(make_config()).save(tmp_path / "full", {})
-    with pytest.raises(TrainingError, match="is of another model or LoRA setting"):
+    with pytest.raises(TrainingError, match="is of another model, LoRA setting"):
         started(make_config(**{"model.lora": LORA})).load(tmp_path / "full")
     with pytest.raises(TrainingError, match=r"is not a checkpoint: it has no state\.json"):
         started(make_config()).load(tmp_path)

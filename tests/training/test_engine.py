@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from omni_async.algorithms.objectives.base import ObjectiveSettings, StepInputs
-from omni_async.algorithms.objectives.flow_grpo import flow_grpo
 from omni_async.config.schema import Config
-from omni_async.sde.transitions import log_prob, transition
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
-from omni_async.training.rows import GroupBatch
+from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, tiny_group
+from tests.training.engines import CPU, assert_gradients, gradients, nudge, started, train, weights
+from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
-CPU = torch.device("cpu")
 MakeConfig = Callable[..., Config]
 
 
-def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
-    engine = TrainEngine(config, policy or TinyPolicy(), rank=0, world_size=1, device=CPU)
-    engine.setup()
-    return engine
-
-
-def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
-    """Moves the weights away from those that made the samples, so that ratios are not 1."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in engine._trainable.values():
-            p.add_(size * torch.randn(p.shape, generator=generator))
-
-
-def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0) -> dict[str, float]:
-    rows = sum(len(t["steps"]) for g in groups for t in g.trajectories)
-    for group in groups:
-        engine.accumulate(group, 1 / rows)
-    return engine.step(grad_scale)
-
-
-def weights(engine: TrainEngine) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in engine._trainable.values()])
-
-
 def plain_gradient(engine: TrainEngine, groups: list[GroupBatch], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The definition, one row at a time in one graph: the mean over all samples and steps of the objective."""
-    config, policy = engine.config, TinyPolicy()
-    r = config.rollout
-    model = policy.load_transformer(torch.float32)
-    model.load_state_dict(engine._model.transformer.state_dict())
-    model = model.to(dtype)
-    losses = []
-    for group in groups:
-        for t, advantage in zip(group.trajectories, group.advantages, strict=True):
-            for k, i in enumerate(t["steps"].tolist()):
-                x, x_next, s = t["latents"][k][None].to(dtype), t["latents"][k + 1][None].to(dtype), t["sigmas"].to(dtype)
-                conditioning = policy.stack_conditioning([t["conditioning"]])
-                v = policy.velocity(model, x, s[i : i + 1], conditioning, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
-                level = torch.tensor([r.sde.noise_level], dtype=dtype)
-                step = transition(r.sde.kind, x, v, s[i : i + 1], s[i + 1 : i + 2], s[1:2], level)
-                value = log_prob(r.sde.kind, x_next, step.mean, step.scale)
-                a, old = torch.tensor([advantage], dtype=dtype), t["log_probs"][k : k + 1].to(dtype)
-                inputs = StepInputs(value, old, a, step.mean, None, step.std, step.scale, None, x.numel(), r.sde.kind)
-                losses.append(flow_grpo(inputs, ObjectiveSettings(clip_range=0.2)).loss)
-    torch.cat(losses).mean().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """The definition, one row at a time in one graph: the mean over all samples and steps of the clipped surrogate."""
+    model = model_of(engine, dtype)
+    steps = [step for group in groups for step in steps_of(model, engine.config, group)]
+    losses = [surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2) for s in steps]
+    return gradients_of(torch.stack(losses).mean(), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -79,10 +37,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(make_config: MakeConfig, 
     nudge(engine)
     for group in groups:
         engine.accumulate(group, 1 / 16)
-    expected = plain_gradient(engine, groups, dtype)
-    assert expected.keys() == {name for name, p in engine._trainable.items() if p.grad is not None}
-    for name, grad in expected.items():
-        torch.testing.assert_close(engine._trainable[name].grad, grad.float(), rtol=2e-5, atol=2e-7)
+    assert_gradients(gradients(engine), plain_gradient(engine, groups, dtype))
 
 
 def test_the_step_is_the_optimizers(make_config: MakeConfig) -> None:
@@ -121,7 +76,7 @@ def test_scaling_gradients_is_scaling_advantages_and_comes_before_clipping(make_
     group = tiny_group(TinyPolicy(), config)
     scaled, direct = started(config), started(config)
     metrics = train(scaled, [group], grad_scale=2.5)
-    expected = train(direct, [GroupBatch(group.trajectories, [2.5 * a for a in group.advantages])])
+    expected = train(direct, [replace(group, advantages=[2.5 * a for a in group.advantages])])
     torch.testing.assert_close(weights(scaled), weights(direct), rtol=0, atol=1e-7)
     assert metrics["grad_norm"] > 0.05
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)

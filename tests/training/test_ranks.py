@@ -15,9 +15,8 @@ import torch.multiprocessing as mp
 from omni_async.config.schema import Config
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
-from omni_async.training.rows import GroupBatch
 from omni_async.weights.buckets import unpack, verify
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy, share, tiny_group
 
 CPU = torch.device("cpu")
 MakeConfig = Callable[..., Config]
@@ -30,7 +29,7 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     metrics = []
     for seed in (0, 1):
         group = tiny_group(TinyPolicy(), engine.config, seed)
-        mine = GroupBatch(group.trajectories[rank::world], group.advantages[rank::world])
+        mine = share(group, rank, world)
         log_probs = engine.log_probs(mine)
         engine.accumulate(mine, 1 / 10)
         metrics.append(engine.step(grad_scale=2.0))

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
-from omni_async.training.rows import GroupBatch
+from omni_async.training.groups import GroupBatch
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
@@ -48,7 +48,7 @@ def random_group(engine: TrainEngine) -> GroupBatch:
             "conditioning": conditioning,
         }
         samples.append(TensorDict(tensors, []))
-    group = GroupBatch(samples, [1.0, -1.0, 0.5, -0.5])
+    group = GroupBatch(group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4)
     for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
         sample["log_probs"] = log_probs
     return group

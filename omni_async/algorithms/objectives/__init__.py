@@ -1,5 +1,1 @@
-"""Objectives. Importing this package registers them."""
-
-from omni_async.algorithms.objectives import flow_grpo
-
-__all__ = ["flow_grpo"]
+"""Objectives: one pure function per file, on the inputs of `base`. `omni_async.algorithms.catalogue` lists them."""

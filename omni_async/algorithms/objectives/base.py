@@ -1,20 +1,20 @@
-"""What every per-step objective takes and gives: pure data, so that objectives are pure functions."""
+"""What objectives take and give: pure data, so that objectives are pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class StepInputs:
-    """R rows, a row being one trained step of one sample. Log-probs are means over D = `num_elements` latent elements.
+class TransitionInputs:
+    """R rows, a row being one trained step of one sample; rows are sample-major, `steps_per_sample` of them for each sample.
+    Log-probs are means over D = `num_elements` latent elements.
 
-    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*` belong to the
-    policy that took the step, `ref_mean` to the reference policy. advantage, std, scale are (R,); std and scale as `omni_async.sde`
-    defines them for `kind`.
+    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*` belong to the policy
+    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale are (R,); std and scale as `omni_async.sde` defines
+    them for `kind`. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of the loss and nothing else.
     """
 
     log_prob: Tensor
@@ -27,34 +27,68 @@ class StepInputs:
     ref_mean: Tensor | None
     num_elements: int
     kind: str
+    weight: Tensor | None = None
+    steps_per_sample: int = 1
 
     def __post_init__(self) -> None:
         rows = self.log_prob.shape
         if len(rows) != 1:
             raise ValueError(f"log_prob must have shape (R,), got {tuple(rows)}")
-        for name in ("old_log_prob", "advantage", "std", "scale"):
-            if (shape := getattr(self, name).shape) != rows:
-                raise ValueError(f"{name} must have shape {tuple(rows)} like log_prob, got {tuple(shape)}")
+        for name in ("old_log_prob", "advantage", "std", "scale", "weight"):
+            value = getattr(self, name)
+            if value is not None and value.shape != rows:
+                raise ValueError(f"{name} must have shape {tuple(rows)} like log_prob, got {tuple(value.shape)}")
         if self.mean.ndim < 2 or self.mean.shape[0] != rows[0] or self.mean[0].numel() != self.num_elements:
             raise ValueError(f"mean must be {rows[0]} rows of {self.num_elements} elements, got shape {tuple(self.mean.shape)}")
         for name in ("old_mean", "ref_mean"):
             other = getattr(self, name)
             if other is not None and other.shape != self.mean.shape:
                 raise ValueError(f"{name} must have shape {tuple(self.mean.shape)} like mean, got {tuple(other.shape)}")
+        if self.steps_per_sample < 1 or rows[0] % self.steps_per_sample:
+            raise ValueError(f"{rows[0]} rows are not whole samples of {self.steps_per_sample} steps")
 
 
 @dataclass(frozen=True)
-class ObjectiveSettings:
-    """clip_range bounds |ratio - 1| of the mean-reduced ratio (`resolve_clip_range`); kl_coef weighs the KL to the reference."""
+class ForwardInputs:
+    """R rows, a row being one noise draw of one sample's final latents; rows are sample-major, `draws` for each sample. For pairs, rows
+    alternate (winner, loser) with the same draw, and `draws` counts pairs of rows.
 
-    clip_range: float
-    kl_coef: float = 0.0
-    kl_form: Literal["published", "exact"] = "published"
+    velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient; `old_`, `ref_` and
+    `ema_velocity` are other policies' there. final, noise (R, ...); sigma, advantage (R,). `progress` in [0, 1] is the share of the run's
+    updates that is done.
+    """
+
+    velocity: Tensor
+    final: Tensor
+    noise: Tensor
+    sigma: Tensor
+    advantage: Tensor
+    old_velocity: Tensor | None = None
+    ref_velocity: Tensor | None = None
+    ema_velocity: Tensor | None = None
+    draws: int = 1
+    progress: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole = self.velocity.shape
+        if self.velocity.ndim < 2:
+            raise ValueError(f"velocity must have shape (R, ...), got {tuple(whole)}")
+        for name in ("final", "noise", "old_velocity", "ref_velocity", "ema_velocity"):
+            other = getattr(self, name)
+            if other is not None and other.shape != whole:
+                raise ValueError(f"{name} must have shape {tuple(whole)} like velocity, got {tuple(other.shape)}")
+        for name in ("sigma", "advantage"):
+            row = getattr(self, name)
+            if row.shape != whole[:1]:
+                raise ValueError(f"{name} must have shape {tuple(whole[:1])}, a number per row, got {tuple(row.shape)}")
+        if self.draws < 1 or whole[0] % self.draws:
+            raise ValueError(f"{whole[0]} rows are not whole samples of {self.draws} draws")
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """`loss` (R,) per row, with gradient, not averaged: the caller weighs and averages. `metrics`: names to (R,), detached."""
+    """`loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a pair, each of its rows
+    carries the same, so that the mean over rows is the mean over samples. `metrics`: names to (R,), detached."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

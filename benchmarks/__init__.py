@@ -1,0 +1,1 @@
+"""Experiments on the whole system, each one a command: `python -m benchmarks.<name> --help`."""

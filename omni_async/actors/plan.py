@@ -1,0 +1,93 @@
+"""How an update is carried out, decided once from the configuration: how far it may stream, and what it needs before its first gradient.
+
+as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
+unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean, and the gradient is
+           multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage clip binds, which only the last group
+           tells: then the gradients are discarded and the update is computed again from the groups at hand.
+collect    anything else waits for the whole update first
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from omni_async.algorithms.correction.correct import needs_batch
+from omni_async.algorithms.forward_process import num_draws
+from omni_async.algorithms.registry import find_objective
+from omni_async.config import Config
+from omni_async.training.transition_rows import num_trained
+
+Streaming = Literal["as_ready", "unscaled", "collect"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """mode, and `why` in words. assess: groups get a proximal pass when they arrive. weigh: importance weights are made from all of them
+    together. paired: only a group's best and worst sample are trained. rows_per_sample: trained rows of one sample (of one pair: half)."""
+
+    mode: Streaming
+    why: str
+    assess: bool
+    weigh: bool
+    paired: bool
+    rows_per_sample: int
+    samples_per_group: int
+
+
+def plan_updates(config: Config) -> Plan:
+    algorithm, rollout = config.algorithm, config.rollout
+    objective = find_objective(algorithm.name)
+    if rollout.sde is None or objective.process == "forward":
+        rows = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
+    else:
+        rows = num_trained(rollout.sde.window.size, algorithm.timestep_fraction)
+    weigh = objective.process == "transition" and _weighs(config)
+    mode, why = _streaming(config, weigh)
+    paired = objective.unit == "pair"
+    return Plan(
+        mode=mode,
+        why=why,
+        weigh=weigh,
+        assess=weigh or (objective.process == "transition" and _recomputes(config)),
+        paired=paired,
+        rows_per_sample=rows,
+        samples_per_group=2 if paired else rollout.group_size,
+    )
+
+
+def _recomputes(config: Config) -> bool:
+    """Whether the proximal policy is gone by the time some rows are trained."""
+    return config.algorithm.correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
+
+
+def _weighs(config: Config) -> bool:
+    """Whether weights must be known before the first gradient: they look at all rows, or their scale must not touch the KL term."""
+    correction = config.algorithm.correction
+    rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
+    penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
+    return needs_batch(correction) or (rescales and penalised)
+
+
+def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
+    trainer, advantage = config.trainer, config.algorithm.advantage
+    objective = find_objective(config.algorithm.name)
+    if trainer.streaming == "off":
+        return "collect", "switched off"
+    if trainer.steps_per_update > 1:
+        return "collect", "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
+    if weigh:
+        return "collect", "the off-policy correction looks at the whole update"
+    if objective.unit == "pair":
+        return "as_ready", "a preference needs its pair alone"
+    if advantage.track_prompts:
+        return "collect", "prompts are tracked across groups"
+    if advantage.aggregate == "gdpo":
+        return "collect", "GDPO whitens advantages over the update"
+    if advantage.std != "global":
+        return "as_ready", f"advantage.std: {advantage.std} needs the group alone"
+    if advantage.aggregate != "rewards":
+        return "collect", "a global std of every scorer needs the whole update"
+    if not objective.homogeneous(config.algorithm):
+        return "collect", "a global std and a loss that does not scale with the advantage need the whole update"
+    return "unscaled", "the objective scales with the advantage, so the global std is applied to the gradient at the end"

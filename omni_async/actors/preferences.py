@@ -1,0 +1,189 @@
+"""The preference reader: stands in for producers and reward workers where a run trains on a dataset of pairs and samples nothing.
+
+A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the rejected one. It becomes a
+trajectory without steps, the image's latents and the prompt's conditioning, and its score is the preference itself, 1 or 0.
+
+Waits for a lease (`backpressured`: the staleness budget or the buffers are full; unblocked by a publish) and, beside it, for samples to
+score, which are its own. Decoding and encoding run in one thread, off the event loop. A sample that cannot be made is reported with the
+reason, and ends its group after `rollout.retries`; it never becomes a number and never ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.tracer import Tracer
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.policy import Policy
+from omni_async.rollout.base import EngineError
+from omni_async.store import ObjectStore
+from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+CHOSEN, REJECTED = 0, 1
+_SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
+
+
+class Pairs(Protocol):
+    def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Chosen and rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread. ValueError if there is none."""
+
+
+class PreferenceReader:
+    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus is 0 or there is none."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        pairs: Pairs,
+        policy: Policy,
+        coordinator: CoordinatorApi,
+        store: ObjectStore,
+        clock: Clock,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._pairs = pairs
+        self._policy = policy
+        self._coordinator = coordinator
+        self._store = store
+        self._clock = clock
+        self._device = device
+        self._tracer = Tracer(name, coordinator, clock)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        # The pair encoded last: a lease brings a pair's two samples one after the other.
+        self._encoded: tuple[tuple[int, int, int], list[NDArray[np.uint8]], torch.Tensor] | None = None
+
+    async def start(self) -> None:
+        """Loads text encoder and VAE."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    async def run(self) -> None:
+        """Until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                flusher = tasks.create_task(self._tracer.flush_every(1.0))
+                reading = tasks.create_task(self._read_samples())
+                await self._score_samples()
+                reading.cancel()  # the run is over: nobody wants what is still being read
+                flusher.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # one failure is enough to end the reader, and to tell why
+        finally:
+            try:
+                await self._tracer.flush()
+            finally:
+                self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_samples(self) -> None:
+        capacity = self._config.rollout.max_inflight
+        while True:
+            asked = self._clock.now()
+            requests = await self._coordinator.next_samples(self.name, capacity, capacity)
+            self._tracer.add("backpressured", asked, self._clock.now())
+            if not requests:
+                return
+            for request in requests:
+                await self._read(request)
+
+    async def _read(self, request: SampleRequest) -> None:
+        limit = self._config.rollout.timeout_s
+        started = self._clock.now()
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                tensors, picture = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
+        except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
+            if deadline.expired():
+                raise EngineError(f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}") from None
+            await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
+            return
+        finished = self._clock.now()
+        self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
+        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(picture))
+        # No policy made the sample, so there is no version that took a step of it.
+        result = SampleResult(
+            request.sample_id, self.name, reference, media, version=0, step_versions=(), started=started, finished=finished
+        )
+        await self._coordinator.samples_done(self.name, [result])
+
+    async def _score_samples(self) -> None:
+        while jobs := await self._coordinator.next_to_score(self.name, self._config.reward.batch):
+            with self._tracer.span("score", samples=len(jobs)):
+                results = [ScoreResult(job.sample_id, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs]
+            await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+
+    # ---- in the thread ----------------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        import torch
+
+        from omni_async.rollout.conditioning import ConditioningCache
+
+        device = self._device
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(True) if self._config.placement.rollout.gpus > 0 else None
+            device = accelerator or torch.device("cpu")
+        self._codec = self._policy.load_codec(getattr(torch, self._config.model.dtype)).to(device)
+        self._conditioning = ConditioningCache(self._codec)
+
+    def _make(self, request: SampleRequest) -> tuple[TensorDict, NDArray[np.uint8]]:
+        """The trajectory, on the CPU, and the picture (height, width, 3) that its latents stand for."""
+        import torch
+        from tensordict import TensorDict
+
+        if request.kind != "train" or request.sample not in _SCORES:
+            raise ValueError(f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them")
+        pictures, latents = self._encode(request.prompt.index, request.height, request.width)
+        tensors = {
+            "final": latents[request.sample].clone(),  # a view would keep both alive
+            "conditioning": self._conditioning.of(request),
+            "sigmas": self._policy.sigmas(request.num_inference_steps, request.height, request.width),
+            "steps": torch.zeros(0, dtype=torch.int64),
+        }
+        return TensorDict(tensors, batch_size=[]).cpu(), pictures[request.sample]
+
+    def _encode(self, pair: int, height: int, width: int) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
+        """Both pictures of a pair, (height, width, 3), and their latents (2, T, C). Always both in one batch, so that latents do not depend on
+        what was leased together."""
+        import torch
+
+        key = pair, height, width
+        if self._encoded is None or self._encoded[0] != key:
+            pictures = [fit(image, height, width) for image in self._pairs.images(pair)]
+            latents = self._codec.encode_images(torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous())
+            if not latents.isfinite().all():
+                raise ValueError(f"pair {pair}: the VAE's latents are not finite")
+            self._encoded = key, pictures, latents
+        return self._encoded[1], self._encoded[2]
+
+
+def fit(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """(H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of
+    that size stays as it is."""
+    rows, columns = image.shape[:2]
+    if (rows, columns) == (height, width):
+        return image
+    scale = min(rows / height, columns / width)
+    # Division rounds: the side that is not cut must come out whole, not a hair longer than the image.
+    tall, wide = min(rows, height * scale), min(columns, width * scale)
+    top, left = (rows - tall) / 2, (columns - wide) / 2
+    box = (left, top, left + wide, top + tall)
+    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS, box=box))
+
+
+def _sample_of(sample_id: str) -> int:
+    """0 of `g12.s0`."""
+    return int(sample_id.rpartition(".s")[2])

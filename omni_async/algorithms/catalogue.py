@@ -1,0 +1,182 @@
+"""The built-in objectives, one entry each. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omni_async.algorithms.decay import nft_decay
+from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.config.algorithm import Algorithm
+from omni_async.config.schema import Config
+
+_STEPS = ("latents", "log_probs", "conditioning")
+_FINAL = ("final", "conditioning")
+
+
+def _no_kl(algorithm: Algorithm) -> bool:
+    return algorithm.kl_coef == 0
+
+
+def _reference(algorithm: Algorithm) -> frozenset[Shadow]:
+    return frozenset({"reference"}) if algorithm.kl_coef > 0 else frozenset()
+
+
+def _mix_homogeneous(algorithm: Algorithm) -> bool:
+    return _no_kl(algorithm) and algorithm.mix.log_ratio_coef == 0
+
+
+def _mix_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.window.schedule == "uniform":
+        yield (
+            "rollout.sde.window.schedule: mix_grpo slides one window over the steps; "
+            "set random, progressive, decay or exp_decay (or algorithm.name: flow_grpo, whose windows are drawn per group)"
+        )
+
+
+def _dance_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.kind != "dance":
+        yield f"rollout.sde.kind: dance_grpo is defined for 'dance', got {config.rollout.sde.kind!r}; flow_grpo is the same loss for any kind"
+    if config.algorithm.kl_coef > 0:
+        yield f"algorithm.kl_coef: dance_grpo has no KL term, got {config.algorithm.kl_coef}; flow_grpo is the same loss with one"
+
+
+def _guard_problems(config: Config) -> Iterator[str]:
+    if config.rollout.sde is not None and config.rollout.sde.kind != "flow":
+        yield (
+            f"rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size), which is the noise scale of 'flow' alone; "
+            f"got {config.rollout.sde.kind!r}"
+        )
+
+
+def _dppo_problems(config: Config) -> Iterator[str]:
+    if config.algorithm.clip_range is not None or config.algorithm.clip_range_nats is not None:
+        yield "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set algorithm.dppo.kappa_max"
+
+
+def _nft_shadows(algorithm: Algorithm) -> frozenset[Shadow]:
+    return _reference(algorithm) | {"old"}
+
+
+def _pulls_to_average(algorithm: Algorithm) -> bool:
+    return algorithm.awm.ema_coef > 0 or (algorithm.awm.ema_coef_end or 0) > 0
+
+
+def _awm_shadows(algorithm: Algorithm) -> frozenset[Shadow]:
+    found = set(_reference(algorithm))
+    if _pulls_to_average(algorithm):
+        found.add("ema")
+    if algorithm.awm.off_policy:
+        found.add("old")
+    return frozenset(found)
+
+
+def _awm_problems(config: Config) -> Iterator[str]:
+    if _pulls_to_average(config.algorithm) and config.trainer.ema is None:
+        yield "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"
+
+
+def _dpo_problems(config: Config) -> Iterator[str]:
+    if config.data.preferences is None and config.rollout.group_size < 2:
+        yield (
+            f"rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and {config.rollout.group_size} sample "
+            "makes no pair; use at least 2, or data.preferences"
+        )
+    if config.algorithm.kl_coef > 0:
+        yield f"algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL; remove it, got {config.algorithm.kl_coef}"
+    draws = config.algorithm.forward.draws
+    if config.trainer.workers > 1 and (draws is None or draws % config.trainer.workers):
+        yield (
+            f"algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; "
+            f"set a multiple of trainer.workers = {config.trainer.workers}, got {draws}"
+        )
+
+
+BUILT_IN: tuple[Objective, ...] = (
+    Objective(
+        name="flow_grpo",
+        summary="PPO's clipped surrogate per denoising step (Flow-GRPO)",
+        process="transition",
+        compute="omni_async.algorithms.objectives.flow_grpo:flow_grpo",
+        fields=_STEPS,
+        homogeneous=_no_kl,
+        shadows=_reference,
+    ),
+    Objective(
+        name="dance_grpo",
+        summary="the same on DanceGRPO's transition, without KL",
+        process="transition",
+        compute="omni_async.algorithms.objectives.dance_grpo:dance_grpo",
+        fields=_STEPS,
+        homogeneous=_no_kl,
+        problems=_dance_problems,
+    ),
+    Objective(
+        name="mix_grpo",
+        summary="the same in a window that slides over the denoising steps (MixGRPO)",
+        process="transition",
+        compute="omni_async.algorithms.objectives.mix_grpo:mix_grpo",
+        fields=_STEPS,
+        homogeneous=_mix_homogeneous,
+        shadows=_reference,
+        problems=_mix_problems,
+    ),
+    Objective(
+        name="grpo_guard",
+        summary="ratios centred and rescaled per step before clipping (GRPO-Guard)",
+        process="transition",
+        compute="omni_async.algorithms.objectives.grpo_guard:grpo_guard",
+        fields=(*_STEPS, "means"),
+        homogeneous=_no_kl,
+        shadows=_reference,
+        problems=_guard_problems,
+    ),
+    Objective(
+        name="flow_dppo",
+        summary="no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped (Flow-DPPO)",
+        process="transition",
+        compute="omni_async.algorithms.objectives.flow_dppo:flow_dppo",
+        fields=(*_STEPS, "means"),
+        homogeneous=_no_kl,
+        shadows=_reference,
+        problems=_dppo_problems,
+    ),
+    Objective(
+        name="gspo",
+        summary="one ratio per sample: the geometric mean over its trained steps (GSPO)",
+        process="transition",
+        compute="omni_async.algorithms.objectives.gspo:gspo",
+        fields=_STEPS,
+        unit="sample",
+        homogeneous=_no_kl,
+        shadows=_reference,
+    ),
+    Objective(
+        name="diffusion_nft",
+        summary="contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
+        process="forward",
+        compute="omni_async.algorithms.objectives.diffusion_nft:diffusion_nft",
+        fields=_FINAL,
+        shadows=_nft_shadows,
+        old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
+    ),
+    Objective(
+        name="awm",
+        summary="advantage-weighted flow matching on final latents (AWM)",
+        process="forward",
+        compute="omni_async.algorithms.objectives.awm:awm",
+        fields=_FINAL,
+        unit="sample",
+        shadows=_awm_shadows,
+        problems=_awm_problems,
+    ),
+    Objective(
+        name="diffusion_dpo",
+        summary="preferences between the best and the worst sample of a prompt, or between the pairs of a dataset (Diffusion-DPO)",
+        process="forward",
+        compute="omni_async.algorithms.objectives.diffusion_dpo:diffusion_dpo",
+        fields=_FINAL,
+        unit="pair",
+        shadows=lambda algorithm: frozenset({"reference"}),
+        problems=_dpo_problems,
+    ),
+)

@@ -1,0 +1,73 @@
+"""The forward process of objectives on final latents: x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps - x0, and which
+sigmas a sample is noised at.
+
+Pure functions; randomness comes from the generator that is passed in. Importing this module does not import torch, so that `num_draws`
+is available where torch is not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omni_async.config.algorithm import Forward
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+_SMALLEST_LOGIT_NORMAL = 0.01
+
+
+def noised(final: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
+    """x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype. `final`, `noise` (R, ...); `sigma` (R,), one per row."""
+    if noise.shape != final.shape:
+        raise ValueError(f"noise must have shape {tuple(final.shape)} like final, got {tuple(noise.shape)}")
+    if sigma.shape != final.shape[:1]:
+        raise ValueError(f"sigma must have shape {tuple(final.shape[:1])}, a number per row, got {tuple(sigma.shape)}")
+    column = sigma.to(final.dtype).reshape(-1, *[1] * (final.ndim - 1))
+    return (1 - column) * final + column * noise.to(final.dtype)
+
+
+def target(final: Tensor, noise: Tensor) -> Tensor:
+    """noise - final: the velocity of the straight path from `final` to `noise`, at every sigma."""
+    return noise - final
+
+
+def mean_square(a: Tensor, b: Tensor) -> Tensor:
+    """(R,) float64: <(a - b)^2>, the mean over all dimensions but the first. b is data: no gradient flows into it."""
+    return (a.double() - b.detach().double()).square().flatten(1).mean(dim=1)
+
+
+def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
+    """How many noise draws K a sample of `num_inference_steps` N gets: `forward.draws`, or else timestep_fraction of the sigmas to draw
+    from, rounded down but at least 1. There are N of them, and N - 1 for `schedule_wo_first`, where N = 1 is a ValueError."""
+    if num_inference_steps < 1:
+        raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
+    choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")
+    if choices == 0:
+        raise ValueError("forward.sigmas: schedule_wo_first leaves nothing of a schedule of 1 step")
+    return forward.draws or max(1, int(choices * timestep_fraction))
+
+
+def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
+    """(K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order and in the dtype and on the device of `sigmas`.
+
+    sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation, so none repeats
+    before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0]. `logit_normal` does not use their
+    values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted as SD3 schedules are,
+    sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
+    """
+    import torch
+
+    if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
+        raise ValueError(f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}")
+    count = num_draws(len(sigmas) - 1, forward, timestep_fraction)
+    where = generator.device
+    if forward.sigmas == "logit_normal":
+        strata = torch.randperm(count, generator=generator, device=where)
+        uniform = (strata + torch.rand(count, generator=generator, device=where, dtype=torch.float64)) / count
+        t = torch.special.ndtri(uniform).sigmoid()
+        shifted = forward.shift * t / (1 + (forward.shift - 1) * t)
+        return shifted.clamp(min=_SMALLEST_LOGIT_NORMAL).to(sigmas)
+    choices = sigmas[1:-1] if forward.sigmas == "schedule_wo_first" else sigmas[:-1]
+    permutations = [torch.randperm(len(choices), generator=generator, device=where) for _ in range(-(-count // len(choices)))]
+    return choices[torch.cat(permutations)[:count].to(choices.device)]

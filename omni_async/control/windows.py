@@ -1,0 +1,59 @@
+"""Which denoising steps of a group are noisy and trained: the five schedules of `rollout.sde.window`.
+
+`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv 2507.21802), where
+a group's update is counted in admission order, `groups_per_update` to each. Where groups are rejected or overtaken that is not quite the
+update that trains it, but it depends on the group's number alone: a resumed run and any number of engines draw the same windows.
+
+A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last one touches hi. It stays at each
+for a number of updates:
+
+  progressive  updates_per_position, U
+  decay        from U at the first position linearly to max(1, U / 4) at the last, rounded down
+  exp_decay    ceil(U exp(-decay_rate max(0, p - decay_from))), at least 1
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from itertools import accumulate
+
+from omni_async.config import Config
+from omni_async.config.schema import WindowConfig
+from omni_async.control.seeds import draw_window
+from omni_async.types import SdeWindow
+
+
+def window_of(group: int, config: Config) -> SdeWindow | None:
+    """The window of the group with this admission number. None: the recipe samples without noise."""
+    if config.rollout.sde is None:
+        return None
+    window = config.rollout.sde.window
+    if window.schedule == "uniform":
+        return draw_window(config.run.seed, group, window.size, window.range)
+    update = group // config.trainer.groups_per_update
+    if window.schedule == "random":
+        return draw_window(config.run.seed, update, window.size, window.range)
+    return SdeWindow(start=_sliding_start(update, window), size=window.size)
+
+
+def _sliding_start(update: int, window: WindowConfig) -> int:
+    lo, hi = window.range
+    last_start = hi - window.size
+    last_position = math.ceil((last_start - lo) / window.stride)
+    ends = list(accumulate(_stay(position, last_position, window) for position in range(last_position + 1)))
+    if window.at_end == "roll_back":
+        update %= ends[-1]
+    return min(lo + window.stride * bisect_right(ends, update), last_start)
+
+
+def _stay(position: int, last_position: int, window: WindowConfig) -> int:
+    """Updates at this position."""
+    updates = window.updates_per_position
+    if window.schedule == "decay":
+        # In quarters of an update, so that the interpolation is exact and rounding down never loses a whole one.
+        quarters = 4 * updates * (last_position - position) + max(4, updates) * position
+        return quarters // (4 * last_position) if last_position else updates
+    if window.schedule == "exp_decay":
+        return max(1, math.ceil(updates * math.exp(-window.decay_rate * max(0, position - window.decay_from))))
+    return updates

@@ -1,0 +1,85 @@
+"""Losses of forward-process objectives: final latents are noised anew, and nothing is asked of how they were made.
+
+Staleness acts through the rewards and the old policy alone, so there is no ratio to a behaviour policy and nothing to correct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from omni_async.algorithms.forward_process import noised, num_draws
+from omni_async.algorithms.objectives.base import ForwardInputs
+from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.config.schema import Config
+from omni_async.policy import Policy
+from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
+from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.metrics import Metrics
+from omni_async.training.model import TrainedModel
+
+_INPUT_OF: dict[Shadow, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
+
+
+class ForwardLoss:
+    """See `omni_async.training.engine` for who calls what. `progress` is the share of the run's updates that is done."""
+
+    def __init__(
+        self, config: Config, objective: Objective, policy: Policy, model: TrainedModel, metrics: Metrics, rank: int, world_size: int
+    ) -> None:
+        rollout, algorithm = config.rollout, config.algorithm
+        self._algorithm = algorithm
+        self._objective = objective
+        self._compute = objective.load()
+        self._policy = policy
+        self._model = model
+        self._metrics = metrics
+        self._rank, self._world_size = rank, world_size
+        self._group_size = rollout.group_size
+        self._micro_batch_size = config.trainer.micro_batch_size
+        self._latent_shape = policy.latent_shape(rollout.height, rollout.width)
+        self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
+        self._shadows = sorted(objective.shadows(algorithm))
+        self._paired = objective.unit == "pair"
+        self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
+        self.progress = 0.0
+
+    def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
+        """This rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its share of the draws, of
+        other groups its share of the samples. ValueError for an unusable group."""
+        check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        if self._paired and len(group.trajectories) != 2:
+            raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
+        forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
+        draws = [make_draws(seed, self._latent_shape, self._sigmas, forward, fraction) for seed in group.seeds]
+        if self._paired:
+            draws = [d.dealt(self._rank, self._world_size) for d in draws]
+        count = len(draws[0].sigmas)
+        unit = {"row": 1, "sample": count, "pair": 2}[self._objective.unit]
+        shared = self._world_size == 1 or self._paired
+        most = len(draws) if shared else -(-self._group_size // self._world_size)
+        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
+        for indices, counts in micro_batches(len(draws) * count, self._micro_batch_size, unit, num_batches):
+            yield build_rows(group, draws, indices, self._paired, self._policy, self._model.device), counts
+
+    def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
+        """(R,) with gradient; records metrics of rows that count."""
+        x = noised(rows.final, rows.noise, rows.sigma)
+        others = {_INPUT_OF[shadow]: self._model.shadow_velocity(shadow, x, rows.sigma, rows.conditioning) for shadow in self._shadows}
+        inputs = ForwardInputs(
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning),
+            final=rows.final,
+            noise=rows.noise,
+            sigma=rows.sigma,
+            advantage=rows.advantage,
+            draws=self._num_draws if self._objective.unit == "sample" else 1,
+            progress=self.progress,
+            **others,
+        )
+        output = self._compute(inputs, self._algorithm)
+        if counts:
+            self._metrics.record("row_staleness/mean", rows.staleness.double())
+            self._metrics.record("row_staleness/max", rows.staleness.double(), "max")
+            self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
+        return output.loss

@@ -1,0 +1,65 @@
+"""Rows of forward-process objectives: one row is one noise draw of one sample's final latents.
+
+Sample-major, (sample 0, draw 0), (sample 0, draw 1), ...; for preference pairs (winner, draw 0), (loser, draw 0), (winner, draw 1), ...
+A sample's sigmas and noises come from its seed alone, whatever the micro-batches and ranks; the two samples of a pair have the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from omni_async.algorithms.forward_process import draw_sigmas
+from omni_async.config.algorithm import Forward
+from omni_async.policy import Policy
+from omni_async.training.groups import GroupBatch
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """R rows on the trainer's device: final, noise (R, T, C) and sigma, advantage (R,) float32; staleness (R,) int64, the sample's oldest."""
+
+    final: Tensor
+    noise: Tensor
+    sigma: Tensor
+    advantage: Tensor
+    staleness: Tensor
+    conditioning: TensorDict
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Of one sample: sigmas (K,) and noises (K, T, C), float32 on the CPU."""
+
+    sigmas: Tensor
+    noises: Tensor
+
+    def dealt(self, rank: int, world_size: int) -> Draws:
+        """A rank's share."""
+        return Draws(self.sigmas[rank::world_size], self.noises[rank::world_size])
+
+
+def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forward, fraction: float) -> Draws:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = draw_sigmas(sigmas, forward, fraction, generator).to(torch.float32)
+    return Draws(drawn, torch.randn((len(drawn), *shape), generator=generator))
+
+
+def build_rows(
+    group: GroupBatch, draws: Sequence[Draws], indices: range, paired: bool, policy: Policy, device: torch.device
+) -> ForwardRows:
+    """The rows `indices` of a checked group; `draws[i]` are sample i's, as many for every sample."""
+    places = [(i % 2, i // 2) if paired else divmod(i, len(draws[0].sigmas)) for i in indices]
+    trajectories = [group.trajectories[sample] for sample, _ in places]
+    return ForwardRows(
+        final=torch.stack([t["final"] for t in trajectories]).to(device),
+        noise=torch.stack([draws[sample].noises[k] for sample, k in places]).to(device),
+        sigma=torch.stack([draws[sample].sigmas[k] for sample, k in places]).to(device),
+        advantage=torch.tensor([group.advantages[sample] for sample, _ in places], dtype=torch.float32, device=device),
+        staleness=torch.tensor([max(group.staleness[sample], default=0) for sample, _ in places], dtype=torch.int64, device=device),
+        conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
+    )

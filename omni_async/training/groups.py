@@ -1,0 +1,106 @@
+"""A prompt group as it enters training, checked: a missing or misshapen field, a schedule that differs from the trainer's by one bit, a NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything but the tensors.
+
+    trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1, T, C), log_probs (W,),
+    optional means (W, T, C), sigmas (N + 1,), steps (W,) and conditioning; for forward-process ones final (T, C), sigmas and conditioning.
+    """
+
+    group: int
+    trajectories: Sequence[TensorDict]
+    advantages: Sequence[float]
+    seeds: Sequence[int]
+    staleness: Sequence[Sequence[int]]
+    weights: Sequence[Sequence[float]] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.trajectories), len(self.advantages), len(self.seeds), len(self.staleness)}
+        if self.weights is not None:
+            lengths.add(len(self.weights))
+        if lengths != {len(self.trajectories)} or not self.trajectories:
+            raise ValueError(f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them")
+
+
+def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
+    """W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the first sample that is not
+    usable, and why.
+
+    `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with wrong ratios.
+    """
+    window = len(group.trajectories[0].get("steps", ()))
+    for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
+        try:
+            _check_fields(trajectory, {*fields, "sigmas", "steps"}, window, latent_shape)
+            _check_schedule(trajectory, sigmas)
+            if not math.isfinite(advantage):
+                raise ValueError(f"the advantage is {advantage}")
+        except ValueError as error:
+            raise ValueError(f"trajectory {i} of {len(group.trajectories)}: {error}") from error
+    if len({"means" in t for t in group.trajectories}) > 1:
+        raise ValueError("some trajectories of the group carry means and others do not")
+    return window
+
+
+def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, latent_shape: tuple[int, ...]) -> None:
+    missing = sorted(set(fields) - set(trajectory.keys()))
+    if missing:
+        raise ValueError(f"the fields {missing} are missing; got {sorted(trajectory.keys())}")
+    if "latents" in fields and window < 1:
+        raise ValueError("it has no trained steps")
+    shapes = {
+        "steps": (window,),
+        "latents": (window + 1, *latent_shape),
+        "log_probs": (window,),
+        "means": (window, *latent_shape),
+        "final": latent_shape,
+    }
+    for name in shapes.keys() & set(trajectory.keys()):
+        tensor = trajectory[name]
+        wanted = torch.int64 if name == "steps" else torch.float32
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != wanted:
+            raise ValueError(f"{name} must be {wanted} of shape {shapes[name]}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite")
+
+
+def _check_schedule(trajectory: TensorDict, sigmas: Tensor) -> None:
+    given, steps = trajectory["sigmas"], trajectory["steps"]
+    if given.shape != sigmas.shape or given.dtype != sigmas.dtype:
+        raise ValueError(f"sigmas must be {sigmas.dtype} of shape {tuple(sigmas.shape)}, got {given.dtype} of shape {tuple(given.shape)}")
+    if not torch.equal(given, sigmas):
+        i = int((given != sigmas).nonzero()[0])
+        raise ValueError(
+            f"sigmas differ from the trainer's schedule: sigmas[{i}] is {given[i].item()!r}, the trainer's is {sigmas[i].item()!r}; "
+            "rollout and trainer must build them alike"
+        )
+    if len(steps) and (steps.min() < 0 or steps.max() > len(sigmas) - 2):
+        raise ValueError(f"steps must lie in [0, {len(sigmas) - 2}], got {steps.tolist()}")
+
+
+def micro_batches(num_rows: int, size: int, unit: int, num_batches: int) -> Iterator[tuple[range, bool]]:
+    """`num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of `unit` rows each, then the
+    first unit again as padding that counts for nothing, so that every rank joins the same collectives."""
+    size = whole_units(size, unit)
+    cuts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    if len(cuts) > num_batches:
+        raise ValueError(f"{num_rows} rows make {len(cuts)} micro-batches of {size}, more than the {num_batches} that every rank runs")
+    yield from ((cut, True) for cut in cuts)
+    yield from ((range(unit), False) for _ in range(num_batches - len(cuts)))
+
+
+def whole_units(size: int, unit: int) -> int:
+    """`size` rows cut down to whole units of `unit` rows, but at least one unit."""
+    return max(1, size // unit) * unit

@@ -1,0 +1,76 @@
+"""The proximal policy of an update, the trainer's weights at its start, as seen by the rows that are trained.
+
+With one optimizer step per update it is the policy in training, and the same forward pass tells of it. Otherwise, and where a correction looks
+at the whole update, a pass of its own is made when a group arrives and kept here until the update is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omni_async.sde.transitions import Transition
+from omni_async.training.transition_rows import TransitionRows
+from omni_async.types import SampleDrift
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """R rows under the proximal policy. log_prob (R,); mean (R, T, C) where it was kept; kappa (R,) float64: D kappa in nats, the exact KL of
+    each step from the policy that took it, where that one's means are known."""
+
+    log_prob: Tensor
+    mean: Tensor | None
+    kappa: Tensor | None
+
+
+def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor, num_elements: int) -> Proximal:
+    """The policy in training as the proximal one. Detached."""
+    kappa = None
+    if rows.behaviour_mean is not None:
+        squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
+        kappa = num_elements * squares / (2 * step.scale.double().square())
+    return Proximal(log_prob.detach(), step.mean.detach(), kappa)
+
+
+class ProximalPasses:
+    """What was computed of this rank's samples, by group and (sample, number of the row); on the CPU."""
+
+    def __init__(self, keep_means: bool) -> None:
+        self._keep_means = keep_means
+        self._rows: dict[int, dict[tuple[int, int], Proximal]] = {}
+
+    def remember(self, group: int, places: Sequence[tuple[int, int]], found: Proximal) -> None:
+        rows = self._rows.setdefault(group, {})
+        for i, place in enumerate(places):
+            mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
+            rows[place] = Proximal(found.log_prob[i].cpu(), mean, None if found.kappa is None else found.kappa[i].cpu())
+
+    def recall(self, group: int, places: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
+        """The rows at `places`, or None if the group had no pass."""
+        if group not in self._rows:
+            return None
+        found = [self._rows[group][place] for place in places]
+        means, kappas = [p.mean for p in found if p.mean is not None], [p.kappa for p in found if p.kappa is not None]
+        return Proximal(
+            torch.stack([p.log_prob for p in found]).to(device),
+            torch.stack(means).to(device) if means else None,
+            torch.stack(kappas).to(device) if kappas else None,
+        )
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+
+def sample_drifts(places: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int) -> list[SampleDrift]:
+    """Rows (R,) back to samples, in order."""
+    rows: dict[int, list[int]] = {}
+    for i, (sample, _) in enumerate(places):
+        rows.setdefault(sample, []).append(i)
+    return [
+        SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)
+        for own in rows.values()
+    ]

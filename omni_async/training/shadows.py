@@ -1,0 +1,86 @@
+"""Further copies of the trained parameters: the reference policy, the old policy that draws samples, the moving average.
+
+A shadow is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are), and is run through the same
+module: its values are copied in, and the policy's own copied back. That costs two copies of the trained parameters per use, which is
+little beside a forward pass, and no second model in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def _locals(tensors: list[Tensor]) -> list[Tensor]:
+    """This rank's shards, sharing memory with `tensors`."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
+
+
+class Shadows:
+    """Copies of `parameters` (those of `module` that are trained), by name."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._module = module
+        self._names = list(parameters)
+        self._parameters: list[Tensor] = list(parameters.values())
+        self._copies: dict[str, list[Tensor]] = {}
+        self._policy: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def add(self, name: str) -> None:
+        """A copy of the parameters as they are."""
+        self._copies[name] = [p.detach().clone() for p in self._parameters]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._copies
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every shadow's tensors as `<shadow>.<parameter>`: what a checkpoint holds."""
+        return {
+            f"{shadow}.{name}": tensor for shadow, copies in self._copies.items() for name, tensor in zip(self._names, copies, strict=True)
+        }
+
+    @torch.no_grad()
+    def follow(self, name: str, decay: float) -> None:
+        """shadow <- decay * shadow + (1 - decay) * parameters."""
+        copies, parameters = _locals(self._copies[name]), _locals(self._parameters)
+        if decay == 0.0:  # to the bit, which 0 * x + y is not for infinite x
+            torch._foreach_copy_(copies, parameters)
+        else:
+            torch._foreach_lerp_(copies, parameters, 1.0 - decay)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward."""
+        self._copy_in(name)
+        try:
+            yield
+        finally:
+            self._copy_back()
+
+    @torch.no_grad()
+    def _copy_in(self, name: str) -> None:
+        parameters = _locals(self._parameters)
+        if self._policy is None:
+            self._policy = [torch.empty_like(p) for p in parameters]
+        torch._foreach_copy_(self._policy, parameters)
+        torch._foreach_copy_(parameters, _locals(self._copies[name]))
+        self._forget_gathered()
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        if self._policy is None:
+            raise RuntimeError("no shadow is in use")
+        torch._foreach_copy_(_locals(self._parameters), self._policy)
+        self._forget_gathered()
+
+    def _forget_gathered(self) -> None:
+        """FSDP2 keeps the root's parameters gathered after a forward pass; the next one must gather them again."""
+        for module in self._module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,218 @@
+"""Losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction, and what is logged of drift.
+
+Which policy a ratio is taken to is `algorithm.correction.mode`; `omni_async.training.proximal` says when the proximal policy needs a pass
+of its own (`assess`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from omni_async.algorithms.correction.correct import correct, normaliser
+from omni_async.algorithms.correction.drift import Drift
+from omni_async.algorithms.correction.ratio import interpolated_log_prob
+from omni_async.algorithms.objectives.base import TransitionInputs
+from omni_async.algorithms.registry import Objective
+from omni_async.config.schema import Config, Sde
+from omni_async.policy import Policy
+from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
+from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.metrics import Metrics
+from omni_async.training.model import TrainedModel
+from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
+from omni_async.training.transition_rows import TransitionRows, build_rows, num_trained, trained_steps
+from omni_async.types import SampleDrift
+
+
+class TransitionLoss:
+    """`fields` are needed of every trajectory. See `omni_async.training.engine` for who calls what."""
+
+    def __init__(
+        self, config: Config, objective: Objective, policy: Policy, model: TrainedModel, metrics: Metrics, rank: int, world_size: int
+    ) -> None:
+        rollout, algorithm = config.rollout, config.algorithm
+        if rollout.sde is None:
+            raise ValueError(f"rollout.sde: {algorithm.name} trains noisy steps, and null takes none")
+        self._sde: Sde = rollout.sde
+        self._algorithm = algorithm
+        self._correction = algorithm.correction
+        self._objective = objective
+        self._compute = objective.load()
+        self._policy = policy
+        self._model = model
+        self._metrics = metrics
+        self._world_size = world_size
+        self._group_size = rollout.group_size
+        self._micro_batch_size = config.trainer.micro_batch_size
+        self._latent_shape = policy.latent_shape(rollout.height, rollout.width)
+        self._num_elements = math.prod(self._latent_shape)
+        self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
+        c = self._correction
+        rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
+        weighs_samples = c.weights != "none" and c.level == "trajectory"
+        self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
+        self._passes = ProximalPasses(keep_means="means" in objective.fields)
+        self._first_step = True
+        self._normaliser = [0.0, 0.0]
+
+    def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
+        """This rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable group."""
+        window = check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        count = num_trained(window, self._algorithm.timestep_fraction)
+        chosen = [trained_steps(seed, window, count) for seed in group.seeds]
+        unit = count if self._whole_samples else 1
+        most = len(chosen) if self._world_size == 1 else -(-self._group_size // self._world_size)
+        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
+        for indices, counts in micro_batches(len(chosen) * count, self._micro_batch_size, unit, num_batches):
+            yield build_rows(group, chosen, indices, self._policy, self._model.device), counts
+
+    def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
+        """(R,) with gradient; records metrics of rows that count."""
+        reference = None
+        if "reference" in self._objective.shadows(self._algorithm):
+            velocity = self._model.shadow_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
+            reference = self._transition(rows, velocity).mean
+        step, value = self._current(rows)
+        proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(rows, step, value)
+        old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
+        drift = self._drift(rows, step.scale, proximal)
+        weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
+        output = self._compute(
+            TransitionInputs(
+                log_prob=value,
+                old_log_prob=old_log_prob,
+                advantage=rows.advantage,
+                mean=step.mean,
+                old_mean=old_mean,
+                std=step.std,
+                scale=step.scale,
+                ref_mean=reference,
+                num_elements=self._num_elements,
+                kind=self._sde.kind,
+                weight=weight,
+                steps_per_sample=self._steps_per_sample(rows),
+            ),
+            self._algorithm,
+        )
+        if counts:
+            self._record_drift(rows, drift)
+            if weight is not None:
+                self._record_weights(rows, weight)
+            self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
+        return output.loss
+
+    @torch.no_grad()
+    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+        """The proximal pass: this rank's samples under the current weights, remembered until `end_update`."""
+        places: list[tuple[int, int]] = []
+        drifts: list[Drift] = []
+        for rows, counts in self.batches(group):
+            step, value = self._current(rows)
+            if not counts:
+                continue
+            proximal = self._under_current(rows, step, value)
+            self._passes.remember(group.group, rows.places, proximal)
+            places += rows.places
+            drifts.append(self._drift(rows, step.scale, proximal))
+        log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
+        kappas = [d.kappa for d in drifts if d.kappa is not None]
+        return sample_drifts(places, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, self._num_elements)
+
+    @torch.no_grad()
+    def log_probs(self, group: GroupBatch) -> Tensor:
+        """(samples, trained steps) float32 on the CPU, as `omni_async.sde` defines them, under the current weights."""
+        values = [self._current(rows)[1].cpu() for rows, counts in self.batches(group) if counts]
+        return torch.cat(values).reshape(len(group.trajectories), -1)
+
+    def gradient_normaliser(self) -> tuple[float, float]:
+        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once summed over ranks."""
+        sums, self._normaliser = self._normaliser, [0.0, 0.0]
+        return sums[0], sums[1]
+
+    def end_step(self) -> None:
+        self._first_step = False
+
+    def end_update(self) -> None:
+        """The update is over: its proximal policy is no longer of use."""
+        self._passes.clear()
+        self._first_step = True
+
+    def _steps_per_sample(self, rows: TransitionRows) -> int:
+        return 1 + max(n for _, n in rows.places) if self._whole_samples else 1
+
+    def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
+        step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning))
+        return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
+
+    def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
+        noise_level = torch.full_like(rows.sigma, self._sde.noise_level, dtype=torch.float64)  # unrounded, as the engines have it
+        return transition(self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level)
+
+    def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
+        return under_current(rows, step, value, self._num_elements)
+
+    def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
+        """Log-prob and mean of the policy that the ratio is taken to."""
+        mode = self._correction.mode
+        if mode in ("decoupled", "none"):
+            return proximal.log_prob, proximal.mean
+        if mode == "bypass":
+            return rows.behaviour_log_prob, rows.behaviour_mean
+        return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
+
+    def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
+        """(R, 1): every row on its own; from the policy that took the steps to the proximal one."""
+        nats = nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
+        log_prob_proximal = proximal.log_prob
+        if self._correction.mode == "interpolated":
+            log_prob_proximal = interpolated_log_prob(rows.behaviour_log_prob, proximal.log_prob, rows.staleness)
+        log_ratio = nats * (log_prob_proximal.double() - rows.behaviour_log_prob.double())
+        return Drift(log_ratio[:, None], None if proximal.kappa is None else proximal.kappa[:, None])
+
+    def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
+        """What can be said of these rows without the rest of the update; None: nothing to correct."""
+        c = self._correction
+        if c.weights == "none" and not c.masks:
+            return None
+        shape = (-1, self._steps_per_sample(rows))
+        drift = Drift(drift.log_ratio.reshape(shape), None if drift.kappa is None else drift.kappa.reshape(shape))
+        corrected = correct(drift, c, self._num_elements)
+        if counts:
+            numerator, denominator = normaliser(corrected, c)
+            self._normaliser[0] += numerator
+            self._normaliser[1] += denominator
+            for rule, masked in corrected.masked.items():
+                self._metrics.record(f"masked/{rule}", masked.double())
+        return corrected.weight.flatten()
+
+    def _record_drift(self, rows: TransitionRows, drift: Drift) -> None:
+        record, by_step = self._metrics.record, self._metrics.record_by_step
+        nats = drift.log_ratio.flatten()
+        record("log_ratio_nats/mean", nats)
+        record("log_ratio_nats/absmax", nats, "absmax")
+        record("log_ratio_nats/variance", nats, "variance")
+        by_step("log_ratio_nats/variance", nats, rows.steps, "variance")
+        record("ess", nats, "ess")
+        by_step("ess", nats, rows.steps, "ess")
+        if drift.kappa is not None:
+            record("kappa_nats", drift.kappa)
+            by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
+        record("row_staleness/mean", rows.staleness.double())
+        record("row_staleness/max", rows.staleness.double(), "max")
+        if self._first_step:  # later steps of an update have moved away on purpose
+            fresh = rows.staleness == 0
+            record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")
+            record("fresh_fraction", fresh.double())
+
+    def _record_weights(self, rows: TransitionRows, weight: Tensor) -> None:
+        record, by_step = self._metrics.record, self._metrics.record_by_step
+        record("weight/mean", weight)
+        record("weight/max", weight, "max")
+        record("weight/variance", weight, "variance")
+        by_step("weight/mean", weight, rows.steps, "mean")
+        record("masked", (weight == 0).double())
+        by_step("masked", (weight == 0).double(), rows.steps, "mean")

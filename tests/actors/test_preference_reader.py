@@ -1,0 +1,465 @@
+"""The preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the coordinator cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from actor_world import Desk as QuietDesk
+from actor_world import failure_of, make_config, make_request, play, settle
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+from PIL import Image
+from tensordict import TensorDict
+
+from omni_async.actors.preferences import PreferenceReader, fit
+from omni_async.config import ConfigError
+from omni_async.control.clock import ManualClock
+from omni_async.control.coordinator import Coordinator
+from omni_async.rollout.base import EngineError
+from omni_async.runtime.preferences import PreferencePairs
+from omni_async.store import LocalStore
+from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob, WeightReport
+from pipelines.qwen_image.policy import QwenImagePolicy
+
+BLOCKED_AT_MOST_S = 5.0
+
+
+class Desk(QuietDesk):
+    """One that also wakes its scene when a sample failed."""
+
+    async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
+        await super().sample_failed(engine, sample_id, error)
+        self._bell.ring()
+
+
+class Pictures:
+    """Pair i: two plain images, of brightness 10 i and 10 i + 1. `unreadable` pairs raise."""
+
+    def __init__(self, *unreadable: int) -> None:
+        self.unreadable = set(unreadable)
+        self.read: list[int] = []
+
+    def images(self, pair: int) -> tuple[np.ndarray, np.ndarray]:
+        self.read.append(pair)
+        if pair in self.unreadable:
+            raise ConfigError(f"row {pair}, column chosen: not a PNG, JPEG or WebP image")
+        return np.full((64, 48, 3), 10 * pair, np.uint8), np.full((32, 96, 3), 10 * pair + 1, np.uint8)
+
+
+class FlatCodec:
+    """Six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait for it in the reader's thread."""
+
+    def __init__(self) -> None:
+        self.device: Any = None
+        self.batches: list[tuple[int, ...]] = []
+        self.prompts: list[tuple[str, str | None]] = []
+        self.value: float | None = None  # of every latent, in place of the mean
+        self.go: threading.Event | None = None
+        self.entered = threading.Event()
+        self.let_go: list[bool] = []
+
+    def to(self, device: Any) -> FlatCodec:
+        self.device = device
+        return self
+
+    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
+        self.prompts.append((prompt, negative_prompt))
+        return TensorDict({"length": torch.tensor(len(prompt))}, batch_size=[])
+
+    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        if self.go is not None:
+            self.let_go.append(self.go.wait(BLOCKED_AT_MOST_S))
+        self.batches.append(tuple(pixels.shape))
+        means = pixels.float().mean((1, 2, 3)) if self.value is None else torch.full((len(pixels),), self.value)
+        return means[:, None, None].expand(-1, 6, 4)
+
+
+class FlatPolicy:
+    path = "nowhere"
+
+    def __init__(self) -> None:
+        self.codec = FlatCodec()
+        self.dtype: torch.dtype | None = None
+
+    def load_codec(self, dtype: torch.dtype) -> FlatCodec:
+        self.dtype = dtype
+        return self.codec
+
+    def sigmas(self, num_inference_steps: int, height: int, width: int) -> torch.Tensor:
+        return torch.linspace(1, 0, num_inference_steps + 1)
+
+
+def sample_of_pair(pair: int, sample: int, **changes: Any) -> SampleRequest:
+    """Group g is of pair g."""
+    fields = {"sample_id": f"g{pair}.s{sample}", "group": pair, "sample": sample, "prompt": Prompt(pair, f"prompt {pair}"), "kind": "train"}
+    return msgspec.structs.replace(make_request(0, window=None), **(fields | changes))
+
+
+def make_reader(
+    desk: Any, pairs: Any, policy: Any, clock: ManualClock | None = None, device: Any = None, **changes: Any
+) -> PreferenceReader:
+    config = make_config(**({"rollout.group_size": 2} | changes))
+    return PreferenceReader("rollout-0", config, pairs, policy, desk, LocalStore(), clock or ManualClock(), device)
+
+
+def on_stage(
+    scene: Callable[[Desk], Awaitable[None]], pairs: Pictures | None = None, policy: FlatPolicy | None = None, **changes: Any
+) -> Desk:
+    desk = Desk()
+
+    async def main() -> None:
+        reader = make_reader(desk, pairs or Pictures(), policy or FlatPolicy(), **changes)
+        await reader.start()
+        run = asyncio.create_task(reader.run())
+        await scene(desk)
+        desk.close()
+        await run
+
+    play(main())
+    return desk
+
+
+def offer(*requests: SampleRequest, done: int) -> Callable[[Desk], Awaitable[None]]:
+    async def scene(desk: Desk) -> None:
+        desk.offer(*requests)
+        await desk.until(lambda: len(desk.done) == done)
+        await settle()
+
+    return scene
+
+
+def test_a_pair_becomes_two_trajectories_without_steps():
+    desk = on_stage(offer(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2))
+    for sample, result in enumerate(desk.done):
+        assert (result.sample_id, result.engine) == (f"g3.s{sample}", "rollout-0")
+        assert (result.version, result.step_versions) == (0, ())
+        assert set(result.trajectory.keys()) == {"final", "conditioning", "sigmas", "steps"}
+        assert result.trajectory.batch_size == torch.Size([])
+        assert torch.equal(result.trajectory["final"], torch.full((6, 4), 30.0 + sample))
+        assert result.trajectory["final"].dtype == torch.float32
+        assert torch.equal(result.trajectory["sigmas"], torch.linspace(1, 0, 6))
+        assert (result.trajectory["steps"].shape, result.trajectory["steps"].dtype) == ((0,), torch.int64)
+        assert result.trajectory["conditioning"]["length"] == len("prompt 3")
+        assert_array_equal(result.media, np.full((32, 48, 3), 30 + sample, np.uint8))
+
+
+def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
+    async def scene(desk: Desk) -> None:
+        desk.offer(*(ScoreJob(f"g{group}.s{sample}", "train", Prompt(5, "x"), None) for group in (7, 12) for sample in (1, 0)))
+        await desk.until(lambda: len(desk.scores) == 4)
+
+    scores = on_stage(scene).scores
+    assert {name: result.score for name, result in scores.items()} == {
+        "g7.s0": Score(1.0),
+        "g7.s1": Score(0.0),
+        "g12.s0": Score(1.0),
+        "g12.s1": Score(0.0),
+    }
+
+
+def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
+    requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
+    desk = on_stage(offer(*requests, done=4), Pictures(1))
+    assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
+    why = "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
+    assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
+    assert desk.scored_batches == []
+
+
+def test_a_pair_that_failed_once_is_read_again():
+    pairs = Pictures(0)
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(sample_of_pair(0, 0))
+        await desk.until(lambda: bool(desk.failed))
+        pairs.unreadable.clear()
+        desk.offer(sample_of_pair(0, 0, attempt=2))
+        await desk.until(lambda: len(desk.done) == 1)
+
+    on_stage(scene, pairs)
+    assert pairs.read == [0, 0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_latents_that_are_not_numbers_are_a_failure(value):
+    policy = FlatPolicy()
+    policy.codec.value = value
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(sample_of_pair(4, 0))
+        await desk.until(lambda: bool(desk.failed))
+
+    desk = on_stage(scene, policy=policy)
+    assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
+    assert not desk.done
+
+
+@pytest.mark.parametrize("request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")])
+def test_what_a_dataset_does_not_hold_is_a_failure(request_):
+    desk = on_stage(offer(request_, sample_of_pair(1, 0), done=1))
+    assert desk.failed == [
+        (
+            request_.sample_id,
+            f"ValueError: a preference dataset has two training samples per prompt; sample {request_.sample_id} is none of them",
+        )
+    ]
+
+
+def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
+    pairs, policy = Pictures(), FlatPolicy()
+    requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
+    on_stage(offer(*requests, sample_of_pair(9, 1), done=7), pairs, policy)
+    assert pairs.read == [0, 1, 2, 9]
+    assert policy.codec.batches == [(2, 3, 32, 48)] * 4
+
+
+@pytest.mark.parametrize(("scale", "negative"), [(1.0, None), (4.0, "ugly")])
+def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
+    policy = FlatPolicy()
+    requests = [sample_of_pair(pair, sample, true_cfg_scale=scale, negative_prompt="ugly") for pair in (1, 2, 1) for sample in (0, 1)]
+    on_stage(offer(*requests, done=6), policy=policy)
+    assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_on_the_cpu(dtype, expected):
+    policy = FlatPolicy()
+    on_stage(offer(sample_of_pair(0, 0), done=1), policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}})
+    assert policy.dtype == expected
+    assert policy.codec.device == torch.device("cpu")
+    on_stage(offer(sample_of_pair(0, 0), done=1), policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
+    assert policy.codec.device == "meta"
+
+
+def test_it_leases_what_the_configuration_allows():
+    desk = on_stage(offer(sample_of_pair(0, 0), done=1), **{"rollout.max_inflight": 3})
+    assert set(desk.asked) == {(3, 3)}
+
+
+def test_the_event_loop_turns_while_it_encodes():
+    policy = FlatPolicy()
+    policy.codec.go = threading.Event()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(sample_of_pair(0, 0), ScoreJob("g8.s0", "train", Prompt(8, "x"), None))
+        await desk.until(lambda: len(desk.scores) == 1)  # scored while the thread is busy
+        policy.codec.go.set()
+        await desk.until(lambda: len(desk.done) == 1)
+
+    on_stage(scene, policy=policy)
+    assert policy.codec.let_go == [True]
+
+
+def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
+    pairs, policy = Pictures(), FlatPolicy()
+    policy.codec.go = threading.Event()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(*(sample_of_pair(pair, 0) for pair in range(4)))
+        await asyncio.to_thread(policy.codec.entered.wait, BLOCKED_AT_MOST_S)
+
+    desk = on_stage(scene, pairs, policy)
+    assert not policy.codec.let_go  # the run is over, and the thread still blocked
+    policy.codec.go.set()
+    assert pairs.read == [0]
+    assert desk.done == desk.failed == []
+
+
+def test_a_sample_that_takes_too_long_ends_the_reader():
+    policy, desk = FlatPolicy(), Desk()
+    policy.codec.go = threading.Event()
+
+    async def main() -> None:
+        reader = make_reader(desk, Pictures(), policy, **{"rollout.timeout_s": 0.02})
+        await reader.start()
+        desk.offer(sample_of_pair(0, 0))
+        error = await failure_of(reader.run())
+        policy.codec.go.set()
+        assert isinstance(error, EngineError)
+        assert str(error) == "rollout-0: sample g0.s0 took longer than rollout.timeout_s = 0.02"
+
+    play(main())
+
+
+def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
+    desk = Desk()
+    desk.refuses = ValueError("2 step versions expected")
+
+    async def main() -> None:
+        reader = make_reader(desk, Pictures(), FlatPolicy())
+        await reader.start()
+        desk.offer(sample_of_pair(0, 0))
+        assert await failure_of(reader.run()) is desk.refuses
+
+    play(main())
+
+
+def test_its_times_are_told():
+    clock, desk, policy = ManualClock(100.0), Desk(), FlatPolicy()
+    encode = policy.codec.encode_images
+
+    def slow(pixels: torch.Tensor) -> torch.Tensor:
+        clock.advance(3.0)
+        return encode(pixels)
+
+    policy.codec.encode_images = slow  # type: ignore[method-assign]
+
+    async def main() -> None:
+        reader = make_reader(desk, Pictures(), policy, clock)
+        await reader.start()
+        run = asyncio.create_task(reader.run())
+        await settle()
+        clock.advance(2.0)
+        desk.offer(sample_of_pair(5, 0), ScoreJob("g5.s1", "train", Prompt(5, "x"), None))
+        await desk.until(lambda: len(desk.done) == len(desk.scores) == 1)
+        desk.close()
+        await run
+
+    play(main())
+    spans = {span.kind: span for span in desk.spans}
+    assert spans.keys() == {"backpressured", "read", "score"}
+    assert {span.actor for span in desk.spans} == {"rollout-0"}
+    assert (spans["backpressured"].start, spans["backpressured"].end) == (100.0, 102.0)
+    assert (spans["read"].start, spans["read"].end) == (102.0, 105.0)
+    assert spans["read"].args == {"sample": "g5.s0", "pair": 5}
+    assert spans["score"].args == {"samples": 1}
+    assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
+
+
+# ---- with the real coordinator --------------------------------------------------------------------------------------------------------
+
+
+def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
+    ledger: list[LedgerEntry] = []
+    config = make_config(
+        **{
+            "rollout.group_size": 2,
+            "rollout.sde": None,
+            "rollout.retries": 1,
+            "rollout.max_inflight": 3,
+            "data": {"preferences": "pairs.parquet", "shuffle": False},
+            "algorithm": {"name": "diffusion_dpo"},
+            "reward": {"batch": 4},
+        }
+    )
+    coordinator = Coordinator(config, "run", [Prompt(i, f"prompt {i}") for i in range(4)], [], ledger.append)
+    groups = []
+
+    async def main() -> None:
+        reader = PreferenceReader("rollout-0", config, Pictures(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
+        await reader.start()
+        run = asyncio.create_task(reader.run())
+        await coordinator.announce(0, "digest")
+        await coordinator.engine_holds(WeightReport("rollout-0", 0, "digest"))
+        groups.extend([await coordinator.next_group(0, 1) for _ in range(3)])
+        await coordinator.stop("enough")
+        await run
+
+    play(main())
+    assert [group.prompt.index for group in groups] == [0, 2, 3]
+    for group in groups:
+        assert group.rewards == [1.0, 0.0]
+        assert [s.trajectory["final"].mean() for s in group.samples] == [10 * group.prompt.index, 10 * group.prompt.index + 1]
+    [bad] = [entry for entry in ledger if entry.group == 1]
+    assert bad.event == "dropped"
+    assert bad.attempts == 2
+    assert bad.reason == "generation failed 2 times: ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
+    from pipelines.qwen_image.tiny import build
+
+    images = [np.random.default_rng(i).integers(0, 256, (40, 50, 3), np.uint8) for i in range(2)]
+    files = []
+    for image in images:
+        files.append(io.BytesIO())
+        Image.fromarray(image).save(files[-1], "PNG")
+    columns = {"prompt": ["the digit 7"], **{name: [file.getvalue()] for name, file in zip(("chosen", "rejected"), files, strict=True)}}
+    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
+    policy = QwenImagePolicy(str(build(tmp_path / "model", layers=1)))
+    desk, pairs = Desk(), PreferencePairs(str(tmp_path / "pairs.parquet"))
+    [prompt] = pairs.prompts()
+
+    async def main() -> None:
+        reader = make_reader(desk, pairs, policy)
+        await reader.start()
+        run = asyncio.create_task(reader.run())
+        desk.offer(*(sample_of_pair(0, sample, prompt=prompt) for sample in (0, 1)))
+        await desk.until(lambda: len(desk.done) + len(desk.failed) == 2)
+        desk.close()
+        await run
+
+    asyncio.run(asyncio.wait_for(main(), 200))
+    assert not desk.failed
+    codec = policy.load_codec(torch.float32)
+    for image, result in zip(images, desk.done, strict=True):
+        assert_array_equal(result.media, fit(image, 32, 48))
+        expected = codec.encode_images(torch.from_numpy(result.media).permute(2, 0, 1)[None])[0]
+        torch.testing.assert_close(result.trajectory["final"], expected, rtol=0, atol=1e-5)
+        assert result.trajectory["final"].shape == policy.latent_shape(32, 48)
+        assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, 32, 48))
+        torch.testing.assert_close(result.trajectory["conditioning"], codec.encode("the digit 7", None))
+
+
+# ---- fitting an image to the configured size -----------------------------------------------------------------------------------------
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_an_image_of_the_right_size_stays_as_it_is():
+    assert_array_equal(fit(noise(32, 48), 32, 48), noise(32, 48))
+
+
+def test_what_sticks_out_is_cut_off_evenly():
+    assert_array_equal(fit(noise(32, 60), 32, 48), noise(32, 60)[:, 6:54])
+    assert_array_equal(fit(noise(40, 48), 32, 48), noise(40, 48)[4:36])
+
+
+def test_a_larger_image_is_scaled_and_not_squeezed():
+    """A white square of half the height in the middle stays one, whatever was cut off beside it."""
+    wide = np.zeros((128, 400, 3), np.uint8)
+    wide[32:96, 168:232] = 255
+    small = fit(wide, 32, 32)
+    expected = np.zeros((32, 32, 3), np.uint8)
+    expected[8:24, 8:24] = 255
+    assert np.abs(small.astype(int) - expected).mean() < 5
+    assert (small[10:22, 10:22] > 200).all()
+    assert (small[:6] < 55).all()
+
+
+sides = st.integers(1, 70)
+
+
+@given(sides, sides, sides, sides, st.integers(0, 255))
+@example(1, 70, 64, 64, 200)
+@example(7, 3, 49, 21, 1)
+def test_a_plain_image_stays_plain_at_every_size(rows, columns, height, width, value):
+    found = fit(np.full((rows, columns, 3), value, np.uint8), height, width)
+    assert_array_equal(found, np.full((height, width, 3), value, np.uint8))

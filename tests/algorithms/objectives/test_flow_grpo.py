@@ -1,0 +1,57 @@
+import pytest
+import torch
+from transition_steps import D, clipped, close, gaussian_steps, losses_and_gradient, mean_square, ratio_of
+
+from omni_async.algorithms.objectives.flow_grpo import flow_grpo
+from omni_async.config.algorithm import Algorithm
+
+CLIPS = {"flow": 0.02, "dance": 0.02, "cps": 0.002}
+
+
+def expected(steps, given, clip, kl_coef=0.0, exact=False):
+    """Loss and gradient with respect to the velocity, a row at a time."""
+    losses, gradients, held = [], [], 0
+    for row in range(len(given.advantage)):
+        ratio = ratio_of(given, row)
+        loss, slope = clipped(float(given.advantage[row]), ratio, clip)
+        held += slope == 0
+        divisor = 2 * float((given.scale if exact else given.std)[row]) ** 2
+        losses.append(loss + kl_coef * mean_square(given.mean[row], given.ref_mean[row]) / divisor)
+        kl_gradient = steps.square_gradient(row, given, given.ref_mean) / divisor
+        gradients.append(slope * steps.log_prob_gradient(row, given) + kl_coef * kl_gradient)
+    assert 0 < held < len(losses)
+    return losses, torch.stack(gradients)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("exact", [False, True])
+def test_loss_and_velocity_gradient_on_gaussian_steps(kind, kl_coef, exact):
+    steps = gaussian_steps(kind)
+    given = steps.inputs()
+    algorithm = Algorithm(clip_range=CLIPS[kind], kl_coef=kl_coef, kl_form="exact" if exact else "published")
+    out, gradient = losses_and_gradient(steps, given, flow_grpo, algorithm)
+    losses, gradients = expected(steps, given, CLIPS[kind], kl_coef, exact)
+    close(out.loss, losses, 1e-10)
+    close(gradient, gradients, 1e-10)
+
+
+def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_log_prob():
+    steps = gaussian_steps(drift=0.0)
+    given = steps.inputs()
+    _, gradient = losses_and_gradient(steps, given, flow_grpo, Algorithm())
+    close(gradient, torch.stack([-given.advantage[row] * steps.log_prob_gradient(row, given) for row in range(24)]), 1e-10)
+
+
+def test_the_clip_range_in_nats_is_that_of_the_whole_sample():
+    steps = gaussian_steps()
+    per_element = flow_grpo(steps.inputs(), Algorithm(clip_range=0.24 / D))
+    in_nats = flow_grpo(steps.inputs(), Algorithm(clip_range_nats=0.24))
+    assert 0 < float(in_nats.metrics["clipped_high"].sum()) < 24
+    assert torch.equal(per_element.loss, in_nats.loss)
+
+
+def test_the_default_clip_range_is_flow_grpos():
+    steps = gaussian_steps(drift=1e-3)
+    assert torch.equal(flow_grpo(steps.inputs(), Algorithm()).loss, flow_grpo(steps.inputs(), Algorithm(clip_range=1e-4)).loss)
+    assert 0 < float(flow_grpo(steps.inputs(), Algorithm()).metrics["clipped_high"].sum()) < 24

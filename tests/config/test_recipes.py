@@ -1,0 +1,130 @@
+"""Every recipe is accepted, says where its numbers come from, and needs nothing that it does not name; so are the pages on algorithms."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image, ImageDraw, ImageFont
+from recipe import MINIMAL, load_text
+
+from omni_async.algorithms.registry import objectives
+from omni_async.config import Config, load
+from omni_async.policy import find_family
+from omni_async.rewards import registry as scorers
+from omni_async.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+PUBLISHED = [path for path in RECIPES if path.parent.name != "quickstart"]
+PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
+FRAGMENTS = [
+    pytest.param(fragment, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, fragment in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M))
+]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def header_of(path: Path) -> str:
+    """The comment that the file opens with, as one text."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(lines[:end])
+
+
+def num_gpus(config: Config) -> float:
+    placement = config.placement
+    return (
+        config.rollout.workers * placement.rollout.gpus
+        + config.trainer.workers * placement.trainer.gpus
+        + config.reward.workers * placement.reward.gpus
+    )
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_is_accepted(path: Path) -> None:
+    config = load(path)
+    assert config.algorithm.name in objectives()
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=name_of)
+def test_a_recipe_of_published_numbers_opens_with_their_source_and_what_deviates(path: Path) -> None:
+    header = header_of(path)
+    assert re.search(r"^# Source: \S+/\S+, \S+", header, flags=re.M), "a repository and a path in it"
+    assert re.search(r"arXiv \d{4}\.\d{5}", header)
+    assert re.search(r"^# Deviations:\n#   - ", header, flags=re.M)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=name_of)
+def test_a_recipe_says_how_many_gpus_its_placement_takes(path: Path) -> None:
+    said = re.search(r"^# GPUs: (\d+)", header_of(path), flags=re.M)
+    assert said and int(said[1]) == num_gpus(load(path))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> None:
+    config, header = load(path), header_of(path)
+    try:
+        find_family(config.model.pipeline)
+    except ValueError:
+        assert "needs a pipeline" in header and f"`{config.model.pipeline}`" in header
+    for scorer in config.reward.scorers:
+        try:
+            scorers.check(scorer)
+        except ValueError:
+            assert "needs a scorer" in header and f"`{scorer.name}`" in header
+
+
+def test_the_readme_lists_every_recipe() -> None:
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    missing = [path.name for path in RECIPES if f"({path.relative_to(ROOT / 'recipes')})" not in text]
+    assert not missing
+
+
+def test_every_objective_has_a_page_and_the_index_leads_to_all_of_them() -> None:
+    stems = {page.stem for page in PAGES}
+    assert objectives().keys() <= stems
+    index = (ROOT / "docs" / "algorithms" / "index.md").read_text(encoding="utf-8")
+    assert stems - {"index"} <= set(re.findall(r"\((\w+)\.md\)", index))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS)
+def test_yaml_of_the_pages_is_accepted(fragment: str) -> None:
+    sections = yaml.safe_load(fragment)
+    rest = [line for line in MINIMAL.splitlines() if line.split(":")[0] not in sections]
+    load_text("\n".join([fragment, *rest]))
+
+
+def picture(*lines: str) -> np.ndarray:
+    image = Image.new("RGB", (512, 512), (90, 120, 160))
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(48)
+    for row, line in enumerate(lines):
+        draw.text((110, 180 + 70 * row), line, fill="white", font=font)
+    return np.asarray(image)
+
+
+def test_the_scene_text_scorer_finds_words_anywhere_in_a_picture() -> None:
+    from recipes.qwen_image_ocr.scene_text import SceneTextScorer
+
+    scorer = SceneTextScorer()
+    images = [picture("GRAND", "OPENING"), picture("GRAND", "OPENING"), picture("GRAND"), picture()]
+    wanted = ["Grand opening", "open", "grandeur", "ab"]
+    scores = scorer.score(images, [Prompt(i, "", text, {}) for i, text in enumerate(wanted)])
+    assert [score.value for score in scores] == pytest.approx([1.0, 1.0, 1 - 3 / 8, 0.0])
+    assert [score.parts["exact"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
+    assert [score.parts["lines"] for score in scores] == [2.0, 2.0, 1.0, 0.0]
+    quoted = scorer.score([picture("GRAND")], [Prompt(0, 'a sign that says "grand"', None, {})])
+    assert quoted[0].value == 1.0

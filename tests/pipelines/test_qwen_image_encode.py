@@ -1,0 +1,157 @@
+"""Images to latents: what diffusers' encoder says, and the way back from `decode`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+import omni_async  # noqa: F401  # isort: skip
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
+from torch.testing import assert_close
+
+from pipelines.qwen_image import policy as policy_module
+from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
+from pipelines.qwen_image.tiny import build
+from recipes.quickstart.glyphs import render_digit
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> QwenImagePolicy:
+    return QwenImagePolicy(str(build(tmp_path_factory.mktemp("encode"), layers=1)))
+
+
+@pytest.fixture(scope="module")
+def codec(policy: QwenImagePolicy) -> QwenImageCodec:
+    return policy.load_codec(torch.float32)
+
+
+def pictures(count: int, height: int = 64, width: int = 32, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def by_diffusers(path: str, images: torch.Tensor) -> torch.Tensor:
+    """An untouched VAE on a video of one frame, in float64, and diffusers' own packing."""
+    vae = AutoencoderKLQwenImage.from_pretrained(path, subfolder="vae").double()
+    mean, std = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    with torch.no_grad():
+        mode = vae.encode(images.double()[:, :, None] / 255 * 2 - 1).latent_dist.mode()
+    latents = ((mode - mean) / std)[:, :, 0]
+    return QwenImagePipeline._pack_latents(latents, *latents.shape)
+
+
+def test_encoding_is_diffusers_encoding(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+    images = pictures(3)
+    latents = codec.encode_images(images)
+    assert latents.dtype == torch.float32
+    assert latents.shape == (3, *policy.latent_shape(64, 32))
+    assert_close(latents.double(), by_diffusers(policy.path, images), rtol=0, atol=1e-5)
+
+
+def test_a_specialised_vae_still_encodes_as_diffusers_calls_it(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
+    frames = pictures(2)[:, :, None].float() / 127.5 - 1
+    with torch.no_grad():
+        expected = AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").encode(frames).latent_dist.mode()
+        assert_close(codec.vae.encode(frames).latent_dist.mode(), expected, rtol=0, atol=1e-5)
+
+
+def test_packing_is_undone_by_decode(codec: QwenImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a VAE that changes nothing, what decode hands to it is what encode_images took from it."""
+    maps = torch.randn(2, 16, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    seen: list[torch.Tensor] = []
+
+    def decode(vae: object, latents: torch.Tensor) -> torch.Tensor:
+        seen.append(latents)
+        return torch.zeros(len(latents), 3, 64, 32)
+
+    monkeypatch.setattr(policy_module.single_frame, "encode", lambda vae, pixels: maps)
+    monkeypatch.setattr(policy_module.single_frame, "decode", decode)
+    codec.decode(codec.encode_images(pictures(2)), 64, 32)
+    assert_close(torch.cat(seen), maps, rtol=0, atol=1e-6)
+
+
+def test_pixels_reach_the_vae_as_they_left_it(codec: QwenImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 3, 16, 16)
+    seen: list[torch.Tensor] = []
+
+    def encode(vae: object, pixels: torch.Tensor) -> torch.Tensor:
+        seen.append(pixels)
+        return torch.zeros(1, 16, 1, 2, 2)
+
+    monkeypatch.setattr(policy_module.single_frame, "encode", encode)
+    codec.encode_images(images)
+    assert (seen[0].min(), seen[0].max()) == (-1, 1)
+    monkeypatch.setattr(policy_module.single_frame, "decode", lambda vae, latents: seen[0])
+    assert torch.equal(codec.decode(torch.zeros(1, 1, 64), 16, 16), images)
+
+
+def test_an_image_always_has_the_same_latents(codec: QwenImageCodec) -> None:
+    images = pictures(2)
+    torch.manual_seed(1)
+    first = codec.encode_images(images)
+    torch.manual_seed(2)
+    assert torch.equal(codec.encode_images(images.clone()), first)
+    assert not first.requires_grad
+    assert not torch.equal(first[0], first[1])
+
+
+def test_large_batches_are_cut_and_keep_their_order(codec: QwenImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = pictures(5)
+    whole = codec.encode_images(images)
+    monkeypatch.setattr(policy_module, "_PIXELS_AT_ONCE", 2 * 64 * 32)
+    assert_close(codec.encode_images(images), whole, rtol=0, atol=1e-5)
+
+
+def test_decoding_what_was_encoded_gives_images_of_the_same_size(codec: QwenImageCodec) -> None:
+    images = pictures(2)
+    again = codec.decode(codec.encode_images(images), 64, 32)
+    assert again.shape == images.shape
+    assert again.dtype == torch.uint8
+
+
+def test_bfloat16_weights_give_float32_latents(policy: QwenImagePolicy) -> None:
+    images = pictures(1)
+    latents = policy.load_codec(torch.bfloat16).encode_images(images)
+    assert latents.dtype == torch.float32
+    expected = by_diffusers(policy.path, images)
+    assert (latents - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(1, 3, 64, 32),
+        torch.zeros(3, 64, 32, dtype=torch.uint8),
+        torch.zeros(1, 4, 64, 32, dtype=torch.uint8),
+        torch.zeros(1, 3, 64, 40, dtype=torch.uint8),
+        torch.zeros(1, 3, 0, 32, dtype=torch.uint8),
+    ],
+)
+def test_anything_but_uint8_images_that_tokens_divide_is_refused(codec: QwenImageCodec, images: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected uint8 images"):
+        codec.encode_images(images)
+
+
+def test_the_quickstarts_vae_gives_back_what_it_drew() -> None:
+    codec = QwenImagePolicy(str(QUICKSTART)).load_codec(torch.float32)
+    rng = random.Random(0)
+    digits = np.stack([render_digit(digit, rng) for digit in "0123456789"])
+    drawn = codec.decode(codec.encode_images(torch.from_numpy(digits)[:, None].expand(-1, 3, -1, -1)), 64, 64)
+    again = codec.decode(codec.encode_images(drawn), 64, 64)
+    error = (again.float() - drawn.float()) / 255
+    assert error.square().mean((1, 2, 3)).sqrt().max() < 0.03
+    assert drawn.float().std() / 255 > 0.2

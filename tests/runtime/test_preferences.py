@@ -1,0 +1,348 @@
+"""The preference file: every pair as it was stored, whatever the order, and one line for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from omni_async.config import ConfigError
+from omni_async.runtime.preferences import PreferencePairs
+from omni_async.types import Prompt
+
+
+def picture(seed: int, height: int = 6, width: int = 9) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def encoded(image: np.ndarray | Image.Image, kind: str = "PNG", **how: Any) -> bytes:
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, kind, **how)
+    return file.getvalue()
+
+
+def write(folder: Path, columns: dict[str, Any], **how: Any) -> str:
+    path = folder / "pairs.parquet"
+    pq.write_table(pa.table(columns), path, **how)
+    return str(path)
+
+
+def one_pair(folder: Path, chosen: Any, rejected: Any = None) -> PreferencePairs:
+    """A file of one pair; None stands for a good image of the same type."""
+    good = encoded(picture(0))
+    if isinstance(chosen, str):
+        (folder / "good.png").write_bytes(good)
+        good = "good.png"
+    elif isinstance(chosen, dict):
+        good = {"bytes": good, "path": None}
+    return PreferencePairs(write(folder, {"prompt": ["a cat"], "chosen": [chosen], "rejected": [good if rejected is None else rejected]}))
+
+
+def refusal(folder: Path, chosen: Any) -> str:
+    pairs = one_pair(folder, chosen)
+    with pytest.raises(ConfigError) as caught:
+        pairs.images(0)
+    message = str(caught.value)
+    assert message.startswith(f"data.preferences: {pairs.path}: row 0, column chosen: ")
+    assert "\n" not in message
+    return message
+
+
+def of_header(width: int, height: int) -> bytes:
+    """A PNG that promises so many pixels and holds none."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in (header, b"IDAT" + zlib.compress(b""), b"IEND")
+    )
+
+
+@pytest.mark.parametrize("rows_per_group", [1, 3, 100])
+def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, monkeypatch):
+    monkeypatch.setattr("omni_async.runtime.preferences._BATCH_BYTES", 1000)  # a few rows a batch
+    chosen, rejected = [picture(i) for i in range(10)], [picture(100 + i, 4, 4) for i in range(10)]
+    columns = {"prompt": [f"prompt {i}" for i in range(10)], "chosen": [*map(encoded, chosen)], "rejected": [*map(encoded, rejected)]}
+    pairs = PreferencePairs(write(tmp_path, columns, row_group_size=rows_per_group))
+    assert len(pairs) == 10
+    assert pairs.prompts() == [Prompt(i, f"prompt {i}") for i in range(10)]
+    for i in [*range(10), 9, 9, 0, 7, 2, 3, 8, 1]:
+        first, second = pairs.images(i)
+        assert first.dtype == second.dtype == np.uint8
+        assert np.array_equal(first, chosen[i])
+        assert np.array_equal(second, rejected[i])
+
+
+def test_a_number_outside_the_file_is_an_index_error(tmp_path):
+    pairs = one_pair(tmp_path, encoded(picture(0)))
+    for number in (-1, 1):
+        with pytest.raises(IndexError, match=rf"pair {number}: .* has pairs 0\.\.0"):
+            pairs.images(number)
+
+
+def test_images_may_be_structs_or_paths(tmp_path):
+    image = encoded(picture(1))
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "one.png").write_bytes(image)
+    for cell in (
+        image,
+        {"bytes": image, "path": "elsewhere.png"},
+        {"bytes": None, "path": "below/one.png"},
+        "below/one.png",
+        "./below/../below/one.png",
+    ):
+        assert np.array_equal(one_pair(tmp_path, cell).images(0)[0], picture(1))
+
+
+@pytest.mark.parametrize("kind", [pa.large_binary(), pa.binary_view(), pa.struct([("bytes", pa.large_binary())])])
+def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
+    image = {"bytes": encoded(picture(2))} if pa.types.is_struct(kind) else encoded(picture(2))
+    images = pa.array([image], kind)
+    pairs = PreferencePairs(
+        write(tmp_path, {"prompt": pa.array(["x"]).dictionary_encode(), "chosen": images, "rejected": images, "extra": [1.0]})
+    )
+    assert pairs.prompts() == [Prompt(0, "x")]
+    assert np.array_equal(pairs.images(0)[1], picture(2))
+
+
+@pytest.mark.parametrize(("kind", "how"), [("JPEG", {"quality": 95}), ("WEBP", {"lossless": True}), ("WEBP", {"quality": 95})])
+def test_jpeg_and_webp_are_decoded(tmp_path, kind, how):
+    flat = np.full((16, 24, 3), (200, 40, 90), np.uint8)
+    found, _ = one_pair(tmp_path, encoded(flat, kind, **how)).images(0)
+    assert found.shape == flat.shape
+    assert np.abs(found.astype(int) - flat).max() <= 8
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1"])
+def test_every_eight_bit_mode_becomes_rgb(tmp_path, mode):
+    white = Image.new("RGB", (5, 4), "white").convert(mode)
+    found, _ = one_pair(tmp_path, encoded(white)).images(0)
+    assert found.shape == (4, 5, 3)
+    assert (found == 255).all()
+
+
+def test_more_than_eight_bits_are_refused_and_not_cut_off(tmp_path):
+    assert "mode I;16; expected 8 bits a channel" in refusal(tmp_path, encoded(Image.new("I;16", (4, 4), 40_000)))
+
+
+def test_a_photo_stands_upright(tmp_path):
+    sideways = Image.fromarray(picture(3))
+    exif = sideways.getexif()
+    exif[0x0112] = 6  # the camera was turned: to be shown a quarter turn clockwise
+    found, _ = one_pair(tmp_path, encoded(sideways, exif=exif)).images(0)
+    assert np.array_equal(found, np.rot90(picture(3), -1))
+
+
+def test_the_first_frame_of_an_animation_counts(tmp_path):
+    frames = [Image.fromarray(picture(i)) for i in range(3)]
+    found, _ = one_pair(tmp_path, encoded(frames[0], save_all=True, append_images=frames[1:])).images(0)
+    assert np.array_equal(found, picture(0))
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (b"no image", "not a PNG, JPEG or WebP image"),
+        (encoded(picture(0), "GIF"), "not a PNG, JPEG or WebP image"),
+        (encoded(picture(0), "BMP"), "not a PNG, JPEG or WebP image"),
+        (encoded(picture(0, 64, 64))[:-200], "cannot be decoded"),
+        (encoded(picture(0, 64, 64), "JPEG")[:-200], "cannot be decoded"),
+        (b"", "there is no image"),
+        ({"bytes": b"", "path": None}, "there is no image"),
+        ({"bytes": None, "path": None}, "there is no image"),
+        ({"bytes": None, "path": ""}, "there is no image"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_row_and_column(tmp_path, image, why):
+    assert why in refusal(tmp_path, image)
+
+
+def test_a_missing_image_is_refused(tmp_path):
+    image = encoded(picture(0))
+    pairs = PreferencePairs(write(tmp_path, {"prompt": ["a", "b"], "chosen": [image, image], "rejected": [image, None]}))
+    pairs.images(0)
+    with pytest.raises(ConfigError, match="row 1, column rejected: there is no image"):
+        pairs.images(1)
+    pairs.images(0)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("width", "height", "why"),
+    [
+        (8001, 8000, "8001 x 8000 pixels, at most 64000000 are decoded"),
+        (10_000, 10_000, "10000 x 10000 pixels"),
+        (30_000, 30_000, "DecompressionBombError"),
+        (2**31 - 1, 2**31 - 1, "DecompressionBombError"),
+    ],
+)
+def test_an_image_of_too_many_pixels_is_refused_by_its_header(tmp_path, width, height, why):
+    assert why in refusal(tmp_path, of_header(width, height))
+
+
+def test_the_largest_image_is_not_refused_for_its_size(tmp_path):
+    assert "cannot be decoded" in refusal(tmp_path, of_header(8000, 8000))  # it has no pixels
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("../outside.png", "leads out of the parquet's folder"),
+        ("below/../../outside.png", "leads out of the parquet's folder"),
+        ("link.png", "leads out of the parquet's folder"),
+        ("{outside}", "leads out of the parquet's folder"),
+        ("{inside}", "leads out of the parquet's folder"),
+        ("nowhere.png", "no such file"),
+        ("below", "no such file"),
+        ("\0", "no usable path"),
+        ("x" * 5000, "no usable path"),
+        ("circle.png", "no usable path|no such file"),
+    ],
+)
+def test_a_path_must_stay_in_the_folder_and_name_a_file(tmp_path, path, why):
+    folder = tmp_path / "data"
+    (folder / "below").mkdir(parents=True)
+    (tmp_path / "outside.png").write_bytes(encoded(picture(0)))
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    (folder / "circle.png").symlink_to(folder / "circle.png")
+    path = path.format(outside=tmp_path / "outside.png", inside=folder / "good.png")
+    message = refusal(folder, path)
+    assert any(part in message for part in why.split("|"))
+
+
+def test_a_folder_may_itself_be_a_link(tmp_path):
+    one_pair(tmp_path, "good.png")
+    (tmp_path / "linked").symlink_to(tmp_path)
+    found, _ = PreferencePairs(str(tmp_path / "linked" / "pairs.parquet")).images(0)
+    assert np.array_equal(found, picture(0))
+
+
+IMAGES = [encoded(picture(0))]
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"prompt": ["x"], "chosen": IMAGES}, "column rejected is missing; expected prompt, chosen and rejected, got prompt, chosen"),
+        ({"prompt": [1], "chosen": IMAGES, "rejected": IMAGES}, "column prompt: expected text, got int64"),
+        ({"prompt": ["x"], "chosen": [1.5], "rejected": IMAGES}, "column chosen: expected encoded images .*, got double"),
+        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [[1, 2]]}, "column rejected: expected encoded images"),
+        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [{"path": "x.png"}]}, "column rejected: expected encoded images"),
+        ({"prompt": ["x"], "chosen": [{"bytes": "text"}], "rejected": IMAGES}, "column chosen: expected encoded images"),
+        (
+            {"prompt": pa.array([], pa.string()), "chosen": pa.array([], pa.binary()), "rejected": pa.array([], pa.binary())},
+            "holds no pairs; expected one a row",
+        ),
+    ],
+)
+def test_a_file_with_other_columns_is_refused(tmp_path, columns, why):
+    with pytest.raises(ConfigError, match=rf"^data\.preferences: .*pairs\.parquet:? .*{why}"):
+        PreferencePairs(write(tmp_path, columns))
+
+
+def test_a_column_that_occurs_twice_is_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["x"]), *(pa.array(IMAGES) for _ in range(3))], ["prompt", "chosen", "rejected", "chosen"])
+    pq.write_table(table, tmp_path / "pairs.parquet")
+    with pytest.raises(ConfigError, match="column chosen occurs 2 times"):
+        PreferencePairs(str(tmp_path / "pairs.parquet"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"prompt,chosen\n", b"PAR1" + b"\xff" * 60 + b"PAR1"])
+def test_what_is_no_parquet_is_refused(tmp_path, content):
+    path = tmp_path / "pairs.parquet"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^data\.preferences: .*pairs\.parquet cannot be read as parquet: [^\n]+$"):
+        PreferencePairs(str(path))
+
+
+@pytest.mark.parametrize("name", ["nowhere.parquet", "", "\0", "https://localhost:1/pairs.parquet"])
+def test_a_file_that_is_not_there_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"^data\.preferences: no such file: "):
+        PreferencePairs(f"{tmp_path}/{name}" if "://" not in name else name)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [(None, "expected a non-empty prompt, got None"), (" \n", "expected a non-empty prompt"), ("x" * 51, "the prompt has 51 characters")],
+)
+def test_a_row_without_a_usable_prompt_is_refused(tmp_path, prompt, why):
+    pairs = PreferencePairs(write(tmp_path, {"prompt": ["fine", prompt], "chosen": IMAGES * 2, "rejected": IMAGES * 2}))
+    with pytest.raises(ConfigError, match=rf"row 1, column prompt: {why}"):
+        pairs.prompts(max_chars=50)
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(tmp_path):
+    prompts = pa.array([b"fine", b"caf\xe9"], pa.binary()).view(pa.string())
+    pairs = PreferencePairs(write(tmp_path, {"prompt": prompts, "chosen": IMAGES * 2, "rejected": IMAGES * 2}))
+    with pytest.raises(ConfigError, match="row 1, column prompt: not valid UTF-8"):
+        pairs.prompts()
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path):
+    paths = pa.array([b"caf\xe9.png"], pa.binary()).view(pa.string())
+    pairs = PreferencePairs(write(tmp_path, {"prompt": ["x"], "chosen": paths, "rejected": paths}))
+    with pytest.raises(ConfigError, match="row 0, column chosen: not valid UTF-8"):
+        pairs.images(0)
+
+
+def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
+    images = [encoded(picture(i)) for i in range(6)]
+    path = write(tmp_path, {"prompt": list("abcdef"), "chosen": images, "rejected": images}, row_group_size=2, use_dictionary=False)
+    damaged = pq.ParquetFile(path).metadata.row_group(1).column(1)
+    with Path(path).open("r+b") as file:
+        file.seek(damaged.data_page_offset)
+        file.write(b"\xff" * damaged.total_compressed_size)
+    pairs = PreferencePairs(path)
+    assert len(pairs.prompts()) == 6
+    for _ in range(2):
+        for row in (2, 3):
+            with pytest.raises(ConfigError, match=r"row 2 and those after it cannot be read: [^\n]+$"):
+                pairs.images(row)
+        for row in (0, 1, 4, 5):
+            assert np.array_equal(pairs.images(row)[0], picture(row))
+
+
+@pytest.mark.parametrize("how", [{"row_group_size": 4}, {"write_batch_size": 1, "data_page_size": 1}])
+def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
+    """In many row groups, or in one of many pages."""
+    monkeypatch.setattr("omni_async.runtime.preferences._BATCH_BYTES", 2**20)
+    monkeypatch.setattr("omni_async.runtime.preferences._BUFFER_BYTES", 2**16)
+    image = encoded(picture(0))
+    padded = [image + os.urandom(2**17) for _ in range(128)]  # 32 MiB with both columns
+    columns = {"prompt": ["x"] * 128, "chosen": padded, "rejected": padded[::-1]}
+    path = write(tmp_path, columns, use_dictionary=False, compression="none", **how)
+    del padded, columns
+    before = pa.total_allocated_bytes()
+    pairs = PreferencePairs(path)
+    pairs.prompts()
+    for row in (0, 1, 90, 127, 5):
+        assert np.array_equal(pairs.images(row)[0], picture(0))
+        assert pa.total_allocated_bytes() - before < 4 * 2**20
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["PNG", "JPEG", "WEBP"]), st.integers(0, 400), st.binary(max_size=12))
+@example("PNG", 0, b"")
+@example("PNG", 16, b"\0\0\0\0")
+def test_damaged_images_are_pictures_or_a_refusal(tmp_path, kind, place, damage):
+    content = encoded(picture(7, 12, 12), kind)
+    content = content[:place] + damage + content[place + len(damage) :]
+    try:
+        found, _ = one_pair(tmp_path, content).images(0)
+    except ConfigError as error:
+        assert "row 0, column chosen: " in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert found.dtype == np.uint8
+        assert found.ndim == 3
+        assert found.shape[2] == 3
