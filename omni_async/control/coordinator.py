@@ -246,7 +246,7 @@ class Coordinator:
         """With `staleness.exact` nothing is trained while anything could still be generated."""
         if not self._config.staleness.exact:
             return True
-        return self.versions.held == version
+        return self.versions.held == version and all(group.complete for group in self._groups.values())
 
     async def update_done(self, report: UpdateReport) -> None:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is

@@ -34,6 +34,7 @@ from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel, whole
 from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, gradients, learning_rate, set_learning_rate
+from omni_async.training.shadows import forget_gathered
 from omni_async.training.transition_loss import TransitionLoss
 from omni_async.types import SampleDrift, WeightManifest
 from omni_async.weights.buckets import Bucket, pack
@@ -92,29 +93,30 @@ class TrainEngine:
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks' rows since the last step.
 
-        `loss` and `advantage_abs` are reported with `grad_scale` applied. TrainingError, leaving weights as they are, if the gradient norm
+        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` as normalised over the rows that are left. TrainingError, leaving weights as they are, if the gradient norm
         is not finite or nothing was accumulated.
         """
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
-        grad_scale *= self._normalise()
+        loss_scale = grad_scale * self._normalise()
         grads = gradients(self._trainable.values())
-        norm = gradient_norm(grads) * abs(grad_scale)
+        norm = gradient_norm(grads) * abs(loss_scale)
         if not math.isfinite(norm):
             raise TrainingError(f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed")
-        factor = grad_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)
+        factor = loss_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         rate = learning_rate(self.config.trainer, self.optimizer_steps)
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        forget_gathered(self._model.transformer)
         self._has_rows = False
         self.optimizer_steps += 1
         self._follow()
         metrics = self._metrics.reduce(self.config.rollout.num_inference_steps)
-        for name in ("loss", "advantage_abs"):
-            metrics[name] *= grad_scale
+        metrics["loss"] *= loss_scale
+        metrics["advantage_abs"] *= grad_scale
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _normalise(self) -> float:
@@ -197,7 +199,10 @@ class TrainEngine:
         """Continues from a checkpoint (any number of ranks may have written it) and returns its `extra`."""
         self.discard()
         state = checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
+        forget_gathered(self._model.transformer)
         self.optimizer_steps = state.optimizer_steps
         if isinstance(self._loss, ForwardLoss):
             self._loss.progress = min(1.0, state.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
+        else:
+            self._loss.end_update()
         return state.extra

@@ -70,17 +70,19 @@ class Shadows:
             self._policy = [torch.empty_like(p) for p in parameters]
         torch._foreach_copy_(self._policy, parameters)
         torch._foreach_copy_(parameters, _locals(self._copies[name]))
-        self._forget_gathered()
+        forget_gathered(self._module)
 
     @torch.no_grad()
     def _copy_back(self) -> None:
         if self._policy is None:
             raise RuntimeError("no shadow is in use")
         torch._foreach_copy_(_locals(self._parameters), self._policy)
-        self._forget_gathered()
+        forget_gathered(self._module)
 
-    def _forget_gathered(self) -> None:
-        """FSDP2 keeps the root's parameters gathered after a forward pass; the next one must gather them again."""
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+
+def forget_gathered(module: nn.Module) -> None:
+    """To be called once parameters have other values: FSDP2 keeps the root's gathered after a forward pass without backward, and would
+    compute the next one with them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

@@ -100,6 +100,7 @@ class TransitionLoss:
         )
         if counts:
             self._record_drift(rows, drift)
+            self._record_mismatch(rows, self._nats(rows, step.scale, proximal.log_prob))
             if weight is not None:
                 self._record_weights(rows, weight)
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
@@ -125,8 +126,9 @@ class TransitionLoss:
     @torch.no_grad()
     def log_probs(self, group: GroupBatch) -> Tensor:
         """(samples, trained steps) float32 on the CPU, as `omni_async.sde` defines them, under the current weights."""
-        values = [self._current(rows)[1].cpu() for rows, counts in self.batches(group) if counts]
-        return torch.cat(values).reshape(len(group.trajectories), -1)
+        # Padding is computed too: the other ranks join in its collectives.
+        values = [(self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
+        return torch.cat([value for value, counts in values if counts]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
         """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once summed over ranks."""
@@ -166,12 +168,15 @@ class TransitionLoss:
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
         """(R, 1): every row on its own; from the policy that took the steps to the proximal one."""
-        nats = nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
-        log_prob_proximal = proximal.log_prob
+        value = proximal.log_prob
         if self._correction.mode == "interpolated":
-            log_prob_proximal = interpolated_log_prob(rows.behaviour_log_prob, proximal.log_prob, rows.staleness)
-        log_ratio = nats * (log_prob_proximal.double() - rows.behaviour_log_prob.double())
-        return Drift(log_ratio[:, None], None if proximal.kappa is None else proximal.kappa[:, None])
+            value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
+        return Drift(self._nats(rows, scale, value)[:, None], None if proximal.kappa is None else proximal.kappa[:, None])
+
+    def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
+        """(R,) float64: from what was recorded to the log-probs `value`, as a log-ratio of the whole sample."""
+        factor = nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
+        return factor * (value.double() - rows.behaviour_log_prob.double())
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
         """What can be said of these rows without the rest of the update; None: nothing to correct."""
@@ -203,10 +208,13 @@ class TransitionLoss:
             by_step("kappa_nats", drift.kappa.flatten(), rows.steps, "mean")
         record("row_staleness/mean", rows.staleness.double())
         record("row_staleness/max", rows.staleness.double(), "max")
+
+    def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
+        """What engine and trainer compute differently for the same weights."""
         if self._first_step:  # later steps of an update have moved away on purpose
             fresh = rows.staleness == 0
-            record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")
-            record("fresh_fraction", fresh.double())
+            self._metrics.record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")
+            self._metrics.record("fresh_fraction", fresh.double())
 
     def _record_weights(self, rows: TransitionRows, weight: Tensor) -> None:
         record, by_step = self._metrics.record, self._metrics.record_by_step

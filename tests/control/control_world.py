@@ -138,9 +138,9 @@ async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
         await coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
 
 
-async def finish(coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int) -> None:
-    """The engine made all of these with one version."""
-    versions = [(version,) * len(trained_steps(r)) for r in requests]
+async def finish(coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False) -> None:
+    """The engine made all of these with one version; or they were `stored`, and no version made them."""
+    versions = [(version,) * (0 if stored else len(trained_steps(r))) for r in requests]
     results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
     await coordinator.samples_done(engine, results)
 
@@ -289,10 +289,11 @@ class Run:
 
 
 class Bench:
-    """One engine with room for everything, where each group is finished by name."""
+    """One engine with room for everything, where each group is finished by name. `stored`: its samples are a dataset's."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, stored: bool = False, **config: Any) -> None:
         self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))
+        self.stored = stored
         self.waiting: dict[int, list[SampleRequest]] = {}
         self.version = 0
         asyncio.run(hold(self.c, 0))
@@ -301,7 +302,7 @@ class Bench:
         while group not in self.waiting:
             for request in now(self.c.next_samples("rollout-0", 1000, 1000)):
                 self.waiting.setdefault(request.group, []).append(request)
-        await finish(self.c, "rollout-0", self.waiting.pop(group), version)
+        await finish(self.c, "rollout-0", self.waiting.pop(group), version, stored=self.stored)
         await score(self.c, now(self.c.next_to_score("reward-0", 100)), reward)
 
     def take(self, places: int = 1) -> ReadyGroup | None:

@@ -132,6 +132,17 @@ def test_a_rejected_group_is_replaced_and_the_run_still_trains_all() -> None:
     assert [e.group for e in trained(run.entries)] == [0, 1, 3, 4, 6, 7, 8, 9]
 
 
+@pytest.mark.parametrize(("aggregate", "event"), [("rewards", "rejected"), ("advantages", None), ("gdpo", None)])
+def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own(aggregate: str, event: str | None) -> None:
+    c, entries = make_coordinator(make_config(S=0, P=1, aggregate=aggregate))
+    asyncio.run(hold(c, 0))
+    asyncio.run(finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0))
+    jobs = now(c.next_to_score("reward-0", 8))
+    results = [ScoreResult(job.sample_id, Score(1.0, values=values)) for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)]
+    now(c.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results))
+    assert [entry.event for entry in entries] == ([] if event is None else [event])
+
+
 def test_a_failing_reward_is_retried_and_then_rejects_the_group_with_its_reason() -> None:
     asked: Counter[str] = Counter()
 

@@ -1,0 +1,225 @@
+"""The command itself: what it runs, what it skips, how it is interrupted and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import staleness
+from tests.benchmarks.staleness_world import plan_in, record
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an experiment whose runs are fakes."""
+    monkeypatch.setattr(staleness, "TRAIN", (sys.executable, "-m", "tests.benchmarks.fake_train"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return plan_in(tmp_path).out
+
+
+def command(out: Path, *more: str) -> list[str]:
+    """Four cells, two updates each."""
+    short = ["--updates", "2", "--seeds", "1", "--corrections", "none", "bypass", "--staleness", "0", "1"]
+    return ["--recipe", str(out.parent / "recipe.yaml"), "--out", str(out), *short, *more]
+
+
+def attempts(out: Path, cell: str) -> int:
+    return len([path for path in (out / cell).iterdir() if path.is_dir()])
+
+
+def when(condition: Callable[[], object], act: Callable[[], None]) -> threading.Thread:
+    """Does it as soon as the condition holds, beside the test."""
+
+    def watch() -> None:
+        for _ in range(400):
+            if condition():
+                return act()
+            time.sleep(0.05)
+        return None
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_every_cell_is_run_once_and_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert staleness.main(command(out, "--jobs", "2")) == 0
+    told = capsys.readouterr().out
+    for place, cell in enumerate(("s0-none-seed0", "s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0"), 1):
+        assert f"{cell}: done in" in told and f"{place}/4 " in told
+        assert attempts(out, cell) == 1
+        assert "threads 1" in (out / cell / "log.txt").read_text()
+    assert "| 1 | bypass | 1 | 0.750 | 0.500 | 0.500 | 1.000 |" in told
+    assert (out / "report.md").read_text() in told
+    assert (out / "reward.png").stat().st_size > 5000
+    assert json.loads((out / "results.json").read_text())["missing"] == []
+
+
+def test_what_is_complete_is_not_run_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(plan_in(out.parent, updates=2).config(plan_in(out.parent).cells()[0]), [0.5, 0.5])
+    assert staleness.main(command(out)) == 0
+    assert "4 cells, 1 of them complete" in capsys.readouterr().out
+    assert staleness.main(command(out)) == 0
+    assert "done in" not in capsys.readouterr().out
+    assert [attempts(out, cell) for cell in ("s0-none-seed0", "s1-bypass-seed0")] == [1, 1]
+    assert staleness.main(command(out, "--corrections", "none", "trainer.optimizer.lr=0.5")) == 0
+    assert [attempts(out, cell) for cell in ("s0-none-seed0", "s1-bypass-seed0")] == [2, 1]
+
+
+def test_a_failed_cell_is_shown_and_the_others_go_on(out: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FAKE_FAIL", "s0-none-seed0")
+    assert staleness.main(command(out, "--jobs", "1")) == 1
+    told = capsys.readouterr().out
+    assert "1/4 s0-none-seed0: FAILED with exit code 3" in told
+    assert "| line 39" in told and "| line 25" in told and "line 24" not in told
+    assert told.count("done in") == 3
+    assert "1 of 4 cells are not complete: s0-none-seed0" in told
+    monkeypatch.delenv("FAKE_FAIL")
+    assert staleness.main(command(out)) == 0
+    assert attempts(out, "s0-bypass-seed0") == 1
+
+
+def test_ctrl_c_ends_the_runs_in_order_and_the_same_command_goes_on(out: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FAKE_HANG", "s0-bypass-seed0")
+    thread = when(lambda: list(out.glob("s0-bypass-seed0/*/summary.json")), lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert staleness.main(command(out, "--jobs", "1")) == 130
+    thread.join()
+    told = capsys.readouterr().out
+    assert "interrupted: waiting for 1 runs" in told and "s0-bypass-seed0: cut off" in told
+    assert "heard SIGINT" in (out / "s0-bypass-seed0" / "log.txt").read_text()
+    assert "3 of 4 cells are not complete: s0-bypass-seed0, s1-none-seed0, s1-bypass-seed0" in told, "what is done is reported"
+    assert not (out / "s1-none-seed0").exists()
+    monkeypatch.delenv("FAKE_HANG")
+    assert staleness.main(command(out)) == 0
+    assert [attempts(out, cell) for cell in ("s0-none-seed0", "s0-bypass-seed0", "s1-none-seed0")] == [1, 2, 1]
+
+
+def test_a_second_ctrl_c_kills(out: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FAKE_STUBBORN", "s0-none-seed0")
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = when(lambda: list(out.glob("s0-none-seed0/*/summary.json")), twice)
+    assert staleness.main(command(out, "--jobs", "1")) == 130
+    thread.join()
+    told = capsys.readouterr().out
+    assert "interrupted: killing 1 runs" in told
+    assert "nothing to report" in told
+
+
+def test_no_more_than_jobs_run_at_a_time(out: Path, monkeypatch) -> None:
+    # The first cell hangs, so with one job nothing else may start, and with two the others all end beside it.
+    monkeypatch.setenv("FAKE_HANG", "s0-none-seed0")
+    others = ("s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0")
+    done = [lambda: list(out.glob("s0-none-seed0/*/summary.json")), lambda: list(out.glob("s1-bypass-seed0/*/summary.json"))]
+    for jobs, condition in zip(("1", "2"), done, strict=True):
+        thread = when(condition, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert staleness.main(command(out, "--jobs", jobs)) == 130
+        thread.join()
+        assert [(out / cell).exists() for cell in others] == [jobs == "2"] * 3
+
+
+def test_two_experiments_do_not_share_a_folder(out: Path, monkeypatch, capsys) -> None:
+    out.mkdir()
+    with staleness._alone(out):
+        assert staleness.main(command(out)) == 2
+        assert "is in use" in capsys.readouterr().err
+        assert staleness.main(command(out, "--report")) == 1, "but one may look"
+    assert staleness.main(command(out, "--corrections", "none")) == 0
+
+
+def test_report_starts_nothing(out: Path, capsys) -> None:
+    assert staleness.main(command(out, "--report")) == 1
+    assert "no cell in" in capsys.readouterr().out
+    assert not out.exists()
+    plan = plan_in(out.parent, updates=2)
+    record(plan.config(plan.cells()[0]), [0.5, 0.5])
+    assert staleness.main(command(out, "--report")) == 0
+    assert "3 of 4 cells are not complete" in capsys.readouterr().out
+    assert {path.name for path in out.iterdir()} == {"s0-none-seed0", "report.md", "results.json", "reward.png"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["trainer.updates=5"], "use --updates"),
+        (["trainer.updtes=5"], "unknown key"),
+        (["model.path=/nowhere"], "is not a checkpoint folder"),
+        (["--kappa-nats", "-1", "--corrections", "decoupled_kappa_tempered"], "kappa_nats: expected"),
+        (["weights.publish_every=2", "--staleness", "1"], "publish_every"),
+        (["--recipe", "nowhere.yaml"], "no such file"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_starts_nothing(out: Path, capsys, more: list[str], message: str) -> None:
+    assert staleness.main(command(out, *more)) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("staleness: ") and message in told.err and told.err.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--staleness", "-1"], ["--seeds", "0"], ["--corrections", "magic"], ["nonsense"], ["--jobs", "x"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        staleness.main(arguments)
+    assert left.value.code == 2
+    assert "usage: python -m benchmarks.staleness" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_anywhere() -> None:
+    plan, jobs, report = staleness._parse(["--staleness", "0", "2", "a.b=1", "--jobs", "3", "c=[x, y]", "--report"])
+    assert (plan.staleness, plan.extra, jobs, report) == ((0, 2), ("a.b=1", "c=[x, y]"), 3, True)
+
+
+def test_the_examples_of_the_help_are_accepted(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        staleness.main(["--help"])
+    assert left.value.code == 0
+    examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m benchmarks.staleness")]
+    assert len(examples) == 5
+    for line in examples:
+        staleness._parse(shlex.split(line, comments=True)[3:])
+
+
+@pytest.mark.slow
+def test_real_runs_are_interrupted_and_continued(tmp_path: Path) -> None:
+    from pipelines.qwen_image.tiny import build
+    from tests.e2e.runs import write_recipe
+
+    recipe = write_recipe(tmp_path, str(build(tmp_path / "tiny", layers=1)))
+    out = tmp_path / "out"
+    driver = [sys.executable, "-m", "benchmarks.staleness", "--recipe", str(recipe), "--out", str(out), "--seeds", "1", "--jobs", "1"]
+    driver += ["--updates", "3", "--staleness", "1", "--corrections", "bypass", "decoupled_kappa_tempered", "--kappa-nats", "50"]
+    first, second = "s1-bypass-seed0", "s1-decoupled_kappa_tempered-seed0"
+    with subprocess.Popen(driver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        thread = when(lambda: list(out.glob(f"{second}/*/config.yaml")), lambda: process.send_signal(signal.SIGINT))
+        told, _ = process.communicate(timeout=200)
+        thread.join()
+    assert process.returncode == 130, told
+    assert f"1/2 {first}: done in" in told and f"{second}: cut off" in told
+    done = subprocess.run(driver, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 cells, 1 of them complete" in done.stdout and f"2/2 {second}: done in" in done.stdout
+    assert (attempts(out, first), attempts(out, second)) == (1, 2)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["correction"] for row in rows] == ["bypass", "decoupled_kappa_tempered"]
+    for row in rows:
+        mean = row["mean"]
+        assert mean["staleness"] == pytest.approx(2 / 3), "0 in the first update, 1 in the next two"
+        assert 0 < mean["ess"] <= 1 and mean["log_ratio_variance"] > 0
+    assert [rows[1]["mean"][name] is not None for name in ("weight", "masked", "gamma")] == [True] * 3
+    assert (out / "reward.png").exists()

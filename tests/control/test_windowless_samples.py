@@ -1,0 +1,127 @@
+"""Training samples without a window: their end is trained on, so every step of theirs counts, or none if no policy made them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from control_world import Bench, hold, make_config, make_coordinator, make_result, now, play
+
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.requests import RequestFactory
+from omni_async.control.versions import WeightMismatch
+from omni_async.types import LedgerEntry, Prompt, SampleRequest
+
+STEPS = 3
+
+
+def leased(kind: str = "train") -> tuple[Coordinator, SampleRequest]:
+    """A coordinator at version 2, and one request that it leased."""
+    c, _ = make_coordinator(make_config(steps=STEPS, validation={"every": 1, "share": 0.5}), start_version=2)
+    asyncio.run(hold(c, 2))
+    requests = [request for _ in range(4) for request in now(c.next_samples("rollout-0", 1, 4))]
+    return c, next(request for request in requests if request.kind == kind)
+
+
+def test_a_request_asks_for_no_noise_and_no_window() -> None:
+    _, request = leased()
+    assert (request.window, request.noise_level, request.num_inference_steps) == (None, 0.0, STEPS)
+
+
+def test_no_group_has_a_window() -> None:
+    factory = RequestFactory(make_config(steps=STEPS))
+    assert [factory.window(group) for group in range(5)] == [None] * 5
+    assert len({request.seed for request in factory.training(0, Prompt(0, "a cat"), None)}) == 2
+
+
+@pytest.mark.parametrize("versions", [(1, 2, 2), ()])
+def test_a_training_sample_carries_the_versions_of_all_its_steps_or_of_none(versions: tuple[int, ...]) -> None:
+    c, request = leased()
+    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", versions)]))
+    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [request.sample_id]
+
+
+@pytest.mark.parametrize("versions", [(2,), (2, 2), (2, 2, 2, 2)])
+def test_any_other_number_of_versions_is_refused(versions: tuple[int, ...]) -> None:
+    c, request = leased()
+    with pytest.raises(ValueError, match=rf"of rollout-0: {len(versions)} step versions for 3 trained steps"):
+        now(c.samples_done("rollout-0", [make_result(request, "rollout-0", versions)]))
+
+
+def test_a_version_from_the_future_is_refused() -> None:
+    c, request = leased()
+    with pytest.raises(WeightMismatch, match="newest is 2"):
+        now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (2, 2, 3))]))
+
+
+def test_validation_samples_carry_none() -> None:
+    c, request = leased("validation")
+    with pytest.raises(ValueError, match="3 step versions for 0 trained steps"):
+        now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (2, 2, 2))]))
+    c, request = leased("validation")
+    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (), version=2)]))
+    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [request.sample_id]
+
+
+@pytest.mark.parametrize("S", [0, 2])
+def test_a_run_on_final_latents_keeps_the_budget(S: int) -> None:
+    run = play(make_config(S=S, P=2, updates=6, engines=2, steps=STEPS), seed=S)
+    assert run.outcome == ("done", None)
+    assert all(group.window is None for _, group in run.taken)
+    assert {len(sample.step_versions) for _, group in run.taken for sample in group.samples} == {STEPS}
+    assert max(run.staleness) <= S
+    assert [entry.staleness for entry in run.entries] == run.staleness
+
+
+def trained(bench: Bench, updates: int) -> list[LedgerEntry]:
+    """The ledger after each update trained one group, all groups having been made as soon as they were admitted."""
+
+    async def main() -> None:
+        made = 0
+        for version in range(updates):
+            for group in range(made, now(bench.c.next_group_number())):
+                await bench.generate(group, version)
+            made = now(bench.c.next_group_number())
+            taken = bench.take()
+            assert taken is not None
+            await bench.update(taken)
+
+    asyncio.run(main())
+    return bench.entries
+
+
+def test_a_group_of_a_dataset_is_as_old_as_its_admission() -> None:
+    made = trained(Bench(S=2, P=1, updates=9, steps=STEPS), 5)
+    stored = trained(Bench(S=2, P=1, updates=9, steps=STEPS, stored=True), 5)
+    assert [(e.step_versions, e.staleness) for e in made] == [((0, 0), 0), ((0, 0), 1), ((0, 0), 2), ((1, 1), 2), ((2, 2), 2)]
+    assert [e.step_versions for e in stored] == [None] * 5
+    for one, other in zip(made, stored, strict=True):
+        assert (one.group, one.admitted_version, one.trained_version, one.staleness) == (
+            other.group,
+            other.admitted_version,
+            other.trained_version,
+            other.staleness,
+        )
+
+
+def test_a_group_of_a_dataset_that_is_not_trained_has_no_age() -> None:
+    bench = Bench(S=1, P=1, updates=4, steps=STEPS, stored=True)
+    asyncio.run(bench.generate(0, 0))
+    now(bench.c.stop("ctrl-c"))
+    assert [(e.event, e.staleness, e.step_versions) for e in bench.entries] == [("dropped", None, None)] * 2
+
+
+def test_a_dataset_beyond_the_budget_ends_the_run() -> None:
+    """It cannot happen; a trainer that is ahead of what it reported stands in for the bug."""
+    bench = Bench(S=1, P=1, updates=4, steps=STEPS, stored=True)
+    asyncio.run(bench.generate(0, 0))
+    assert now(bench.c.next_group(2, 1)) is None
+    (event,) = now(bench.c.events())
+    assert "group 0 reached the trainer 2 updates old, the budget is 1" in event.data["reason"]
+
+
+def test_what_is_told_of_an_update_agrees_with_the_ledger() -> None:
+    bench = Bench(S=2, P=1, updates=9, steps=STEPS, stored=True)
+    entries = trained(bench, 4)
+    told = [event.data["staleness"] for event in now(bench.c.events()) if event.kind == "update"]
+    assert told == [[entry.staleness] for entry in entries] == [[0], [1], [2], [2]]
