@@ -1,7 +1,8 @@
 """What stale samples cost, and what off-policy correction gives back: S x correction x seed on one recipe, reward against samples.
 
 S is 0, 2, 4 and 8 updates between the policy that draws a sample and the one trained on it; all samples are exactly S updates old (after
-the first S updates), so results depend neither on timing nor on how many runs share the machine. The corrections (docs/algorithms/correction.md):
+the first S updates), so what a run trains on depends neither on timing nor on how many runs share the machine. The corrections
+(docs/algorithms/correction.md):
 
 - `none`: ratio to the weights at the start of the update, as if samples were fresh
 - `bypass`: ratio to the policy that drew the sample

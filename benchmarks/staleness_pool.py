@@ -64,7 +64,7 @@ class Pool:
         return self._signals == 0
 
     async def _work(self, waiting: deque[Job]) -> None:
-        while waiting:
+        while waiting and not self._signals:
             job = waiting.popleft()
             self._started(job)
             began = time.monotonic()

@@ -15,7 +15,9 @@ from tests.benchmarks.staleness_world import record
 def main() -> int:
     config = load(sys.argv[1], sys.argv[2:])
     name = config.run.name
-    sys.stdout.write(f"threads {os.environ['OMP_NUM_THREADS']}\n")
+    own = os.getsid(0) == os.getpid()
+    sys.stdout.write(f"threads {os.environ['OMP_NUM_THREADS']}, pid {os.getpid()}, session of its own {own}\n")
+    sys.stdout.flush()
     if name == os.environ.get("FAKE_FAIL"):
         sys.stderr.write("".join(f"line {n}\n" for n in range(40)))
         return 3

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import staleness
+from omni_async.config import ConfigError
 from tests.benchmarks.staleness_world import plan_in, record
 
 ROOT = Path(__file__).parents[2]
@@ -39,17 +40,25 @@ def attempts(out: Path, cell: str) -> int:
     return len([path for path in (out / cell).iterdir() if path.is_dir()])
 
 
+def is_free(out: Path) -> bool:
+    try:
+        with staleness._alone(out):
+            return True
+    except ConfigError:
+        return False
+
+
 def when(condition: Callable[[], object], act: Callable[[], None]) -> threading.Thread:
     """Does it as soon as the condition holds, beside the test."""
 
     def watch() -> None:
-        for _ in range(400):
+        for _ in range(4000):
             if condition():
                 return act()
             time.sleep(0.05)
         return None
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
 
@@ -60,7 +69,9 @@ def test_every_cell_is_run_once_and_reported(out: Path, capsys: pytest.CaptureFi
     for place, cell in enumerate(("s0-none-seed0", "s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0"), 1):
         assert f"{cell}: done in" in told and f"{place}/4 " in told
         assert attempts(out, cell) == 1
-        assert "threads 1" in (out / cell / "log.txt").read_text()
+        log = (out / cell / "log.txt").read_text()
+        assert "threads 1," in log
+        assert "session of its own True" in log, "a terminal's Ctrl-C would reach it twice"
     assert "| 1 | bypass | 1 | 0.750 | 0.500 | 0.500 | 1.000 |" in told
     assert (out / "report.md").read_text() in told
     assert (out / "reward.png").stat().st_size > 5000
@@ -143,6 +154,22 @@ def test_two_experiments_do_not_share_a_folder(out: Path, monkeypatch, capsys) -
     assert staleness.main(command(out, "--corrections", "none")) == 0
 
 
+def test_runs_that_a_killed_experiment_left_behind_keep_the_folder(out: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("FAKE_HANG", "s0-none-seed0")
+    program = f"from benchmarks import staleness; staleness.TRAIN = {staleness.TRAIN!r}; staleness.main({command(out, '--jobs', '1')!r})"
+    driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
+    when(lambda: list(out.glob("s0-none-seed0/*/summary.json")), driver.kill).join()
+    assert driver.wait() == -signal.SIGKILL
+    monkeypatch.delenv("FAKE_HANG")
+    left = int((out / "s0-none-seed0" / "log.txt").read_text().split("pid ")[1].split(",")[0])
+    assert staleness.main(command(out)) == 2
+    assert "is in use by another experiment, or by runs that one left behind" in capsys.readouterr().err
+    os.kill(left, signal.SIGINT)
+    when(lambda: is_free(out), lambda: None).join()
+    assert "heard SIGINT" in (out / "s0-none-seed0" / "log.txt").read_text()
+    assert staleness.main(command(out)) == 0
+
+
 def test_report_starts_nothing(out: Path, capsys) -> None:
     assert staleness.main(command(out, "--report")) == 1
     assert "no cell in" in capsys.readouterr().out
@@ -196,6 +223,7 @@ def test_the_examples_of_the_help_are_accepted(capsys) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(450)
 def test_real_runs_are_interrupted_and_continued(tmp_path: Path) -> None:
     from pipelines.qwen_image.tiny import build
     from tests.e2e.runs import write_recipe
