@@ -13,9 +13,11 @@ import yaml
 
 import omni_async
 from omni_async import cli
+from omni_async.algorithms.registry import objectives
 from omni_async.config import load
 from omni_async.runtime import train as runtime
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from tests.algorithms.wrong_combinations import RIGHT, WRONG
 from tests.runtime.runtime_world import write_world
 
 ROOT = Path(__file__).parents[1]
@@ -79,14 +81,22 @@ def test_version(capsys):
 def test_list_names_what_a_recipe_may_say(capsys):
     assert cli.main(["list"]) == 0
     shown = capsys.readouterr().out
-    lines = {line[:16].strip(): line[16:] for line in shown.splitlines()}
+    lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
     assert lines == {
         "model families": "qwen_image",
         "engines": "vllm_omni, diffusers, emulated",
-        "algorithms": "flow_grpo",
         "transitions": "flow, cps, dance",
         "scorers": "jpeg_size, ocr",
+        "algorithms": "",
     }
+
+
+def test_list_says_of_every_algorithm_what_it_does(capsys):
+    assert cli.main(["list"]) == 0
+    *_, algorithms = capsys.readouterr().out.partition("\nalgorithms\n")
+    rows = dict(line.strip().split(maxsplit=1) for line in algorithms.splitlines())
+    assert rows == {name: objective.summary for name, objective in sorted(objectives().items())}
+    assert list(rows) == sorted(rows)
 
 
 # ---- check ------------------------------------------------------------------------------------------------------------------------
@@ -119,6 +129,7 @@ def test_the_recipes_we_ship_are_valid():
         ("nonsense", "expected key.path=value"),
         ("model.path=/nowhere", "model.path: /nowhere is not a checkpoint folder"),
         ("data.prompts=/nowhere.txt", "data.prompts: no such file: /nowhere.txt"),
+        ("algorithm.name=ppo", "algorithm.name: expected one of ['awm', 'dance_grpo', 'diffusion_dpo',"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -129,6 +140,20 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(recipe, capsys, comma
     assert told.err.startswith("omni-async: ")
     assert message in told.err
     assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG)
+def test_an_algorithm_that_contradicts_the_rest_is_one_line_and_exit_code_2(recipe, capsys, overrides, said):
+    assert cli.main(["check", recipe, "run.runtime=ray", *overrides]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("omni-async: ") and told.err.count("\n") == 1
+    assert said in told.err
+
+
+@pytest.mark.parametrize("overrides", [right for right in RIGHT if not any("preferences" in override for override in right)])
+def test_an_algorithm_that_fits_the_rest_is_accepted(recipe, capsys, overrides):
+    assert cli.main(["check", recipe, "run.runtime=ray", *overrides]) == 0, capsys.readouterr().err
 
 
 def test_a_recipe_that_is_not_there_is_exit_code_2(capsys):

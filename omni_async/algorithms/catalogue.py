@@ -103,7 +103,7 @@ BUILT_IN: tuple[Objective, ...] = (
     ),
     Objective(
         name="dance_grpo",
-        summary="the same on DanceGRPO's transition, without KL",
+        summary="Flow-GRPO's loss on DanceGRPO's transition, without KL",
         process="transition",
         compute="omni_async.algorithms.objectives.dance_grpo:dance_grpo",
         fields=_STEPS,
@@ -112,7 +112,7 @@ BUILT_IN: tuple[Objective, ...] = (
     ),
     Objective(
         name="mix_grpo",
-        summary="the same in a window that slides over the denoising steps (MixGRPO)",
+        summary="Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
         process="transition",
         compute="omni_async.algorithms.objectives.mix_grpo:mix_grpo",
         fields=_STEPS,

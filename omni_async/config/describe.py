@@ -60,6 +60,14 @@ def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
     return next((found for a in get_args(base) if (found := struct_of(a)) is not None), None)
 
 
+def _items_of(annotation: Any) -> tuple[Any, ...]:
+    """The arguments of a list-like field's tuple (through Annotated and Optional); empty for any other field."""
+    base, _ = _strip(annotation)
+    if get_origin(base) in (Union, types.UnionType):
+        return next((items for member in get_args(base) if (items := _items_of(member))), ())
+    return get_args(base) if get_origin(base) is tuple else ()
+
+
 def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
 
@@ -68,9 +76,8 @@ def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
     """The annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list). None if the path leaves the schema."""
     annotation: Any = root
     for key in path:
-        base, _ = _strip(annotation)
-        if get_origin(base) is tuple and key.isdecimal():
-            items = get_args(base)
+        items = _items_of(annotation)
+        if items and key.isdecimal():
             annotation = items[0] if items[-1] is Ellipsis else items[min(int(key), len(items) - 1)]
             continue
         section = struct_of(annotation)

@@ -13,11 +13,12 @@ from omni_async.config.schema import Config
 _HEAD = """\
 # Configuration reference
 
-<!-- Generated from omni_async/config/schema.py by `omni-async docs`; edit the schema, not this page. -->
+<!-- Generated from the schema in omni_async/config by `omni-async docs`; edit the schema, not this page. -->
 
 A recipe is one YAML file with the sections below. Unknown keys, wrong types, values out of range and impossible combinations are refused
 before anything starts, with the key and what it allows. Any value can be overridden on the command line as `key.path=value`. Relative paths
-in a recipe start at the recipe's folder.
+in a recipe start at the recipe's folder. `extends: other.yaml` starts from another recipe: sections are merged key by key, and every other value
+replaces the one it finds.
 """
 
 

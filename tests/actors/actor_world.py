@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from omni_async.types import (
     Prompt,
     ReadyGroup,
     ReadySample,
+    SampleDrift,
+    SampleKind,
     SampleRequest,
     SampleResult,
     Score,
@@ -30,6 +32,7 @@ from omni_async.types import (
     ScoreResult,
     SdeWindow,
     Span,
+    TrainGroup,
     UpdateReport,
     WeightManifest,
     WeightReport,
@@ -96,10 +99,10 @@ async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> Base
     raise AssertionError(f"it ended well, with {result!r}")
 
 
-def make_request(number: int, *, window: SdeWindow | None = SdeWindow(1, 2)) -> SampleRequest:  # noqa: B008 (frozen)
+def make_request(number: int, *, window: SdeWindow | None = SdeWindow(1, 2), kind: SampleKind | None = None) -> SampleRequest:  # noqa: B008 (frozen)
     return SampleRequest(
         sample_id=f"g0.s{number}",
-        kind="train" if window else "validation",
+        kind=kind or ("train" if window else "validation"),
         group=0,
         sample=number,
         prompt=Prompt(0, "a cat"),
@@ -120,13 +123,25 @@ def make_job(number: int, text: str = "a cat") -> ScoreJob:
     return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), np.full((8, 8, 3), number, np.uint8))
 
 
-def make_group(number: int, rewards: list[float], trajectories: list[Any] | None = None, window: range = range(1, 3)) -> ReadyGroup:
+def make_group(
+    number: int,
+    rewards: list[float],
+    trajectories: list[Any] | None = None,
+    window: range = range(1, 3),
+    *,
+    prompt: int | None = None,
+    values: list[tuple[float, ...]] | None = None,
+    versions: tuple[int, ...] | None = None,
+) -> ReadyGroup:
+    """`prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of every sample's trained steps."""
     trajectories = trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
+    scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
     samples = tuple(
-        ReadySample(f"g{number}.s{i}", trajectory, None, Score(reward), (0,) * len(window))
-        for i, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True))
+        ReadySample(f"g{number}.s{i}", trajectory, None, score, (0,) * len(window) if versions is None else versions)
+        for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
-    return ReadyGroup(number, Prompt(number, f"prompt {number}"), SdeWindow(window.start, len(window)), 0, samples)
+    index = number if prompt is None else prompt
+    return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(window.start, len(window)), 0, samples)
 
 
 def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
@@ -289,37 +304,73 @@ class HandEngine:
 
 
 class AccountingRank:
-    """A trainer rank without a model: it weighs the rows it is given and takes numbered steps."""
+    """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta. It takes its share
+    of each group, keeps accounts of all it is given, and takes numbered steps.
 
-    def __init__(self, log: list[str] | None = None, extra: dict[str, Any] | None = None) -> None:
+    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told of step n.
+    """
+
+    def __init__(
+        self,
+        log: list[str] | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        rows: int = 2,
+        drifts: Mapping[str, SampleDrift] | None = None,
+        metrics: Sequence[dict[str, float]] = (),
+    ) -> None:
         self.log = log if log is not None else []
         self.extra = extra or {}
+        self.writes = rank == 0
+        self.theta = self.gradient = 0.0
         self.weight = 0.0  # of the rows since the last step
         self.step_weights: list[float] = []
         self.scales: list[float] = []
-        self.groups: list[list[float]] = []  # advantages, in order
+        self.assessed: list[TrainGroup] = []
+        self.batches: list[TrainGroup] = []
         self.setup_calls: list[tuple[str | None, str | None]] = []
-        self.writes = True  # one rank of several does
+        self._share, self._rows = slice(rank, None, world), rows
+        self._drifts, self._metrics = drifts or {}, metrics
+
+    @property
+    def groups(self) -> list[list[float]]:
+        """Advantages, in order."""
+        return [list(batch.advantages) for batch in self.batches]
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
         self.setup_calls.append((resume, rendezvous))
         return self.extra
 
-    async def accumulate(self, trajectories: list[Any], advantages: list[float], row_weight: float) -> None:
-        assert len(trajectories) == len(advantages)
-        self.weight += row_weight * len(trajectories) * 2  # two trained steps each
-        self.groups.append(advantages)
+    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+        self.assessed.append(batch)
+        self.log.append("assess")
+        return [self._drifts[trajectory] for trajectory in batch.trajectories[self._share]]
+
+    async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
+        lengths = {
+            len(column) for column in (batch.trajectories, batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)
+        }
+        assert lengths == {len(batch.trajectories)}
+        weights = batch.weights or ((1.0,) * self._rows,) * len(batch.trajectories)
+        for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):
+            self.weight += row_weight * len(row_weights)
+            self.gradient += row_weight * sum(row_weights) * advantage
+        self.batches.append(batch)
         self.log.append("accumulate")
 
     async def step(self, grad_scale: float) -> dict[str, float]:
+        self.theta += grad_scale * self.gradient
         self.step_weights.append(self.weight)
         self.scales.append(grad_scale)
-        self.weight = 0.0
+        self.weight = self.gradient = 0.0
         self.log.append("step")
-        return {"loss": float(len(self.step_weights))}
+        number = len(self.step_weights)
+        return {"loss": float(number), **(self._metrics[number - 1] if number <= len(self._metrics) else {})}
 
     async def discard(self) -> None:
-        self.weight = 0.0
+        self.weight = self.gradient = 0.0
         self.log.append("discard")
 
     async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None:

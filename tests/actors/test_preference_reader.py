@@ -362,11 +362,11 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     groups = []
 
     async def main() -> None:
-        reader = PreferenceReader("rollout-0", config, Pictures(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
+        reader = PreferenceReader("reader", config, Pictures(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
         await reader.start()
         run = asyncio.create_task(reader.run())
         await coordinator.announce(0, "digest")
-        await coordinator.engine_holds(WeightReport("rollout-0", 0, "digest"))
+        await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
         groups.extend([await coordinator.next_group(0, 1) for _ in range(3)])
         await coordinator.stop("enough")
         await run

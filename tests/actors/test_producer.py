@@ -84,6 +84,20 @@ def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_a_pictu
     on_stage(scene, offered=1)
 
 
+def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_steps():
+    async def scene(producer, engine, desk, run):
+        engine.version = 2
+        desk.offer(make_request(0, window=None, kind="train"))
+        await settle()
+        engine.version = 3  # from here on, that is for the last step
+        engine.finish(0)
+        await settle()
+        [result] = desk.done
+        assert (result.version, result.step_versions) == (2, (2, 2, 2, 2, 3))
+
+    on_stage(scene)
+
+
 def test_an_engine_failure_ends_the_run_although_it_waits_for_a_lease():
     async def scene(producer, engine, desk, run):
         assert not desk.requests  # so the run is waiting for the next one

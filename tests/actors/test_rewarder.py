@@ -141,8 +141,8 @@ def test_nan_is_an_error_and_never_a_score():
 
     scorer = WeightedScorer([ScorerConfig(name=f"{__name__}:NotANumber", weight=0.5)])
     desk = on_stage(scorer, scene)
-    assert desk.scores["g0.s0"].score == Score(1.0)
-    assert desk.scores["g0.s2"].score == Score(1.0)
+    assert desk.scores["g0.s0"].score == Score(1.0, values=(2.0,))
+    assert desk.scores["g0.s2"].score == Score(1.0, values=(2.0,))
     assert desk.scores["g0.s1"].score is None
     assert "value is nan" in desk.scores["g0.s1"].error
 

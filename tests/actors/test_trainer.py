@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,27 @@ class Publications:
 
 
 class Stage:
-    """A trainer with a model-free rank; `groups` lie ready for it, and the run ends when they are used up."""
+    """A trainer with a model-free rank; `groups` lie ready for it, of as many prompts or of `prompts` in turn, and the run ends when they are
+    used up."""
 
-    def __init__(self, folder: Path, groups: int, *, ranks: int = 1, extra: dict[str, Any] | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        groups: int,
+        *,
+        ranks: int = 1,
+        extra: dict[str, Any] | None = None,
+        metrics: Sequence[dict[str, float]] = (),
+        prompts: int | None = None,
+        **changes: Any,
+    ) -> None:
         self.desk, self.folder = Desk(), folder
         self.publications = Publications(self.desk.log)
-        self.ranks = [AccountingRank(self.desk.log if i == 0 else None, extra) for i in range(ranks)]
-        for rank in self.ranks[1:]:
-            rank.writes = False
+        self.ranks = [AccountingRank(self.desk.log if i == 0 else None, extra, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
         self.trainer = Trainer(
             make_config(**changes, **{"trainer.workers": ranks}), self.ranks, self.desk, self.publications, str(folder), ManualClock()
         )
-        self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0]) for i in range(groups)))
+        self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups)))
 
     async def main(self) -> None:
         await self.trainer.start()
@@ -121,12 +131,94 @@ def test_it_says_what_it_needs_of_a_sample_and_how_it_streams(tmp_path):
     assert stage.desk.phases[0].startswith("training streams: unscaled (")
 
 
+@pytest.mark.parametrize("name", ["diffusion_nft", "awm", "diffusion_dpo"])
+def test_an_objective_on_final_latents_needs_nothing_of_the_steps(tmp_path, name):
+    changes = {"algorithm.name": name, "algorithm.clip_range": None, "rollout.sde": None}
+    assert set(Stage(tmp_path, 0, **changes).play().desk.fields) == {"final", "conditioning"}
+
+
+# ---- a dataset --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
+    changes = {
+        "data": {"preferences": "pairs.parquet"},
+        "reward": {},
+        "rollout.sde": None,
+        "rollout.group_size": 2,
+        "algorithm.name": "diffusion_dpo",
+        "algorithm.clip_range": None,
+    }
+    stage = Stage(tmp_path, 8, **changes).play()
+    assert stage.publications.versions == []
+    assert [version for version, _ in stage.desk.announced] == [0, 1, 2, 3, 4]
+    assert [(report.engine, report.version) for report in stage.desk.held] == [("reader", version) for version in range(5)]
+    assert not [line for line in stage.desk.log if line.startswith("export")]
+
+
+# ---- rewards that are remembered --------------------------------------------------------------------------------------------------
+
+TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
+
+
+def test_a_checkpoint_holds_every_prompts_rewards_and_a_resumed_trainer_goes_on_with_them(tmp_path):
+    before = Stage(tmp_path / "before", 4, prompts=1, **TRACKED, **{"trainer.updates": 2}).play()
+    extra = before.extra("update-000002")
+    assert extra["reward_history"] == {"0": pytest.approx([16, 1.5, 20.0])}  # count, mean, sum of squared deviations
+    assert before.ranks[0].groups[-1] == pytest.approx([-1.5, -0.5, 0.5, 1.5])
+
+    after = Stage(tmp_path / "after", 0, extra=extra, **TRACKED, **{"trainer.updates": 3, "checkpoint.resume": "somewhere"})
+    after.desk.offer(*(make_group(4 + i, [3.0, 4.0, 5.0, 6.0], prompt=0) for i in range(2)))
+    after.play()
+    mean = (16 * 1.5 + 8 * 4.5) / 24
+    assert after.ranks[0].groups == [pytest.approx([r - mean for r in (3.0, 4.0, 5.0, 6.0)])] * 2
+    count, remembered, _ = after.extra("update-000003")["reward_history"]["0"]
+    assert (count, remembered) == (24, pytest.approx(mean))
+
+
+def test_the_rewards_of_an_update_that_was_cut_off_are_not_remembered(tmp_path):
+    extra = Stage(tmp_path, 3, **TRACKED).play().extra("update-000001")  # the second update gets one group of two
+    assert sorted(extra["reward_history"]) == ["0", "1"]
+
+
+def test_rewards_are_remembered_only_where_that_was_asked_for(tmp_path):
+    assert "reward_history" not in Stage(tmp_path, 8).play().extra("update-000004")
+
+
+def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
+    stage = Stage(tmp_path, 0, extra={"version": 1, "reward_history": {"3": [0, 1.0]}}, **TRACKED)
+
+    async def main() -> None:
+        assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
+
+    play(main())
+
+
+# ---- engine and trainer -----------------------------------------------------------------------------------------------------------
+
+
+def warnings(stage: Stage) -> list[str]:
+    return [phase for phase in stage.desk.phases if phase.startswith("warning")]
+
+
+def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_path):
+    found = [{"engine_mismatch_nats": nats} for nats in (0.02, 1.7, 1.0, 31.4159)]
+    first, second = warnings(Stage(tmp_path, 8, metrics=found).play())
+    assert "update 2: engine and trainer differ by up to 1.7 nats on samples of the same weights" in first
+    assert "update 4: engine and trainer differ by up to 31 nats" in second
+
+
+def test_small_differences_and_none_at_all_are_not_worth_a_word(tmp_path):
+    assert warnings(Stage(tmp_path / "small", 8, metrics=[{"engine_mismatch_nats": 1.0}] * 4).play()) == []
+    assert warnings(Stage(tmp_path / "none", 8).play()) == []
+
+
 def test_several_ranks_meet_at_one_address(tmp_path):
     stage = Stage(tmp_path, 2, ranks=2, **{"trainer.updates": 1}).play()
     [(_, first)], [(_, second)] = (rank.setup_calls for rank in stage.ranks)
     assert first == second
     assert first.startswith("tcp://127.0.0.1:")
-    assert stage.ranks[0].step_weights == stage.ranks[1].step_weights
+    assert stage.ranks[0].step_weights == stage.ranks[1].step_weights == pytest.approx([0.5])
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):

@@ -1,26 +1,24 @@
-"""One update: how far it may stream, and that streaming changes no gradient."""
+"""One update: streaming changes no gradient, and every rank is given what it needs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from actor_world import AccountingRank, Desk, make_config, make_group
+from actor_world import STEPS, AccountingRank, make_config, make_group
+from update_world import FINAL_LATENTS, GROUP_STD, REWARDS, account, make_update, run_update
 
+from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
-from omni_async.actors.tracer import Tracer
-from omni_async.actors.update import Update, streaming_mode
-from omni_async.control.clock import ManualClock
+from omni_async.algorithms.history import RewardHistory
 from omni_async.store import LocalStore
 from omni_async.training.engine import TrainEngine
-from omni_async.types import ReadyGroup
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, tiny_trajectory
-
-REWARDS = [[0.1, 0.9, 0.4, 0.3], [2.0, 1.0, 1.5, 0.0], [0.2, 0.2, 0.3, 0.7], [1.0, 3.0, 2.0, 2.5]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,39 +29,34 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run_update(config: Any, ranks: list[Any], groups: list[ReadyGroup]) -> dict[str, float]:
-    async def main() -> dict[str, float]:
-        update = Update(config, ranks, Tracer("trainer", Desk(), ManualClock()), version=0)
-        for missing, group in zip(range(len(groups), 0, -1), groups, strict=True):
-            assert update.places == missing
-            await update.add(group)
-        assert update.places == 0
-        return await update.finish()
-
-    return asyncio.run(main())
-
-
-def account(rewards: list[list[float]] = REWARDS, **changes: Any) -> AccountingRank:
-    rank = AccountingRank()
-    config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
-    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(rewards)])
-    return rank
-
-
 class Trained:
-    """A real rank after one update of TinyPolicy on these rewards: its weights, its metrics and which calls it took."""
+    """A real rank after one update of TinyPolicy on these rewards: its weights and its metrics. `stale`: the samples are of other weights.
+    `first_look_at_all`: corrections are made from the whole update, needed or not."""
 
-    def __init__(self, rewards: list[list[float]] = REWARDS, **changes: Any) -> None:
+    def __init__(
+        self, rewards: list[list[float]] = REWARDS, *, stale: bool = False, first_look_at_all: bool = False, **changes: Any
+    ) -> None:
         config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
         policy = TinyPolicy("0")
-        rank = Rank(0, 1, lambda: TrainEngine(config, policy, 0, 1, torch.device("cpu")), LocalStore())
+        plan = plan_updates(config)
+        if first_look_at_all:
+            plan = replace(plan, mode="collect", assess=True, weigh=True)
+        behaviour = policy.load_transformer(torch.float32)
+        if stale:
+            generator = torch.Generator().manual_seed(1)
+            with torch.no_grad():
+                for p in behaviour.parameters():
+                    p.add_(0.02 * torch.randn(p.shape, generator=generator))
+        rank = Rank(0, 1, lambda: TrainEngine(config, policy, 0, 1, torch.device("cpu")), LocalStore(), plan.paired)
         groups = [
-            make_group(number, values, [tiny_trajectory(policy, config, 10 * number + i, range(1, 3)) for i in range(len(values))])
+            make_group(
+                number, values, [tiny_trajectory(policy, config, 10 * number + i, range(1, 3), behaviour) for i in range(len(values))]
+            )
             for number, values in enumerate(rewards)
         ]
         asyncio.run(rank.setup(None, None))
         self.before = self._weights(rank)
-        self.metrics = run_update(config, [rank], groups)
+        self.metrics = run_update(config, [rank], groups, plan=plan)
         self.after = self._weights(rank)
 
     @staticmethod
@@ -81,43 +74,21 @@ class Trained:
         return max((self.after[name] - self.before[name]).abs().max().item() for name in self.after)
 
 
-# ---- how far it may stream --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "mode", "reason"),
-    [
-        ({}, "unscaled", "applied to the gradient at the end"),
-        ({"trainer.streaming": "on"}, "unscaled", "applied to the gradient at the end"),
-        ({"trainer.streaming": "off"}, "collect", "switched off"),
-        ({"algorithm.advantage": {"std": "group"}}, "as_ready", "advantage.std: group needs the group alone"),
-        ({"algorithm.advantage": {"std": "none"}}, "as_ready", "advantage.std: none needs the group alone"),
-        ({"algorithm.advantage": {"std": "group"}, "algorithm.kl_coef": 0.1}, "as_ready", "needs the group alone"),
-        ({"algorithm.advantage": {"std": "group"}, "trainer.streaming": "off"}, "collect", "switched off"),
-        ({"algorithm.kl_coef": 0.1}, "collect", "(KL) need the whole update"),
-        ({"trainer.steps_per_update": 2}, "collect", "applied whole"),
-        ({"algorithm.advantage": {"std": "group"}, "trainer.steps_per_update": 2}, "collect", "applied whole"),
-    ],
-)
-def test_the_configuration_decides_how_far_an_update_streams_and_says_why(changes, mode, reason):
-    chosen, why = streaming_mode(make_config(**changes))
-    assert chosen == mode
-    assert reason in why
+# ---- when a group is trained ------------------------------------------------------------------------------------------------------
 
 
 def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_are_there():
     async def before_the_last_group(**changes: Any) -> list[str]:
         rank = AccountingRank()
-        update = Update(make_config(**changes), [rank], Tracer("trainer", Desk(), ManualClock()), version=0)
-        await update.add(make_group(0, REWARDS[0]))
+        await make_update(make_config(**changes), [rank]).add(make_group(0, REWARDS[0]))
         return rank.log
 
     assert asyncio.run(before_the_last_group()) == ["accumulate"]
-    assert asyncio.run(before_the_last_group(**{"algorithm.advantage": {"std": "group"}})) == ["accumulate"]
+    assert asyncio.run(before_the_last_group(**GROUP_STD)) == ["accumulate"]
     assert asyncio.run(before_the_last_group(**{"trainer.streaming": "off"})) == []
 
 
-# ---- it changes no gradient -------------------------------------------------------------------------------------------------------
+# ---- streaming changes no gradient ------------------------------------------------------------------------------------------------
 
 
 def test_streaming_with_a_global_std_makes_the_same_step_as_collecting():
@@ -129,11 +100,20 @@ def test_streaming_with_a_global_std_makes_the_same_step_as_collecting():
         assert streamed.metrics[name] == pytest.approx(collected.metrics[name], abs=1e-6, rel=1e-5), name
 
 
+@pytest.mark.parametrize("eps", [1e-4, 2.0])
+def test_a_floor_under_the_global_std_is_streamed_too(eps):
+    floor = {"algorithm.advantage": {"eps_form": "floor", "eps": eps}}
+    assert Trained(**floor).same_step_as(Trained(**floor, **{"trainer.streaming": "off"}))
+    std = torch.tensor(REWARDS, dtype=torch.float64).flatten().std().item()
+    assert account(**floor).scales == pytest.approx([1 / max(std, eps)])
+
+
 def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed_again():
     clipped = {"algorithm.advantage": {"clip_max": 0.5}}
     rank = account(**clipped)
     assert rank.log == ["accumulate"] * 4 + ["discard"] + ["accumulate"] * 4 + ["step"]
     assert rank.scales == [1.0]
+    assert rank.step_weights == pytest.approx([1.0]), "what was discarded does not count"
     assert max(abs(a) for group in rank.groups[4:] for a in group) == 0.5
 
     streamed, collected = Trained(**clipped), Trained(**clipped, **{"trainer.streaming": "off"})
@@ -142,16 +122,61 @@ def test_a_binding_advantage_clip_is_found_at_the_end_and_the_update_is_computed
     assert not streamed.same_step_as(Trained())  # so the clip did matter
 
 
+def test_every_rank_forgets_what_a_binding_clip_made_wrong():
+    ranks = [AccountingRank(rank=r, world=2) for r in range(2)]
+    config = make_config(**{"trainer.workers": 2, "algorithm.advantage": {"clip_max": 0.5}})
+    run_update(config, ranks, [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    assert ranks[0].log == ranks[1].log == ["accumulate"] * 2 + ["discard"] + ["accumulate"] * 2 + ["step"]
+
+
 def test_a_group_std_makes_the_same_step_streamed_or_collected():
-    group = {"algorithm.advantage": {"std": "group"}}
-    assert Trained(**group).same_step_as(Trained(**group, **{"trainer.streaming": "off"}))
+    assert Trained(**GROUP_STD).same_step_as(Trained(**GROUP_STD, **{"trainer.streaming": "off"}))
 
 
 def test_several_steps_make_the_same_weights_streamed_or_collected():
-    changes = {"algorithm.advantage": {"std": "group"}, "trainer.steps_per_update": 2}
+    changes = {**GROUP_STD, "trainer.steps_per_update": 2}
     streamed, collected = Trained(**changes), Trained(**changes, **{"trainer.streaming": "off"})
     assert streamed.same_step_as(collected)
     assert streamed.metrics == pytest.approx(collected.metrics, abs=1e-6, rel=1e-5, nan_ok=True)
+
+
+def test_preferences_make_the_same_step_streamed_or_collected():
+    changes = {**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 20.0}}
+    streamed, collected = Trained(**changes), Trained(**changes, **{"trainer.streaming": "off"})
+    assert collected.moved > 1e-4
+    assert streamed.same_step_as(collected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": "importance", "normalise": True, "cap": None},
+        {"weights": "importance", "level": "trajectory"},
+        {"kappa_nats": 0.05},
+        {"weights": "importance", "k2": 0.05, "denominator": "all"},
+    ],
+)
+def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(settings):
+    """Where a correction needs no more than its row, it may as well look at all of them first."""
+    changes = {**GROUP_STD, "algorithm.correction": {"mode": "decoupled", **settings}}
+    streamed, collected = Trained(stale=True, **changes), Trained(stale=True, first_look_at_all=True, **changes)
+    assert collected.moved > 1e-3
+    assert streamed.same_step_as(collected)
+    assert not streamed.same_step_as(Trained(stale=True, **GROUP_STD, **{"algorithm.correction": {"mode": "decoupled"}}))
+    for name in (f"masked/{rule}" for rule in ("kappa_nats", "k2") if rule in settings):
+        assert streamed.metrics[name] == pytest.approx(collected.metrics[name])
+        assert 0 < collected.metrics[name] < 1
+
+
+def test_a_real_rank_takes_the_ratio_to_the_policy_of_the_updates_start():
+    """Fresh samples: the behaviour policy is that policy too, so that bypass and decoupled are the same; a rank that took its second step's
+    ratio to its own weights would have every ratio 1 there."""
+    two_steps = {**GROUP_STD, "trainer.steps_per_update": 2}
+    decoupled = Trained(**two_steps, **{"algorithm.correction": {"mode": "decoupled"}})
+    bypass = Trained(**two_steps)
+    assert decoupled.same_step_as(bypass)
+    assert decoupled.metrics["ratio_deviation"] == pytest.approx(bypass.metrics["ratio_deviation"], rel=1e-4)
+    assert decoupled.metrics["ratio_deviation"] > 1e-4
 
 
 def test_an_update_of_equal_rewards_leaves_the_weights_alone():
@@ -170,12 +195,34 @@ def test_every_optimizer_step_takes_the_mean_over_its_rows(std, streaming, steps
     assert rank.step_weights == pytest.approx([1.0] * steps)
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"rollout.sde": {"window": {"size": 4, "range": [0, STEPS - 1]}}, "algorithm.timestep_fraction": 0.5}, 2),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft"}, STEPS),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_nft", "algorithm.forward": {"draws": 3}}, 3),
+        ({**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.forward": {"draws": 3}}, 3),
+    ],
+)
+def test_rows_that_are_not_trained_take_no_part_in_the_mean(changes, rows):
+    rank = AccountingRank(rows=rows)
+    run_update(make_config(**changes), [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    assert rank.step_weights == pytest.approx([1.0])
+
+
 def test_an_update_is_cut_into_steps_of_whole_groups_and_its_metrics_are_their_means():
     rank = AccountingRank()
-    config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, "algorithm.advantage": {"std": "group"}})
+    config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **GROUP_STD})
     metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)])
     assert rank.log == ["accumulate", "accumulate", "step"] * 2
     assert metrics == {"loss": 1.5}
+
+
+def test_a_metric_that_some_steps_do_not_have_is_averaged_over_those_that_have_it():
+    rank = AccountingRank(metrics=[{"ess/step_01": 0.5, "both": 1.0}, {"ess/step_03": 0.25, "both": 2.0}])
+    config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2})
+    metrics = run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)])
+    assert metrics == {"loss": 1.5, "both": 1.5, "ess/step_01": 0.5, "ess/step_03": 0.25}
 
 
 def test_the_global_std_is_applied_once_at_the_end():
@@ -185,8 +232,68 @@ def test_the_global_std_is_applied_once_at_the_end():
     assert [sum(group) for group in rank.groups] == pytest.approx([0.0] * 4)
 
 
-def test_every_rank_takes_every_call():
-    ranks = [AccountingRank(), AccountingRank()]
+def test_every_rank_takes_every_call_and_its_share_of_the_rows():
+    ranks = [AccountingRank(rank=r, world=2) for r in range(2)]
     config = make_config(**{"trainer.workers": 2})
     run_update(config, ranks, [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
     assert ranks[0].log == ranks[1].log == ["accumulate", "accumulate", "step"]
+    assert ranks[0].batches == ranks[1].batches
+    assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
+
+
+# ---- what a rank is given ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_carries_each_samples_age_step_by_step():
+    rank = AccountingRank()
+    groups = [make_group(3, REWARDS[0], versions=(4, 6)), make_group(5, REWARDS[1], versions=(7, 7))]
+    run_update(make_config(), [rank], groups, version=7)
+    assert [batch.group for batch in rank.batches] == [3, 5]
+    assert [batch.staleness for batch in rank.batches] == [((3, 1),) * 4, ((0, 0),) * 4]
+    assert rank.batches[0].trajectories == tuple(f"trajectory 3.{i}" for i in range(4))
+    assert all(batch.weights is None for batch in rank.batches)
+
+
+def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
+    def seeds(**changes: Any) -> list[tuple[int, ...]]:
+        return [batch.seeds for batch in account(**changes).batches]
+
+    drawn = [seed for group in seeds() for seed in group]
+    assert len(set(drawn)) == 16
+    assert all(0 <= seed < 2**63 for seed in drawn)
+    assert seeds() == seeds(**{"trainer.streaming": "off"}), "however it streams"
+    assert set(drawn).isdisjoint(seed for group in seeds(**{"run.seed": 1}) for seed in group)
+
+
+# ---- preferences ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", ["auto", "off"])
+def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share_their_noise(streaming):
+    rank = AccountingRank(rows=STEPS)
+    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "trainer.streaming": streaming})
+    run_update(config, [rank], [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])])
+    first, second = rank.batches
+    assert (first.trajectories, second.trajectories) == (("trajectory 0.2", "trajectory 0.1"), ("trajectory 1.1", "trajectory 1.2"))
+    assert rank.groups == [[1.0, -1.0]] * 2
+    for batch in (first, second):
+        assert len(batch.seeds) == 2 and batch.seeds[0] == batch.seeds[1]
+    assert first.seeds != second.seeds
+    assert rank.step_weights == pytest.approx([1.0])
+
+
+def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
+    rank = AccountingRank(rows=STEPS)
+    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "rollout.group_size": 2, "trainer.groups_per_update": 1})
+    run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
+    [batch] = rank.batches
+    assert batch.trajectories == ("trajectory 0.0", "trajectory 0.1")
+    assert batch.staleness == ((), ())
+
+
+def test_preferences_leave_no_trace_in_the_history_of_rewards():
+    history = RewardHistory()
+    advantage = {"track_prompts": True, "aggregate": "gdpo"}
+    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.advantage": advantage})
+    run_update(config, [AccountingRank(rows=STEPS)], [make_group(i, [1.0, 0.0]) for i in range(2)], history=history)
+    assert history.state() == {}

@@ -33,6 +33,13 @@ from omni_async.config import ConfigError, check, load, resolved_yaml
         ("rollout.negative_prompt=a = b", "a = b"),
         ("rollout.sde.window.range=[1, 4]", (1, 4)),
         ("reward.scorers.0.weight=2.5", 2.5),
+        ("rollout.sde=null", None),
+        ("algorithm.correction.k1=[0.5, 2]", (0.5, 2.0)),
+        ("algorithm.correction.normalise=false", False),
+        ("algorithm.correction.cap=null", None),
+        ("algorithm.forward.draws=6", 6),
+        ("trainer.ema.every=4", 4),
+        ("staleness.exact=true", True),
         (" trainer.updates =7", 7),
     ],
 )
@@ -71,9 +78,33 @@ def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directo
     assert config.model.path == str(elsewhere / "mine")
     assert config.checkpoint.resume == str(elsewhere / "runs/1/checkpoints/3")
     assert config.data.prompts == str(recipes / "p.txt")
+    offline = ["data={preferences: pairs.parquet}", "reward={}"]
+    assert load(recipe, offline).data.preferences == str(elsewhere / "pairs.parquet")
     config = load(recipe, ["model={path: mine}", "validation={prompts: v.txt}"])
     assert config.model.path == str(elsewhere / "mine"), "also when the whole section is given"
     assert config.validation is not None and config.validation.prompts == str(elsewhere / "v.txt")
+
+
+def test_the_roles_that_make_samples_have_names() -> None:
+    assert load_text(MINIMAL, "rollout.workers=3").engine_names == ("rollout-0", "rollout-1", "rollout-2")
+    offline = load_text(MINIMAL, "rollout.workers=3", "data={preferences: pairs.parquet}", "reward={}")
+    assert offline.engine_names == ("reader",), "a dataset has one reader, however many engines there might be"
+
+
+@pytest.mark.parametrize(
+    ("settings", "normalises", "masks"),
+    [
+        ("{}", False, False),
+        ("{mode: decoupled, weights: importance}", False, False),
+        ("{mode: decoupled, weights: tempered}", True, False),
+        ("{mode: decoupled, weights: tempered, normalise: false}", False, False),
+        ("{mode: decoupled, weights: importance, normalise: true, band: [0.5, 2]}", True, True),
+        *((f"{{mode: decoupled, {rule}}}", False, True) for rule in ("kappa_nats: 1", "m2: 1", "k1: [0.5, 2]", "k2: 1", "k3: 1")),
+    ],
+)
+def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: bool, masks: bool) -> None:
+    correction = load_text(MINIMAL, f"algorithm.correction={settings}").algorithm.correction
+    assert (correction.normalises, correction.masks) == (normalises, masks)
 
 
 def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +123,9 @@ def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.Monkey
         ["rollout.negative_prompt=文字 🎨"],
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
         ["trainer.streaming=on"],
+        ["rollout.sde=null", "algorithm={name: awm, awm: {ema_coef: 1, advantage_max: null}}", "trainer.ema={warmup: linear}"],
+        ["algorithm.correction={mode: decoupled, weights: importance, band: [0.5, 2], cap: null, normalise: false}"],
+        ["data={preferences: pairs.parquet}", "reward={}", "staleness={max_updates: 0, exact: true}"],
     ],
 )
 def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> None:

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from recipe import MINIMAL, load_text
 
 from omni_async.algorithms.registry import objectives
+from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
 from omni_async.policy import find_family
 from omni_async.rewards import registry as scorers
@@ -19,7 +20,8 @@ from omni_async.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-PUBLISHED = [path for path in RECIPES if path.parent.name != "quickstart"]
+QUICKSTART = ROOT / "recipes" / "quickstart"
+PUBLISHED = [path for path in RECIPES if not path.is_relative_to(QUICKSTART)]
 PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
 FRAGMENTS = [
     pytest.param(fragment, id=f"{page.stem}-{number}")
@@ -51,7 +53,7 @@ def num_gpus(config: Config) -> float:
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_a_recipe_is_accepted(path: Path) -> None:
     config = load(path)
-    assert config.algorithm.name in objectives()
+    assert list(problems(config)) == []
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=name_of)
@@ -82,10 +84,16 @@ def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> Non
             assert "needs a scorer" in header and f"`{scorer.name}`" in header
 
 
-def test_the_readme_lists_every_recipe() -> None:
+def test_the_readmes_list_every_recipe() -> None:
+    """Each by itself, and the ones of every objective by their folder, which the project's front page names."""
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    missing = [path.name for path in RECIPES if f"({path.relative_to(ROOT / 'recipes')})" not in text]
-    assert not missing
+    listed = [path for path in RECIPES if path.parent != QUICKSTART / "algorithms"]
+    assert [path.name for path in listed if f"({path.relative_to(ROOT / 'recipes')})" not in text] == []
+    assert "`recipes/quickstart/algorithms/`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_objective_has_a_quickstart_recipe() -> None:
+    assert {load(path).algorithm.name for path in (QUICKSTART / "algorithms").glob("*.yaml")} == objectives().keys()
 
 
 def test_every_objective_has_a_page_and_the_index_leads_to_all_of_them() -> None:
@@ -105,7 +113,7 @@ def test_links_of_the_pages_lead_somewhere(page: Path) -> None:
 def test_yaml_of_the_pages_is_accepted(fragment: str) -> None:
     sections = yaml.safe_load(fragment)
     rest = [line for line in MINIMAL.splitlines() if line.split(":")[0] not in sections]
-    load_text("\n".join([fragment, *rest]))
+    assert list(problems(load_text("\n".join([fragment, *rest])))) == []
 
 
 def picture(*lines: str) -> np.ndarray:

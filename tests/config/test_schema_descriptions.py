@@ -26,6 +26,7 @@ def test_the_walk_reaches_every_field_of_every_section() -> None:
 
     assert len(FIELDS) == count(Config)
     assert {"run.seed", "model.lora.rank", "reward.scorers[].name", "rollout.sde.window.range", "validation.prompts"} <= set(FIELDS)
+    assert {"algorithm.correction.kappa_nats", "algorithm.awm.ema_coef_end", "trainer.ema.decay"} <= set(FIELDS)
 
 
 def test_every_field_says_what_it_allows() -> None:
@@ -41,9 +42,6 @@ def test_required_fields_are_those_without_a_sensible_default() -> None:
         "model",
         "model.path",
         "data",
-        "data.prompts",
-        "reward",
-        "reward.scorers",
         "reward.scorers[].name",
         "validation.prompts",
     }
@@ -61,6 +59,7 @@ def test_every_section_refuses_unknown_keys_and_never_changes() -> None:
         (int, "int"),
         (Annotated[int, Meta(ge=1, lt=9)], "int >= 1, < 9"),
         (Annotated[float, Meta(gt=0)] | None, "float > 0 or null"),
+        (tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0)]] | None, "list of 2 float > 0 or null"),
         (Literal["a", "b"], "one of 'a', 'b'"),
         (tuple[int, int], "list of 2 int"),
         (Annotated[tuple[str, ...], Meta(min_length=1)], "list of str length >= 1"),
@@ -74,6 +73,12 @@ def test_bounds_are_put_in_words(annotation: Any, text: str) -> None:
     assert describe(annotation) == text
 
 
+def test_items_of_a_list_have_the_annotation_of_an_item_also_where_there_may_be_none() -> None:
+    for path in ("algorithm.correction.k1.0", "algorithm.correction.k1.1", "algorithm.correction.band.1"):
+        assert describe(annotation_at(Config, path.split("."))) == "float > 0"
+    assert describe(annotation_at(Config, ["trainer", "optimizer", "betas", "1"])) == "float >= 0, < 1"
+
+
 def test_paths_that_leave_the_schema_have_no_annotation() -> None:
-    for path in ("nothing", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0", "0"):
+    for path in ("nothing", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0", "algorithm.correction.cap.0", "0"):
         assert annotation_at(Config, path.split(".")) is None

@@ -13,18 +13,20 @@ from omni_async.config import Config
 from omni_async.control.seeds import PromptStream, draw_window, sample_seed
 from omni_async.policy import find_family
 from omni_async.rewards.jpeg_size import JpegSizeScorer
-from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.runtime.prompts import load_prompts
+from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
     """The transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one optimizer step per update."""
     r, t, a = config.rollout, config.trainer, config.algorithm
+    sde, prompt_file = r.sde, config.data.prompts
+    assert sde is not None and prompt_file is not None
     policy = find_family(config.model.pipeline).load_policy(config.model.path)
     model = policy.load_transformer(torch.float32).requires_grad_(True)
     codec = policy.load_codec(torch.float32)
-    prompts = PromptStream(load_prompts(config.data.prompts, "data.prompts", 4000), config.run.seed, config.data.shuffle)
+    prompts = PromptStream(load_prompts(prompt_file, "data.prompts", 4000), config.run.seed, config.data.shuffle)
     reward = JpegSizeScorer(**config.reward.scorers[0].params)
     if t.optimizer.name == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=t.optimizer.lr, weight_decay=t.optimizer.weight_decay)
@@ -33,7 +35,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
     sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
     shape = policy.latent_shape(r.height, r.width)
-    noise_level = torch.tensor([r.sde.noise_level], dtype=torch.float64)
+    noise_level = torch.tensor([sde.noise_level], dtype=torch.float64)
 
     def velocity(latents: torch.Tensor, sigma: torch.Tensor, text: list[TensorDict]) -> torch.Tensor:
         stacked = policy.stack_conditioning(text)
@@ -42,7 +44,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
     for update in range(t.updates):
         # Sample. A group has one prompt and one window of noisy steps; each trained step keeps (step, x, x', log-probability).
         groups = range(update * t.groups_per_update, (update + 1) * t.groups_per_update)
-        windows = {g: draw_window(config.run.seed, g, r.sde.window.size, r.sde.window.range).steps for g in groups}
+        windows = {g: draw_window(config.run.seed, g, sde.window.size, sde.window.range).steps for g in groups}
         samples = [(g, sample_seed(config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)]
         text = {g: codec.encode(prompts[g].text, r.negative_prompt if r.true_cfg_scale > 1 else None) for g in groups}
         taken: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = []
@@ -61,7 +63,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                         moved.append(ode_step(here, its_v, sigmas[i : i + 1], there))
                         continue
                     noise = step_noise(seed, i, shape)[None]
-                    to, logp, _ = take_step(r.sde.kind, here, its_v, sigmas[i : i + 1], there, sigmas[1:2], noise_level, noise)
+                    to, logp, _ = take_step(sde.kind, here, its_v, sigmas[i : i + 1], there, sigmas[1:2], noise_level, noise)
                     steps[row].append((i, here[0], to[0], logp[0]))
                     moved.append(to)
                 x = torch.cat(moved)
@@ -78,7 +80,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
 
         # Loss: the mean over samples and steps of max(-A r, -A clip(r, 1 - c, 1 + c)), in micro-batches of one group's rows.
         clip = a.clip_range_nats / sigmas.new_empty(shape).numel() if a.clip_range_nats is not None else a.clip_range or 1e-4
-        num_rows = len(samples) * r.sde.window.size
+        num_rows = len(samples) * sde.window.size
         for n, g in enumerate(groups):
             own = range(n * r.group_size, (n + 1) * r.group_size)
             rows = [(g, advantages[n, k], *step) for k, s in enumerate(own) for step in taken[s]]
@@ -87,8 +89,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                 sigma, sigma_next = sigmas[list(at)], sigmas[[i + 1 for i in at]]
                 x, level = torch.stack(before), noise_level.expand(len(at))
                 v = velocity(x, sigma, [text[g] for g in owner])
-                step = transition(r.sde.kind, x, v, sigma, sigma_next, sigmas[1].expand(len(at)), level)
-                logp = log_prob(r.sde.kind, torch.stack(after), step.mean, step.scale)
+                step = transition(sde.kind, x, v, sigma, sigma_next, sigmas[1].expand(len(at)), level)
+                logp = log_prob(sde.kind, torch.stack(after), step.mean, step.scale)
                 ratio = (logp.double() - torch.stack(old).double()).exp()
                 weight = torch.stack(advantage).float().double()
                 loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - clip, 1 + clip)).float()

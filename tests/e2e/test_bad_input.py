@@ -88,6 +88,18 @@ def _override(text: str) -> Callable[[Path], str]:
         pytest.param(_override("data.prompts=nowhere.txt"), ("data.prompts", "nowhere.txt"), id="missing prompt file"),
         pytest.param(_override("checkpoint.resume=nowhere"), ("checkpoint.resume", "nowhere"), id="missing checkpoint to resume"),
         pytest.param(_override("reward.scorers.0.name=nicest"), ("reward.scorers.0", "'nicest'"), id="unknown scorer"),
+        pytest.param(_override("algorithm.name=ppo"), ("algorithm.name", "'flow_grpo'", "got 'ppo'"), id="unknown objective"),
+        pytest.param(
+            _override("algorithm.name=diffusion_nft"),
+            ("rollout.sde: diffusion_nft", "set rollout.sde: null"),
+            id="final latents and a window",
+        ),
+        pytest.param(
+            _override("algorithm.correction.kappa_nats=0.5"),
+            ("algorithm.correction.kappa_nats", "use mode: decoupled"),
+            id="mask without a use",
+        ),
+        pytest.param(_override("algorithm.name=mix_grpo"), ("rollout.sde.window.schedule: mix_grpo",), id="window that does not slide"),
         pytest.param(_override("model.pipeline=flux"), ("model.pipeline", "qwen_image", "'flux'"), id="unknown model family"),
     ],
 )

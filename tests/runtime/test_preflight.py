@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from runtime_world import write_checkpoint, write_world
 
@@ -62,6 +64,33 @@ def test_an_unreadable_model_index_is_refused(tmp_path, content):
 
 def test_an_unknown_model_family_is_refused_with_the_known_ones(tmp_path):
     assert refusal(write_world(tmp_path, model={"pipeline": "qwen"})) == "model.pipeline: expected one of ['qwen_image'], got 'qwen'"
+
+
+def test_an_unknown_objective_is_refused_with_the_known_ones(tmp_path):
+    message = refusal(write_world(tmp_path, algorithm={"name": "ppo"}))
+    assert message.startswith("algorithm.name: expected one of ['awm', ") and message.endswith("got 'ppo'")
+
+
+def test_an_objective_that_contradicts_the_rest_is_refused_before_the_model_is_looked_at(tmp_path):
+    message = refusal(write_world(tmp_path, algorithm={"name": "diffusion_nft"}, model={"path": "nowhere"}))
+    assert message.startswith("rollout.sde: diffusion_nft trains on final latents")
+
+
+def offline(folder: Any, pairs: str) -> Config:
+    dpo = {"rollout": {"sde": None}, "algorithm": {"name": "diffusion_dpo"}, "reward": {"scorers": []}}
+    return write_world(folder, data={"prompts": None, "preferences": pairs}, **dpo)
+
+
+def test_the_prompts_of_preference_pairs_are_those_of_the_file(tmp_path):
+    columns = {"prompt": ["a cat", "a dog", "a cat"], "chosen": [b"png"] * 3, "rejected": [b"png"] * 3}
+    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
+    inputs = preflight(offline(tmp_path, "pairs.parquet"))
+    assert [(prompt.index, prompt.text) for prompt in inputs.prompts] == [(0, "a cat"), (1, "a dog"), (2, "a cat")]
+
+
+def test_a_missing_preference_file_is_refused_under_its_key(tmp_path):
+    message = refusal(offline(tmp_path, "nowhere.parquet"))
+    assert message.startswith("data.preferences: ") and "nowhere.parquet" in message
 
 
 def test_an_unknown_scorer_is_refused_with_the_known_ones(tmp_path):

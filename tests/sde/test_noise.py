@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
+from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.schedules import linear
 from omni_async.types import SdeWindow
 from tests.rollout.conftest import make_request

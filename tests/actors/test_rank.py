@@ -1,0 +1,143 @@
+"""A rank's share of a group, and in which thread and order its engine works."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from actor_world import make_manifest
+
+from omni_async.actors.rank import Rank
+from omni_async.store import LocalStore
+from omni_async.training.groups import GroupBatch
+from omni_async.types import SampleDrift, TrainGroup
+
+
+class Engine:
+    """Keeps the groups it is given, and who asked."""
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[str, GroupBatch]] = []
+        self.threads: set[str] = set()
+        self.calls: list[str] = []
+
+    def setup(self) -> None:
+        self._called("setup")
+
+    def load(self, folder: str) -> dict[str, Any]:
+        self._called(f"load {folder}")
+        return {"version": 3}
+
+    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+        self._called("assess")
+        self.groups.append(("assess", group))
+        return [SampleDrift((float(number),), None, 4) for number in group.trajectories]
+
+    def accumulate(self, group: GroupBatch, row_weight: float) -> None:
+        self._called(f"accumulate {row_weight}")
+        self.groups.append(("accumulate", group))
+
+    def step(self, grad_scale: float) -> dict[str, float]:
+        self._called(f"step {grad_scale}")
+        return {"loss": 1.0}
+
+    def discard(self) -> None:
+        self._called("discard")
+
+    def export(self, version: int) -> Any:
+        self._called(f"export {version}")
+        return None if version == 0 else (make_manifest(version), ["a bucket", "another"])
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        self._called(f"save {folder} {extra}")
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name)
+
+
+def make_batch(size: int, weights: bool = False) -> TrainGroup:
+    """Sample i has i in every place."""
+    numbers = range(size)
+    return TrainGroup(
+        group=9,
+        trajectories=tuple(numbers),
+        advantages=tuple(float(i) for i in numbers),
+        seeds=tuple(numbers),
+        staleness=tuple((i, i) for i in numbers),
+        weights=tuple((float(i), float(i)) for i in numbers) if weights else None,
+    )
+
+
+async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
+    engine = Engine()
+    made = Rank(rank, world, lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
+    await made.setup(None, None)
+    return made, engine
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("rank", "world", "own"), [(0, 1, [0, 1, 2, 3, 4]), (0, 2, [0, 2, 4]), (1, 2, [1, 3]), (2, 3, [2])])
+def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(rank: int, world: int, own: list[int], weights: bool) -> None:
+    async def main() -> None:
+        made, engine = await started(rank, world)
+        await made.accumulate(make_batch(5, weights), 0.25)
+        [(_, group)] = engine.groups
+        assert group.group == 9
+        assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
+        assert [*group.staleness] == [(i, i) for i in own]
+        assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
+        assert engine.calls[-1] == "accumulate 0.25"
+
+    asyncio.run(main())
+
+
+def test_both_samples_of_a_pair_go_to_every_rank() -> None:
+    async def main() -> None:
+        for rank in range(3):
+            made, engine = await started(rank, 3, paired=True)
+            await made.accumulate(make_batch(2), 1.0)
+            [(_, group)] = engine.groups
+            assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
+    async def main() -> None:
+        made, engine = await started(1, 2)
+        assert [drift.log_ratio for drift in await made.assess(make_batch(4))] == [(1.0,), (3.0,)]
+        assert [kind for kind, _ in engine.groups] == ["assess"]
+
+    asyncio.run(main())
+
+
+def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
+    async def main() -> None:
+        made, engine = await started(0, 1)
+        await asyncio.gather(made.step(1.0), made.discard(), made.step(2.0), made.save("folder", {"version": 1}), made.step(3.0))
+        assert engine.calls == ["setup", "step 1.0", "discard", "step 2.0", "save folder {'version': 1}", "step 3.0"]
+        assert len(engine.threads) == 1 and threading.current_thread().name not in engine.threads
+
+    asyncio.run(main())
+
+
+def test_buckets_are_put_into_the_store_and_other_ranks_export_nothing() -> None:
+    async def main() -> None:
+        made, _ = await started(0, 1)
+        assert await made.export(2) == (make_manifest(2), ["a bucket", "another"])
+        assert await made.export(0) is None
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_is_read_after_the_model_and_gives_what_was_stored_beside_it() -> None:
+    async def main() -> None:
+        engine = Engine()
+        made = Rank(0, 1, lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
+        assert await made.setup("update-000003", None) == {"version": 3}
+        assert engine.calls == ["setup", "load update-000003"]
+
+    asyncio.run(main())

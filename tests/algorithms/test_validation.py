@@ -1,0 +1,57 @@
+"""An objective and the rest of a recipe: what cannot work together is said in one line, and what can is not objected to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from wrong_combinations import DPO, RIGHT, WRONG
+
+from omni_async.algorithms.registry import objectives
+from omni_async.algorithms.validation import problems
+from tests.config.recipe import MINIMAL, load_text
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG)
+def test_a_combination_that_cannot_work_is_one_line_that_names_the_key(overrides: tuple[str, ...], said: str) -> None:
+    [problem] = problems(load_text(MINIMAL, *overrides))
+    assert said in problem
+    assert "\n" not in problem
+    key, _, reason = problem.partition(": ")
+    assert key.split(".")[0] in ("algorithm", "data", "reward", "rollout", "trainer", "validation")
+    assert reason
+
+
+@pytest.mark.parametrize("overrides", RIGHT)
+def test_what_can_work_is_not_objected_to(overrides: tuple[str, ...]) -> None:
+    assert list(problems(load_text(MINIMAL, *overrides))) == []
+
+
+def test_every_objective_is_among_what_can_work() -> None:
+    assert {load_text(MINIMAL, *overrides).algorithm.name for overrides in RIGHT} == objectives().keys()
+
+
+def test_everything_that_is_wrong_is_found() -> None:
+    config = load_text(MINIMAL, *DPO, "rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.clip_range=1e-4", "trainer.workers=2")
+    assert [problem.split(": ")[0] for problem in problems(config)] == [
+        "algorithm.clip_range",
+        "rollout.group_size",
+        "algorithm.kl_coef",
+        "algorithm.forward.draws",
+    ]
+
+
+def test_an_unknown_objective_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm\.name: expected one of \['awm', .*'mix_grpo'\], got 'ppo'$"):
+        list(problems(load_text(MINIMAL, "algorithm.name=ppo")))
+
+
+def test_looking_imports_no_torch() -> None:
+    program = (
+        "import sys, msgspec; from omni_async.config import Config; from omni_async.algorithms.validation import problems\n"
+        "raw = {'model': {'path': 'm'}, 'data': {'prompts': 'p'}, 'reward': {'scorers': [{'name': 'ocr'}]}, 'algorithm': {'name': sys.argv[1]}}\n"
+        "list(problems(msgspec.convert(raw, Config))); sys.exit('torch' in sys.modules)"
+    )
+    for name in ("flow_grpo", "diffusion_nft"):
+        assert subprocess.run([sys.executable, "-c", program, name], check=False).returncode == 0

@@ -1,0 +1,102 @@
+"""Recipes whose parts contradict each other: overrides of a valid flow_grpo recipe, and what must be said of them."""
+
+from __future__ import annotations
+
+NFT = ("algorithm.name=diffusion_nft", "rollout.sde=null")
+AWM = ("algorithm.name=awm", "rollout.sde=null")
+DPO = ("algorithm.name=diffusion_dpo", "rollout.sde=null", "rollout.group_size=2")
+OFFLINE = (*DPO, "data={preferences: pairs.parquet}", "reward={}")
+MIX = ("algorithm.name=mix_grpo", "rollout.sde.window.schedule=progressive")
+DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
+
+# Each has exactly this one thing wrong.
+WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
+    # denoising steps
+    (("rollout.sde=null",), "rollout.sde: flow_grpo trains denoising steps that were taken with noise, and null takes none; set kind"),
+    (("rollout.group_size=1",), "rollout.group_size: flow_grpo compares the samples of a prompt, so it needs at least 2, got 1"),
+    (("algorithm.name=grpo_guard", "rollout.sde.kind=cps"), "rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size)"),
+    (("algorithm.name=grpo_guard", "rollout.sde.kind=dance"), "got 'dance'"),
+    (
+        ("algorithm.name=grpo_guard", "algorithm.correction.mode=interpolated"),
+        "algorithm.correction.mode: grpo_guard needs the mean of the",
+    ),
+    (("algorithm.name=flow_dppo", "algorithm.correction.mode=interpolated"), "algorithm.correction.mode: flow_dppo needs the mean of the"),
+    (("algorithm.name=flow_dppo", "algorithm.clip_range=1e-4"), "algorithm.clip_range: flow_dppo drops rows by their KL"),
+    (("algorithm.name=flow_dppo", "algorithm.clip_range_nats=1"), "set algorithm.dppo.kappa_max"),
+    (("algorithm.name=mix_grpo",), "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive"),
+    (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is defined for 'dance', got 'flow'; flow_grpo is the same loss"),
+    ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one"),
+    (("trainer.workers=3", "rollout.group_size=8"), "trainer.workers: 3 ranks do not divide rollout.group_size = 8; each group is dealt"),
+    # corrections of them
+    (("algorithm.correction.kappa_nats=0.5",), "algorithm.correction.kappa_nats: it measures the proximal policy against the behaviour"),
+    (
+        ("algorithm.correction.m2=0.04",),
+        "algorithm.correction.m2: it measures the proximal policy against the behaviour policy, and mode bypass",
+    ),
+    (
+        ("algorithm.correction.weights=importance",),
+        "algorithm.correction.weights: with mode bypass the ratio is taken to the behaviour policy",
+    ),
+    (("algorithm.correction={mode: none, k2: 1.0}",), "algorithm.correction.k2: mode none takes samples as if they were fresh"),
+    (("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",), "algorithm.correction.kappa_nats: mode interpolated estimates"),
+    (("algorithm.correction={mode: decoupled, normalise: true}",), "algorithm.correction.normalise: weights is none"),
+    (("algorithm.correction.k1=[2.0, 0.5]",), "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi"),
+    # final latents
+    (
+        ("algorithm.name=diffusion_nft",),
+        "rollout.sde: diffusion_nft trains on final latents and noises them itself, so an SDE window would be",
+    ),
+    (("algorithm.name=awm",), "rollout.sde: awm trains on final latents"),
+    (("algorithm.name=diffusion_dpo",), "rollout.sde: diffusion_dpo trains on final latents"),
+    ((*NFT, "rollout.group_size=1"), "rollout.group_size: diffusion_nft compares the samples of a prompt, so it needs at least 2, got 1"),
+    ((*NFT, "algorithm.correction.mode=decoupled"), "algorithm.correction: diffusion_nft has no ratio to the policy that made a sample"),
+    ((*AWM, "algorithm.correction.k1=[0.5, 2.0]"), "algorithm.correction: awm has no ratio to the policy that made a sample"),
+    ((*NFT, "algorithm.clip_range=1e-4"), "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it"),
+    ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it"),
+    ((*AWM, "algorithm.clip_range=1e-4"), "does not clip a ratio of denoising steps; algorithm.awm.clip_range is its own; remove it"),
+    ((*AWM, "algorithm.awm.ema_coef=1"), "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"),
+    ((*AWM, "algorithm.awm.ema_coef_end=0.3"), "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"),
+    ((*NFT, "trainer.workers=3", "rollout.group_size=8"), "trainer.workers: 3 ranks do not divide rollout.group_size = 8"),
+    # preferences
+    (
+        (*DPO, "rollout.group_size=1"),
+        "rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and 1 sample makes",
+    ),
+    ((*DPO, "algorithm.kl_coef=0.1"), "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL"),
+    (
+        (*DPO, "trainer.workers=2"),
+        "algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; set a multiple of",
+    ),
+    ((*DPO, "trainer.workers=4", "algorithm.forward.draws=6"), "set a multiple of trainer.workers = 4, got 6"),
+    ((*OFFLINE, "reward={scorers: [{name: jpeg_size}]}"), "reward.scorers: with data.preferences nothing is scored; remove them"),
+    (
+        (*OFFLINE, "validation={prompts: prompts.txt}"),
+        "validation: with data.preferences nothing is generated, so nothing can be validated",
+    ),
+    ((*OFFLINE, "data.prompts=prompts.txt"), "data.prompts: with data.preferences the prompts come from the pairs; remove it"),
+    ((*OFFLINE, "rollout.group_size=4"), "rollout.group_size: a preference pair is a group of 2, got 4"),
+    (
+        ("data={preferences: pairs.parquet}", "reward={}", "rollout.group_size=2"),
+        "data.preferences: flow_grpo learns from rewards of its own samples; preference pairs are for diffusion_dpo",
+    ),
+)
+
+RIGHT: tuple[tuple[str, ...], ...] = (
+    (),
+    ("algorithm.kl_coef=0.04", "algorithm.clip_range=1e-4", "rollout.sde.kind=cps"),
+    DANCE,
+    MIX,
+    (*MIX, "algorithm.mix.log_ratio_coef=0.1", "algorithm.kl_coef=0.1"),
+    ("algorithm.name=grpo_guard",),
+    ("algorithm.name=flow_dppo", "algorithm.correction.mode=decoupled", "rollout.sde.kind=cps"),
+    ("algorithm.name=gspo", "algorithm.correction.mode=interpolated"),
+    ("algorithm.correction={mode: decoupled, weights: tempered, kappa_nats: 0.5, m2: 0.04}",),
+    NFT,
+    (*NFT, "algorithm.kl_coef=1e-4"),
+    AWM,
+    (*AWM, "algorithm.awm={ema_coef: 1, ema_coef_end: 0.3}", "trainer.ema={}"),
+    DPO,
+    (*DPO, "rollout.group_size=8", "trainer.workers=3", "algorithm.forward.draws=6"),
+    OFFLINE,
+    (*OFFLINE, "trainer.workers=4", "algorithm.forward.draws=8"),
+)
