@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from omni_async.algorithms.correction.correct import needs_batch
 from omni_async.algorithms.forward_process import num_draws
 from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.timesteps import num_trained
 from omni_async.config import Config
-from omni_async.training.transition_rows import num_trained
 
 Streaming = Literal["as_ready", "unscaled", "collect"]
 
@@ -58,15 +57,15 @@ def plan_updates(config: Config) -> Plan:
 
 def _recomputes(config: Config) -> bool:
     """Whether the proximal policy is gone by the time some rows are trained."""
-    return config.algorithm.correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
+    return config.correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
 
 
 def _weighs(config: Config) -> bool:
     """Whether weights must be known before the first gradient: they look at all rows, or their scale must not touch the KL term."""
-    correction = config.algorithm.correction
+    correction = config.correction
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
     penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
-    return needs_batch(correction) or (rescales and penalised)
+    return correction.needs_update or (rescales and penalised)
 
 
 def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:

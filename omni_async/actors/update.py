@@ -69,12 +69,7 @@ class Update:
             extra = await self._collected()
         if self._advantage.track_prompts and not self._plan.paired:
             self._history.commit(self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage))
-        # Steps of other windows have other metrics per denoising step: each is averaged over the optimizer steps that have it.
-        values: dict[str, list[float]] = {}
-        for metrics in self._step_metrics:
-            for name, value in metrics.items():
-                values.setdefault(name, []).append(value)
-        return {name: sum(column) / len(column) for name, column in values.items()} | extra
+        return merged_metrics(self._step_metrics) | extra
 
     async def _collected(self) -> dict[str, float]:
         weights: list[list[list[float]]] | None = None
@@ -95,7 +90,7 @@ class Update:
             torch.tensor([d.log_ratio for d in drifts], dtype=torch.float64),
             torch.tensor(kappas, dtype=torch.float64) if len(kappas) == len(drifts) else None,
         )
-        correction = self._config.algorithm.correction
+        correction = self._config.correction
         corrected: Corrected = correct(drift, correction, drifts[0].num_elements)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
         size = self._plan.samples_per_group
@@ -169,3 +164,13 @@ class Update:
         with self._tracer.span("train", version=self._version, step=len(self._step_metrics)):
             metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self._ranks))
         self._step_metrics.append(metrics[0])
+
+
+def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Those of an update from those of its optimizer steps: maxima stay maxima, everything else is averaged over the steps that have it
+    (steps of other windows have other metrics per denoising step)."""
+    columns: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            columns.setdefault(name, []).append(value)
+    return {name: max(column) if name.endswith(("/max", "/absmax")) else sum(column) / len(column) for name, column in columns.items()}

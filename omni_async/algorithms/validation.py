@@ -28,7 +28,7 @@ def _transition(config: Config, objective: Objective) -> Iterator[str]:
         yield f"rollout.sde: {name} trains denoising steps that were taken with noise, and null takes none; set kind, noise_level and window"
     if config.rollout.group_size < 2:
         yield f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got {config.rollout.group_size}"
-    if "means" in objective.fields and algorithm.correction.mode == "interpolated":
+    if "means" in objective.fields and config.correction.mode == "interpolated":
         yield (
             f"algorithm.correction.mode: {name} needs the mean of the policy its ratio is taken to, and 'interpolated' estimates its log-prob "
             "alone; use bypass or decoupled"

@@ -41,13 +41,13 @@ class Correction(Section, kw_only=True, frozen=True):
     """Which policy the ratio is taken to, and what is done about the distance between that policy and the one that made the sample."""
 
     mode: Annotated[
-        Literal["none", "bypass", "decoupled", "interpolated"],
+        Literal["auto", "none", "bypass", "decoupled", "interpolated"],
         _doc(
-            "`bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times "
+            "`auto`: what served best at this `staleness.max_updates` (docs/algorithms/correction.md). `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times "
             "an importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. "
             "`none`: ratio to the proximal policy and no weight, as if samples were fresh."
         ),
-    ] = "bypass"
+    ] = "auto"
     weights: Annotated[
         Literal["none", "importance", "tempered"],
         _doc(
@@ -88,9 +88,19 @@ class Correction(Section, kw_only=True, frozen=True):
         return self.weights == "tempered" if self.normalise is None else self.normalise
 
     @property
+    def needs_update(self) -> bool:
+        """Whether a row's correction depends on the other rows of its update, so that all must be known before the first gradient."""
+        return self.weights == "tempered" or self.m2 is not None
+
+    @property
     def masks(self) -> bool:
         """Whether any rule may mask rows."""
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
+
+
+def automatic_correction(max_updates: int) -> Correction:
+    """What mode `auto` stands for at a staleness budget of `max_updates`."""
+    return Correction(mode="bypass")
 
 
 class Mix(Section, kw_only=True, frozen=True):

@@ -56,10 +56,6 @@ def _batches(c: Config) -> Iterator[str]:
         yield f"trainer.backend: 'plain' is one rank, got trainer.workers = {t.workers}; use 'fsdp2' or 'auto'"
     if c.buffer.groups < t.groups_per_update and t.streaming == "off":
         yield f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update}, which streaming: off collects first"
-    if t.streaming == "on" and t.steps_per_update > 1:
-        yield f"trainer.streaming: 'on' needs one optimizer step per update, got trainer.steps_per_update = {t.steps_per_update}; use 'auto'"
-    if t.streaming == "on" and c.algorithm.advantage.std == "global" and c.algorithm.kl_coef > 0:
-        yield "trainer.streaming: 'on' is not exact with a global std and a KL term; use 'auto' or advantage.std: group"
 
 
 def _algorithm(c: Config) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from omni_async.config.algorithm import Algorithm
+from omni_async.config.algorithm import Algorithm, Correction, automatic_correction
 from omni_async.config.section import Positive, Section
 from omni_async.config.section import doc as _doc
 
@@ -246,6 +246,12 @@ class Config(Section, kw_only=True, frozen=True):
     checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(default_factory=Checkpoint)
     tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
     placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(default_factory=Placement)
+
+    @property
+    def correction(self) -> Correction:
+        """`algorithm.correction`, with mode `auto` decided by the staleness budget."""
+        chosen = self.algorithm.correction
+        return automatic_correction(self.staleness.max_updates) if chosen.mode == "auto" else chosen
 
     @property
     def engine_names(self) -> tuple[str, ...]:

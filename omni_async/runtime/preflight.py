@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
 from omni_async.policy import PipelineFamily, find_family
@@ -45,6 +46,9 @@ def preflight(config: Config) -> RunInputs:
             raise ConfigError(problem)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    plan = plan_updates(config)
+    if config.trainer.streaming == "on" and plan.mode == "collect":
+        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
     for number, scorer in enumerate(config.reward.scorers):
         try:
             scorers.check(scorer)

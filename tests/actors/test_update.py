@@ -14,6 +14,7 @@ from update_world import FINAL_LATENTS, GROUP_STD, REWARDS, account, make_update
 
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
+from omni_async.actors.update import merged_metrics
 from omni_async.algorithms.history import RewardHistory
 from omni_async.store import LocalStore
 from omni_async.training.engine import TrainEngine
@@ -297,3 +298,8 @@ def test_preferences_leave_no_trace_in_the_history_of_rewards():
     config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "algorithm.advantage": advantage})
     run_update(config, [AccountingRank(rows=STEPS)], [make_group(i, [1.0, 0.0]) for i in range(2)], history=history)
     assert history.state() == {}
+
+
+def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
+    steps = [{"loss": 1.0, "weight/max": 2.0, "ess/step_01": 0.5}, {"loss": 3.0, "weight/max": 1.0}]
+    assert merged_metrics(steps) == {"loss": 2.0, "weight/max": 2.0, "ess/step_01": 0.5}

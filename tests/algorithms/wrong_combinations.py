@@ -28,19 +28,23 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one"),
     (("trainer.workers=3", "rollout.group_size=8"), "trainer.workers: 3 ranks do not divide rollout.group_size = 8; each group is dealt"),
     # corrections of them
-    (("algorithm.correction.kappa_nats=0.5",), "algorithm.correction.kappa_nats: it measures the proximal policy against the behaviour"),
     (
-        ("algorithm.correction.m2=0.04",),
+        ("algorithm.correction={mode: bypass, kappa_nats: 0.5}",),
+        "algorithm.correction.kappa_nats: it measures the proximal policy against the behaviour",
+    ),
+    (
+        ("algorithm.correction={mode: bypass, m2: 0.04}",),
         "algorithm.correction.m2: it measures the proximal policy against the behaviour policy, and mode bypass",
     ),
     (
-        ("algorithm.correction.weights=importance",),
+        ("algorithm.correction={mode: bypass, weights: importance}",),
         "algorithm.correction.weights: with mode bypass the ratio is taken to the behaviour policy",
     ),
     (("algorithm.correction={mode: none, k2: 1.0}",), "algorithm.correction.k2: mode none takes samples as if they were fresh"),
     (("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",), "algorithm.correction.kappa_nats: mode interpolated estimates"),
     (("algorithm.correction={mode: decoupled, normalise: true}",), "algorithm.correction.normalise: weights is none"),
-    (("algorithm.correction.k1=[2.0, 0.5]",), "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi"),
+    (("algorithm.correction.weights=importance",), "algorithm.correction.weights: mode auto decides on weights and masks itself"),
+    (("algorithm.correction={mode: bypass, k1: [2.0, 0.5]}",), "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi"),
     # final latents
     (
         ("algorithm.name=diffusion_nft",),

@@ -46,6 +46,21 @@ def test_a_checkpoint_of_another_architecture_is_refused_with_both_names(tmp_pat
     assert "is a FluxPipeline checkpoint, but model.pipeline 'qwen_image' needs a QwenImagePipeline" in message
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "trainer", "why"),
+    [
+        ({"kl_coef": 0.1}, {}, "a loss that does not scale with the advantage"),
+        ({}, {"steps_per_update": 2}, "several optimizer steps need the whole update"),
+        ({"correction": {"mode": "decoupled", "weights": "tempered"}}, {}, "the off-policy correction looks at the whole update"),
+        ({"advantage": {"track_prompts": True}}, {}, "prompts are tracked across groups"),
+    ],
+)
+def test_streaming_that_cannot_be_had_is_refused_with_the_reason(tmp_path, algorithm, trainer, why):
+    config = write_world(tmp_path, algorithm=algorithm, trainer={"streaming": "on", "groups_per_update": 2, **trainer})
+    message = refusal(config)
+    assert message.startswith("trainer.streaming: 'on' cannot be had here: ") and why in message and "'auto'" in message
+
+
 @pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json"])
 def test_a_checkpoint_folder_with_a_file_missing_is_refused(tmp_path, missing):
     config = write_world(tmp_path)

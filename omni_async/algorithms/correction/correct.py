@@ -26,7 +26,7 @@ class Corrected:
 
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
-    """The settings' weights and masks of these rows, which must be a whole update where `needs_batch` says so. Nothing in mode `none`.
+    """The settings' weights and masks of these rows, which must be a whole update where `settings.needs_update` says so. Nothing in mode `none`.
 
     Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets to 0 are masked.
     k1, k2, k3 and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
@@ -56,11 +56,6 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     for own in keep.values():
         kept = kept & own
     return Corrected(torch.where(kept, weight, 0.0), kept, {name: ~own for name, own in keep.items()}, gamma)
-
-
-def needs_batch(settings: Correction) -> bool:
-    """Whether a row's correction depends on the other rows of its update, so that all must be known before the first."""
-    return settings.weights == "tempered" or settings.m2 is not None
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:

@@ -12,6 +12,8 @@ _KS = ("k1", "k2", "k3")
 def problems(settings: Correction) -> Iterator[str]:
     """One message per combination that cannot work: the key, the reason, and what to use instead."""
     yield from _of_mode(settings)
+    if settings.mode == "auto":
+        return
     for name in ("band", "k1"):
         pair = getattr(settings, name)
         if pair is not None and pair[0] >= pair[1]:
@@ -33,7 +35,11 @@ def problems(settings: Correction) -> Iterator[str]:
 
 def _of_mode(settings: Correction) -> Iterator[str]:
     mode = settings.mode
-    if mode == "none":
+    if mode == "auto":
+        for name in settings.__struct_fields__:
+            if name != "mode" and getattr(settings, name) != getattr(Correction(), name):
+                yield _problem(name, "mode auto decides on weights and masks itself", "mode: decoupled, or mode: bypass")
+    elif mode == "none":
         if settings.weights != "none":
             yield _problem("weights", "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none")
         for name in ("kappa_nats", "m2", *_KS):

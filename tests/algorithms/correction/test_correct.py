@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.correction.correct import correct, loss_factor, needs_batch, normaliser
+from omni_async.algorithms.correction.correct import correct, loss_factor, normaliser
 from omni_async.algorithms.correction.drift import Drift, effective_sample_size
 from omni_async.algorithms.correction.masks import k1_mask, k2_mask, k3_mask, m2po_mask
 from omni_async.config.algorithm import Correction
@@ -114,7 +114,7 @@ def test_tempering_reports_its_exponent_and_looks_at_the_whole_update():
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_micro_batches_of_whole_samples_add_up_to_the_update(chosen, seed):
-    assert not needs_batch(chosen)
+    assert not chosen.needs_update
     drift = random_drift(seed, spread=1.5)
     whole = correct(drift, chosen, 4)
     totals = [0.0, 0.0]
@@ -169,7 +169,7 @@ def test_with_everything_masked_the_loss_is_zero():
     ],
 )
 def test_only_tempering_and_m2_need_the_whole_update(chosen, expected):
-    assert needs_batch(Correction(**chosen)) is expected
+    assert Correction(**chosen).needs_update is expected
 
 
 def test_impossible_settings_and_missing_kappa_are_refused():
