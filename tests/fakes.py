@@ -137,9 +137,16 @@ def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range
     return TensorDict(tensors, batch_size=[])
 
 
-def tiny_group(policy: TinyPolicy, config: Config, seed: int = 0, window: range = range(1, 3), staleness: int = 0) -> GroupBatch:
+def tiny_group(
+    policy: TinyPolicy,
+    config: Config,
+    seed: int = 0,
+    window: range = range(1, 3),
+    staleness: int = 0,
+    transformer: nn.Module | None = None,
+) -> GroupBatch:
     """A group of `rollout.group_size` samples with random advantages, every step `staleness` versions old."""
-    samples = [tiny_trajectory(policy, config, 100 * seed + i, window) for i in range(config.rollout.group_size)]
+    samples = [tiny_trajectory(policy, config, 100 * seed + i, window, transformer) for i in range(config.rollout.group_size)]
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     trained = len(window) if config.rollout.sde is not None else config.rollout.num_inference_steps
     return GroupBatch(

@@ -93,8 +93,8 @@ class TrainEngine:
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks' rows since the last step.
 
-        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` as normalised over the rows that are left. TrainingError, leaving weights as they are, if the gradient norm
-        is not finite or nothing was accumulated.
+        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser. TrainingError,
+        leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
         """
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")

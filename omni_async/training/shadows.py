@@ -30,6 +30,7 @@ class Shadows:
         self._parameters: list[Tensor] = list(parameters.values())
         self._copies: dict[str, list[Tensor]] = {}
         self._policy: list[Tensor] | None = None
+        self._in_use: str | None = None
 
     @torch.no_grad()
     def add(self, name: str) -> None:
@@ -56,7 +57,9 @@ class Shadows:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward."""
+        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward, nor inside another."""
+        if self._in_use is not None:
+            raise RuntimeError(f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost")
         self._copy_in(name)
         try:
             yield
@@ -70,6 +73,7 @@ class Shadows:
             self._policy = [torch.empty_like(p) for p in parameters]
         torch._foreach_copy_(self._policy, parameters)
         torch._foreach_copy_(parameters, _locals(self._copies[name]))
+        self._in_use = name
         forget_gathered(self._module)
 
     @torch.no_grad()
@@ -77,6 +81,7 @@ class Shadows:
         if self._policy is None:
             raise RuntimeError("no shadow is in use")
         torch._foreach_copy_(_locals(self._parameters), self._policy)
+        self._in_use = None
         forget_gathered(self._module)
 
 

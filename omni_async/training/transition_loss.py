@@ -1,6 +1,6 @@
 """Losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction, and what is logged of drift.
 
-Which policy a ratio is taken to is `algorithm.correction.mode`; `omni_async.training.proximal` says when the proximal policy needs a pass
+Which policy a ratio is taken to is `correction.mode`; `omni_async.training.proximal` says when the proximal policy needs a pass
 of its own (`assess`).
 """
 
@@ -24,7 +24,7 @@ from omni_async.training.groups import GroupBatch, check_group, micro_batches, w
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
-from omni_async.training.transition_rows import TransitionRows, build_rows, num_trained, trained_steps
+from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
 
 
@@ -39,7 +39,7 @@ class TransitionLoss:
             raise ValueError(f"rollout.sde: {algorithm.name} trains noisy steps, and null takes none")
         self._sde: Sde = rollout.sde
         self._algorithm = algorithm
-        self._correction = algorithm.correction
+        self._correction = config.correction
         self._objective = objective
         self._compute = objective.load()
         self._policy = policy
@@ -62,8 +62,8 @@ class TransitionLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         """This rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable group."""
         window = check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
-        count = num_trained(window, self._algorithm.timestep_fraction)
-        chosen = [trained_steps(seed, window, count) for seed in group.seeds]
+        chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
+        count = len(chosen[0])
         unit = count if self._whole_samples else 1
         most = len(chosen) if self._world_size == 1 else -(-self._group_size // self._world_size)
         num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))

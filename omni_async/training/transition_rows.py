@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from omni_async.algorithms.timesteps import num_trained
 from omni_async.policy import Policy
 from omni_async.training.groups import GroupBatch
 
@@ -33,13 +34,9 @@ class TransitionRows:
     places: list[tuple[int, int]]
 
 
-def num_trained(window: int, fraction: float) -> int:
-    """How many of a window's steps are trained."""
-    return max(1, int(window * fraction + 1e-9))
-
-
-def trained_steps(seed: int, window: int, count: int) -> list[int]:
-    """Which: `count` of them without replacement, a draw of the sample's own; all, in order, if that is what `count` says."""
+def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
+    """Which of a window's steps are trained: `num_trained` of them without replacement, a draw of the sample's own; or all, in order."""
+    count = num_trained(window, fraction)
     if count == window:
         return list(range(window))
     return torch.randperm(window, generator=torch.Generator().manual_seed(seed))[:count].sort().values.tolist()

@@ -38,7 +38,7 @@ def make_config() -> Callable[..., Config]:
             "data": {"prompts": "prompts.txt"},
             "rollout": {"group_size": 4, "height": 32, "width": 48, "num_inference_steps": 5},
             "reward": {"scorers": [{"name": "ocr"}]},
-            "algorithm": {"clip_range": 0.2},
+            "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
             "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
         }
         for key, value in changes.items():

@@ -44,6 +44,15 @@ def gradients(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in engine._trainable.items() if p.grad is not None}
 
 
+def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """An optimizer step: its metrics, and the gradients that the optimizer was given."""
+    seen: dict[str, Tensor] = {}
+    hook = engine._optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
+    metrics = engine.step(grad_scale)
+    hook.remove()
+    return metrics, seen
+
+
 def assert_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7) -> None:
     """Equal gradients of the same parameters. `expected` may be float64."""
     assert got.keys() == expected.keys()

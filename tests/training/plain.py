@@ -31,12 +31,13 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian, and what was recorded of it."""
+    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian (std without the step size), and what was recorded of it."""
 
     sample: int
     position: int
     log_prob: Tensor
     mean: Tensor
+    std: float
     scale: float
     recorded: float
     advantage: float
@@ -75,6 +76,7 @@ def steps_of(
                 position=k,
                 log_prob=log_prob,
                 mean=mean,
+                std=math.sqrt(g2),
                 scale=scale,
                 recorded=t["log_probs"][k].item(),
                 advantage=group.advantages[sample],

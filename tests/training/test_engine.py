@@ -14,7 +14,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, tiny_group
-from tests.training.engines import CPU, assert_gradients, gradients, nudge, started, train, weights
+from tests.training.engines import CPU, assert_gradients, gradients, nudge, started, stepped, train, weights
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
 MakeConfig = Callable[..., Config]
@@ -38,6 +38,25 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(make_config: MakeConfig, 
     for group in groups:
         engine.accumulate(group, 1 / 16)
     assert_gradients(gradients(engine), plain_gradient(engine, groups, dtype))
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_an_objective_of_samples_gets_all_their_steps(make_config: MakeConfig, size: int) -> None:
+    """GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
+    changes = {"algorithm.name": "gspo", "algorithm.clip_range": 0.005}
+    engine = started(make_config(**changes, **{"trainer.micro_batch_size": size}))
+    group = tiny_group(TinyPolicy(), engine.config)
+    nudge(engine)
+    model = model_of(engine)
+    steps = list(steps_of(model, engine.config, group))
+    losses = []
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        mean = ((first.log_prob - first.recorded) + (second.log_prob - second.recorded)) / 2
+        losses.append(surrogate(mean.exp(), first.advantage, 0.005))
+    engine.accumulate(group, 1 / 8)
+    metrics, got = stepped(engine)
+    assert_gradients(got, gradients_of(torch.stack(losses).mean(), model))
+    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-6)
 
 
 def test_the_step_is_the_optimizers(make_config: MakeConfig) -> None:

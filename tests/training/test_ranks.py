@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,35 +12,96 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 from omni_async.config.schema import Config
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
+from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack, verify
-from tests.fakes import TinyPolicy, share, tiny_group
+from tests.fakes import TinyPolicy, share, tiny_group, tiny_pair
 
 CPU = torch.device("cpu")
 MakeConfig = Callable[..., Config]
 
+# A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
+BASE = {"rollout.group_size": 5, "trainer.micro_batch_size": 2, "trainer.optimizer.name": "sgd"}
+FORWARD = {"rollout.sde": None, "algorithm.clip_range": None}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"algorithm.kl_coef": 0.05},
+    "lora": {"algorithm.kl_coef": 0.05, "model.lora": {"rank": 2, "alpha": 4.0}},
+    "decoupled": {
+        "trainer.steps_per_update": 2,
+        "algorithm.correction": {"mode": "decoupled", "weights": "importance", "normalise": True, "kappa_nats": 0.2},
+    },
+    "kept": {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 0.2}},
+    "samples": {
+        "algorithm.name": "gspo",
+        "trainer.micro_batch_size": 3,
+        "algorithm.correction": {"mode": "bypass", "k1": (math.exp(-0.9), math.exp(-0.4)), "reject_level": "sum"},
+    },
+    "share of steps": {"algorithm.timestep_fraction": 0.5, "rollout.true_cfg_scale": 2.0, "algorithm.unconditional_gradient": False},
+    "nft": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.timestep_fraction": 0.6},
+    "nft lora": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "model.lora": {"rank": 2, "alpha": 4.0}},
+    "awm": {
+        **FORWARD,
+        "algorithm.name": "awm",
+        "algorithm.awm": {"ratio": "sum_first", "off_policy": True, "ema_coef": 0.5},
+        "trainer.ema": {"every": 1},
+    },
+    "dpo": {**FORWARD, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 2.0}, "algorithm.forward": {"draws": 6}},
+}
+
+
+def other_weights() -> nn.Module:
+    """Those that made the samples, a little beside the ones that are trained."""
+    model = TinyPolicy().load_transformer(torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
+    """This rank's part of an update's groups, one per optimizer step."""
+    config, seeds = (
+        engine.config,
+        range(number * engine.config.trainer.steps_per_update, (number + 1) * engine.config.trainer.steps_per_update),
+    )
+    if config.algorithm.name == "diffusion_dpo":
+        return [tiny_pair(TinyPolicy(), config, seed) for seed in seeds]
+    whole = [tiny_group(TinyPolicy(), config, seed, staleness=1, transformer=other_weights()) for seed in seeds]
+    return [share(group, engine.rank, engine.world_size) for group in whole]
+
+
+def update(engine: TrainEngine, number: int) -> dict[str, Any]:
+    """What an update tells of this rank's samples (numbers by group and sample), and its metrics."""
+    groups = groups_of(engine, number)
+    seen: dict[str, list[list[Any]]] = {}
+    if engine.config.rollout.sde is not None:
+        seen["log_probs"] = [engine.log_probs(group).tolist() for group in groups]
+    if engine.config.trainer.steps_per_update > 1:
+        seen["drift"] = [[(*d.log_ratio, *(d.kappa or ())) for d in engine.assess(group)] for group in groups]
+    metrics = []
+    for group in groups:
+        engine.accumulate(group, 1 / 10)
+        metrics.append(engine.step(grad_scale=2.0))
+    return {"metrics": metrics, "seen": seen}
+
 
 def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint between them, an export after them; a group of 5 is 3 + 2 samples on two ranks."""
+    """Two updates, a checkpoint between them, an export after them."""
     engine.setup()
-    rank, world = engine.rank, engine.world_size
-    metrics = []
-    for seed in (0, 1):
-        group = tiny_group(TinyPolicy(), engine.config, seed)
-        mine = share(group, rank, world)
-        log_probs = engine.log_probs(mine)
-        engine.accumulate(mine, 1 / 10)
-        metrics.append(engine.step(grad_scale=2.0))
-        if seed == 0:
-            engine.save(folder / "checkpoint", {"version": 1})
+    first = update(engine, 0)
+    engine.save(folder / "checkpoint", {"version": 1})
+    second = update(engine, 1)
     out = engine.export(2)
-    assert (out is None) == (rank > 0)
+    assert (out is None) == (engine.rank > 0)
     if out is not None:
         verify(*out)
-    return {"metrics": metrics, "log_probs": log_probs, "export": out, "digest0": engine.digest0}
+    shadows = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in engine._model.shadows.tensors().items()}
+    return {"updates": [first, second], "export": out, "shadows": shadows, "digest0": engine.digest0}
 
 
 def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> None:
@@ -51,32 +113,38 @@ def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> N
     dist.destroy_process_group()
 
 
+def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-6)
+
+
 def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path) -> None:
-    base = {"rollout.group_size": 5, "trainer.micro_batch_size": 2, "algorithm.kl_coef": 0.05, "trainer.optimizer.name": "sgd"}
-    changes = {"full": {}, "lora": {"model.lora": {"rank": 2, "alpha": 4.0}}}
-    one = {name: make_config(**base, **change) for name, change in changes.items()}
-    two = {name: make_config(**base, **change, **{"trainer.workers": 2}) for name, change in changes.items()}
+    two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
     mp.spawn(worker, (2, tmp_path, two), nprocs=2, join=True)
-    for name, config in one.items():
-        alone_engine = TrainEngine(config, TinyPolicy(), rank=0, world_size=1, device=CPU)
+    for name, change in VARIANTS.items():
+        alone_engine = TrainEngine(make_config(**{**BASE, **change}), TinyPolicy(), rank=0, world_size=1, device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
         ranks = [pickle.loads((tmp_path / name / f"rank{rank}.pkl").read_bytes()) for rank in (0, 1)]
 
-        for rank in ranks:
-            for got, expected in zip(rank["metrics"], alone["metrics"], strict=True):
-                assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        dealt = torch.empty_like(alone["log_probs"])
-        dealt[0::2], dealt[1::2] = ranks[0]["log_probs"], ranks[1]["log_probs"]
-        torch.testing.assert_close(dealt, alone["log_probs"], rtol=0, atol=1e-6)
+        for number, expected in enumerate(alone["updates"]):
+            got = [rank["updates"][number] for rank in ranks]
+            for rank in got:
+                for metrics, of_one in zip(rank["metrics"], expected["metrics"], strict=True):
+                    assert metrics == pytest.approx(of_one, rel=1e-4, abs=1e-6), name
+            for what, groups in expected["seen"].items():
+                for i, rank in enumerate(got):
+                    for mine, whole in zip(rank["seen"][what], groups, strict=True):
+                        assert mine == [pytest.approx(row, abs=1e-5) for row in whole[i::2]], name
+        if "correction" in str(change):
+            assert 0 < alone["updates"][0]["metrics"][0]["masked"] < 1
         expected_weights = dict(unpack(*alone["export"]))
-        for tensor_name, tensor in unpack(*ranks[0]["export"]):
-            torch.testing.assert_close(tensor, expected_weights[tensor_name], rtol=0, atol=1e-6)
+        assert_same_tensors(dict(unpack(*ranks[0]["export"])), expected_weights)
+        for rank in ranks:
+            assert_same_tensors(rank["shadows"], alone["shadows"])
         assert ranks[0]["digest0"] == alone["digest0"]
 
         # A checkpoint of two ranks continues on one.
         assert alone_engine.load(tmp_path / name / "checkpoint") == {"version": 1}
-        group = tiny_group(TinyPolicy(), config, 1)
-        alone_engine.accumulate(group, 1 / 10)
-        alone_engine.step(grad_scale=2.0)
-        for tensor_name, tensor in unpack(*alone_engine.export(2)):
-            torch.testing.assert_close(tensor, expected_weights[tensor_name], rtol=0, atol=1e-6)
+        update(alone_engine, 1)
+        assert_same_tensors(dict(unpack(*alone_engine.export(2))), expected_weights)

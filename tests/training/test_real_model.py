@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from tensordict import TensorDict
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.training.model import whole
+from omni_async.weights.buckets import digest_tensors
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
@@ -40,7 +42,11 @@ def random_group(engine: TrainEngine) -> GroupBatch:
             },
             [],
         )
+        if engine.config.rollout.true_cfg_scale > 1:
+            conditioning["negative_prompt_embeds"] = torch.randn(2, 64, generator=generator)
+            conditioning["negative_prompt_mask"] = torch.ones(2, dtype=torch.bool)
         tensors = {
+            "final": x[0],
             "latents": torch.cat(steps),
             "log_probs": torch.zeros(2),
             "sigmas": engine.policy.sigmas(5, 32, 32),
@@ -49,6 +55,8 @@ def random_group(engine: TrainEngine) -> GroupBatch:
         }
         samples.append(TensorDict(tensors, []))
     group = GroupBatch(group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4)
+    if engine.config.rollout.sde is None:
+        return group
     for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
         sample["log_probs"] = log_probs
     return group
@@ -79,6 +87,25 @@ def test_qwen_image_trains_and_exports_diffusers_names(
     else:
         assert "transformer_blocks.0.attn.to_q.lora_A.weight" in names
         assert len(names) == 2 * 4 * 2
+
+
+@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+def test_qwen_image_trains_on_final_latents_beside_two_other_policies(make_config: MakeConfig, checkpoint: Path, backend: str) -> None:
+    options = {"trainer.backend": backend, "rollout.height": 32, "rollout.width": 32, "rollout.true_cfg_scale": 3.0, "rollout.sde": None}
+    nft = {"algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.unconditional_gradient": False}
+    engine, metrics = train_two_steps(
+        make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
+    )
+    assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
+    digests = {which: digest_tensors(shadow_tensors(engine, which)) for which in ("old", "reference")}
+    assert digests["reference"] == engine.digest0
+    assert digests["old"] == engine.export(2)[0].digest != engine.digest0
+
+
+def shadow_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in engine._model.shadows.tensors().items():
+        if name.startswith(f"{which}."):
+            yield name.removeprefix(f"{which}."), whole(tensor)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,300 @@
+"""Forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies' velocities, whole samples and
+pairs, and gradients equal to the definitions'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from omni_async.algorithms.forward_process import num_draws
+from omni_async.config.schema import Config
+from omni_async.training.engine import TrainEngine
+from omni_async.training.errors import TrainingError
+from omni_async.training.forward_rows import make_draws
+from omni_async.training.groups import GroupBatch
+from tests.fakes import TinyPolicy, tiny_group, tiny_pair
+from tests.training.engines import assert_gradients, gradients, nudge, started, stepped
+from tests.training.plain import gradients_of, guided, model_of
+
+MakeConfig = Callable[..., Config]
+ODE = {"rollout.sde": None, "algorithm.clip_range": None, "rollout.true_cfg_scale": 2.0}
+SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One noise draw of one sample: the point, and the velocity of the model in training there (with gradient)."""
+
+    sample: int
+    point: Tensor
+    final: Tensor
+    noise: Tensor
+    sigma: Tensor
+    velocity: Tensor
+    advantage: float
+
+    @property
+    def error(self) -> Tensor:
+        return self.error_of(self.velocity)
+
+    def error_of(self, velocity: Tensor) -> Tensor:
+        return (velocity - (self.noise - self.final)).square().mean()
+
+
+def draws_of(model: nn.Module, config: Config, group: GroupBatch) -> list[Draw]:
+    """Every draw of every sample, sample-major, float64."""
+    policy, a, found = TinyPolicy(), config.algorithm, []
+    for i, (t, seed) in enumerate(zip(group.trajectories, group.seeds, strict=True)):
+        drawn = make_draws(seed, tuple(t["final"].shape), t["sigmas"], a.forward, a.timestep_fraction)
+        for sigma, noise in zip(drawn.sigmas.double(), drawn.noises.double(), strict=True):
+            final = t["final"].double()
+            point = (1 - sigma) * final + sigma * noise
+            velocity = guided(model, policy, config, t, point, sigma)
+            found.append(Draw(i, point, final, noise, sigma, velocity, group.advantages[i]))
+    return found
+
+
+def shadow_of(engine: TrainEngine, which: str) -> nn.Module:
+    """Another policy of the engine's, apart from it."""
+    model = TinyPolicy().load_transformer(torch.float32)
+    prefix = f"{which}."
+    model.load_state_dict({k.removeprefix(prefix): v for k, v in engine._model.shadows.tensors().items() if k.startswith(prefix)})
+    return model.double()
+
+
+def loaded() -> nn.Module:
+    return TinyPolicy().load_transformer(torch.float64)
+
+
+def trained(engine: TrainEngine, groups: list[GroupBatch]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    a = engine.config.algorithm
+    draws = num_draws(engine.config.rollout.num_inference_steps, a.forward, a.timestep_fraction)
+    rows = sum(len(g.trajectories) for g in groups) * draws
+    for group in groups:
+        engine.accumulate(group, 1 / rows)
+    return stepped(engine)
+
+
+def plain(engine: TrainEngine, groups: list[GroupBatch], others: dict[str, nn.Module], loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Gradient of the mean over all draws of `loss(draw, **velocities of the other models there)`."""
+    model = model_of(engine)
+    losses = []
+    for group in groups:
+        with torch.no_grad():
+            there = {name: [d.velocity for d in draws_of(other, engine.config, group)] for name, other in others.items()}
+        for i, draw in enumerate(draws_of(model, engine.config, group)):
+            losses.append(loss(draw, **{name: velocities[i] for name, velocities in there.items()}))
+    return gradients_of(torch.stack(losses).mean(), model)
+
+
+def moved(make_config: MakeConfig, name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
+    """An engine away from the weights that were loaded, and two groups."""
+    engine = started(make_config(**ODE, **{"algorithm.name": name, **changes}))
+    make = tiny_pair if name == "diffusion_dpo" else tiny_group
+    groups = [make(TinyPolicy(), engine.config, seed) for seed in (0, 1)]
+    nudge(engine, size=0.05)
+    return engine, groups
+
+
+# ---- draws ------------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(final, noise, sigma) of every row, in the order of training."""
+    batches = [rows for rows, counts in engine._loss.batches(group) if counts]
+    return [row for rows in batches for row in zip(rows.final, rows.noise, rows.sigma, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
+def test_draws_depend_on_the_samples_seed_alone(make_config: MakeConfig, name: str) -> None:
+    seen = []
+    for size in (1, 4, 100):
+        engine, groups = moved(make_config, name, **{"trainer.micro_batch_size": size, "algorithm.timestep_fraction": 0.6})
+        group = replace(groups[0], seeds=[5, 12, 2**62 + 6, 2**63 - 1])
+        seen.append(rows_of(engine, group))
+        assert len(seen[-1]) == 4 * 3
+        alone = replace(
+            group, trajectories=group.trajectories[2:3], advantages=[0.0], seeds=group.seeds[2:3], staleness=group.staleness[2:3]
+        )
+        for got, expected in zip(rows_of(engine, alone), seen[-1][6:9], strict=True):
+            assert all(map(torch.equal, got, expected))
+    for other in seen[1:]:
+        assert all(torch.equal(a, b) for got, expected in zip(other, seen[0], strict=True) for a, b in zip(got, expected, strict=True))
+    assert len({tuple(noise.flatten().tolist()) for _, noise, _ in seen[0]}) == 12
+    for sample, t in enumerate(group.trajectories):
+        rows = seen[0][3 * sample : 3 * sample + 3]
+        assert all(torch.equal(final, t["final"]) for final, _, _ in rows)
+        sigmas = [round(sigma.item(), 6) for _, _, sigma in rows]
+        assert len(set(sigmas)) == 3
+        assert set(sigmas) <= set(SCHEDULE)
+
+
+def test_micro_batches_hold_whole_samples_where_the_objective_wants_them(make_config: MakeConfig) -> None:
+    engine, groups = moved(make_config, "awm", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
+    assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [6, 6]
+    engine, groups = moved(make_config, "diffusion_nft", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
+    assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [7, 5]
+
+
+def test_a_pair_shares_noise_and_sigma_in_alternating_rows(make_config: MakeConfig) -> None:
+    for size, cuts in ((1, [2] * 5), (5, [4, 4, 2]), (100, [10])):
+        engine, groups = moved(make_config, "diffusion_dpo", **{"trainer.micro_batch_size": size})
+        assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == cuts
+        rows = rows_of(engine, groups[0])
+        assert sorted(round(sigma.item(), 6) for _, _, sigma in rows[::2]) == sorted(SCHEDULE)
+        for winner, loser in zip(rows[::2], rows[1::2], strict=True):
+            assert torch.equal(winner[0], groups[0].trajectories[0]["final"])
+            assert torch.equal(loser[0], groups[0].trajectories[1]["final"])
+            assert torch.equal(winner[1], loser[1])
+            assert torch.equal(winner[2], loser[2])
+
+
+def test_a_group_that_is_no_pair_is_refused(make_config: MakeConfig) -> None:
+    engine, _ = moved(make_config, "diffusion_dpo")
+    with pytest.raises(ValueError, match="diffusion_dpo trains on pairs, got 4 samples"):
+        engine.accumulate(tiny_group(TinyPolicy(), engine.config), 1.0)
+    assert gradients(engine) == {}
+
+
+def test_samples_without_their_end_are_refused(make_config: MakeConfig) -> None:
+    engine, groups = moved(make_config, "diffusion_nft")
+    del groups[0].trajectories[3]["final"]
+    with pytest.raises(ValueError, match=r"trajectory 3 of 4: the fields \['final'\] are missing"):
+        engine.accumulate(groups[0], 1.0)
+
+
+def test_samples_that_no_policy_made_are_fresh_and_the_oldest_step_counts(make_config: MakeConfig) -> None:
+    engine, groups = moved(make_config, "diffusion_nft")
+    engine.accumulate(replace(groups[0], staleness=[[], [2, 1, 1, 1, 0], [0] * 5, []]), 1 / 20)
+    metrics = engine.step()
+    assert (metrics["row_staleness/mean"], metrics["row_staleness/max"]) == (0.5, 2)
+
+
+def test_there_is_no_behaviour_policy_to_compare_with(make_config: MakeConfig) -> None:
+    engine, groups = moved(make_config, "awm")
+    with pytest.raises(TrainingError, match="awm has no behaviour policy to be assessed against"):
+        engine.assess(groups[0])
+    with pytest.raises(TrainingError, match="awm trains no steps that have a log-prob"):
+        engine.log_probs(groups[0])
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.3])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_diffusion_nft_is_its_definition(make_config: MakeConfig, beta: float, kl_coef: float) -> None:
+    changes = {"algorithm.nft": {"beta": beta}, "algorithm.kl_coef": kl_coef, "algorithm.timestep_fraction": 0.6}
+    engine, groups = moved(make_config, "diffusion_nft", **changes, **{"trainer.micro_batch_size": 5})
+
+    def loss(d: Draw, old: Tensor, reference: Tensor) -> Tensor:
+        r = min(max(min(max(d.advantage, -5.0), 5.0) / 10 + 0.5, 0.0), 1.0)
+        total = kl_coef * (d.velocity - reference).square().mean()
+        for share, v in ((r, beta * d.velocity + (1 - beta) * old), (1 - r, (1 + beta) * old - beta * d.velocity)):
+            off = d.point - d.sigma * v - d.final
+            total = total + 5.0 * share * off.square().mean() / max(off.detach().abs().mean().item(), 1e-5) / beta
+        return total
+
+    expected = plain(engine, groups, {"old": loaded(), "reference": loaded()}, loss)
+    metrics, got = trained(engine, groups)
+    assert_gradients(got, expected, atol=2e-6)
+    assert metrics["old_deviation"] > 1e-4
+    assert ("kl_ref" in metrics) == (kl_coef > 0)
+
+
+@pytest.mark.parametrize("ratio", ["exp_first", "sum_first"])
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_awm_is_its_definition(make_config: MakeConfig, ratio: str, off_policy: bool) -> None:
+    awm = {"ratio": ratio, "off_policy": off_policy, "ema_coef": 0.7, "clip_range": 0.02}
+    changes = {"algorithm.awm": awm, "algorithm.kl_coef": 0.2, "algorithm.timestep_fraction": 0.6, "trainer.ema": {"every": 1}}
+    engine, groups = moved(make_config, "awm", **changes, **{"trainer.micro_batch_size": 5})
+
+    def p(d: Draw, velocity: Tensor) -> Tensor:
+        return -((d.error_of(velocity) + 1e-10) ** 0.25 - 1e-10**0.25) * d.sigma / 0.25
+
+    model, losses, clipped = model_of(engine), [], 0
+    for group in groups:
+        draws = draws_of(model, engine.config, group)
+        start = [d.velocity.detach() for d in draws_of(loaded(), engine.config, group)]  # old, reference and average alike
+        for i in range(0, 12, 3):
+            logs = [p(d, d.velocity) for d in draws[i : i + 3]]
+            olds = [p(d, v).detach() for d, v in zip(draws[i : i + 3], start[i : i + 3], strict=True)] if off_policy else []
+            ratios = [a - b for a, b in zip(logs, olds or [x.detach() for x in logs], strict=True)]
+            if ratio == "sum_first":
+                ratios = [torch.stack(ratios).mean()] * 3
+            for d, v, log_ratio in zip(draws[i : i + 3], start[i : i + 3], ratios, strict=True):
+                advantage = min(max(d.advantage, -5.0), 5.0) / 5
+                rho = log_ratio.exp()
+                clipped += bool((rho - 1).abs() > 0.02)
+                surrogate = torch.maximum(-advantage * rho, -advantage * rho.clamp(0.98, 1.02))
+                losses.append(surrogate + 0.9 * (d.velocity - v).square().mean())
+    metrics, got = trained(engine, groups)
+    assert_gradients(got, gradients_of(torch.stack(losses).mean(), model), atol=1e-6)
+    assert metrics["clip_fraction"] == clipped / 24
+    assert (0 < clipped < 24) == off_policy
+
+
+def test_the_pull_to_the_average_changes_over_the_run(make_config: MakeConfig) -> None:
+    changes = {"algorithm.awm": {"ema_coef": 1.0, "ema_coef_end": 0.3}, "trainer.ema": {"every": 1}, "trainer.updates": 2}
+    engine, groups = moved(make_config, "awm", **changes, **{"trainer.steps_per_update": 2})
+    for coef in (1.0, 1.0, 0.65, 0.65, 0.3):
+
+        def loss(d: Draw, ema: Tensor, coef: float = coef) -> Tensor:
+            log = -((d.error + 1e-10) ** 0.25) * d.sigma / 0.25
+            return -d.advantage / 5 * log + coef * (d.velocity - ema).square().mean()
+
+        expected = plain(engine, groups, {"ema": shadow_of(engine, "ema")}, loss)
+        assert_gradients(trained(engine, groups)[1], expected, atol=1e-6)
+
+
+def dpo(draws: list[Draw], reference: list[Draw]) -> tuple[list[Tensor], list[float]]:
+    """Losses and margins of a pair's four draws, beta / 2 = 10."""
+    losses, margins = [], []
+    for k in range(4):
+        d = (draws[k].error - reference[k].error.item()) - (draws[4 + k].error - reference[4 + k].error.item())
+        margins.append(-10 * d.item())
+        losses.append(torch.log1p(torch.exp(10 * d)))
+    return losses, margins
+
+
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_diffusion_dpo_is_its_definition(make_config: MakeConfig, size: int) -> None:
+    changes = {"algorithm.dpo": {"beta": 20.0}, "algorithm.forward": {"draws": 4}, "trainer.micro_batch_size": size}
+    engine, groups = moved(make_config, "diffusion_dpo", **changes)
+    model = model_of(engine)
+    pairs = [dpo(draws_of(model, engine.config, g), draws_of(loaded(), engine.config, g)) for g in groups]
+    losses, margins = [x for pair, _ in pairs for x in pair], [x for _, pair in pairs for x in pair]
+    metrics, got = trained(engine, groups)
+    assert_gradients(got, gradients_of(torch.stack(losses).mean(), model), atol=2e-6)
+    assert metrics["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert metrics["margin"] == pytest.approx(sum(margins) / 8, rel=1e-4)
+    assert metrics["accuracy"] == sum(m > 0 for m in margins) / 8
+
+
+def test_under_lora_the_reference_is_the_model_without_adapters(make_config: MakeConfig) -> None:
+    """The chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged weight."""
+    changes = {"algorithm.dpo": {"beta": 20.0}, "algorithm.forward": {"draws": 4}, "model.lora": {"rank": 2, "alpha": 4.0}}
+    engine, groups = moved(make_config, "diffusion_dpo", **changes)
+    adapters = {name: p.detach().double() for name, p in engine._trainable.items()}
+    halves = {
+        name.replace(".lora_A", ""): (p, adapters[name.replace("lora_A", "lora_B")]) for name, p in adapters.items() if "lora_A" in name
+    }
+    model = loaded()
+    with torch.no_grad():
+        for name, (down, up) in halves.items():
+            model.get_parameter(name).add_(2.0 * up @ down)
+    pairs = [dpo(draws_of(model, engine.config, g), draws_of(loaded(), engine.config, g))[0] for g in groups]
+    whole = gradients_of(torch.stack([x for pair in pairs for x in pair]).mean(), model)
+    expected = {}
+    for name, (down, up) in halves.items():
+        stem = name.removesuffix(".weight")
+        expected[f"{stem}.lora_A.weight"] = 2.0 * up.T @ whole[name]
+        expected[f"{stem}.lora_B.weight"] = 2.0 * whole[name] @ down.T
+    metrics, got = trained(engine, groups)
+    assert_gradients(got, expected, atol=2e-6)
+    assert abs(metrics["margin"]) > 1e-4

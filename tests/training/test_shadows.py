@@ -1,0 +1,310 @@
+"""Reference, old policy and moving average: what they compute, how they follow, what is published and kept of them, and that the policy in
+training does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+
+from omni_async.config.schema import Config
+from omni_async.training.engine import TrainEngine
+from omni_async.training.errors import TrainingError
+from omni_async.training.model import whole
+from omni_async.weights.buckets import digest_tensors, unpack, verify
+from tests.fakes import TinyPolicy, tiny_group
+from tests.training.engines import started
+
+MakeConfig = Callable[..., Config]
+LORA = {"rank": 2, "alpha": 4.0}
+NFT = {"algorithm.name": "diffusion_nft", "rollout.sde": None, "algorithm.clip_range": None}
+
+backends = pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+loras = pytest.mark.parametrize("lora", [None, LORA])
+
+
+def update(engine: TrainEngine, seed: int) -> dict[str, float]:
+    engine.accumulate(tiny_group(TinyPolicy(), engine.config, seed), 1 / 20)
+    return engine.step()
+
+
+def policy(engine: TrainEngine) -> dict[str, Tensor]:
+    return {name: whole(p).clone() for name, p in engine._trainable.items()}
+
+
+def shadow(engine: TrainEngine, which: str) -> dict[str, Tensor]:
+    found = {name: whole(t).clone() for name, t in engine._model.shadows.tensors().items() if name.startswith(f"{which}.")}
+    return {name.removeprefix(f"{which}."): t for name, t in found.items()}
+
+
+def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
+    """Of the policy in training or another one, at two fixed points."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [t["conditioning"] for t in tiny_group(TinyPolicy(), engine.config).trajectories[:2]]
+    at = (torch.randn(2, 6, 4, generator=generator), torch.tensor([0.3, 0.9]), TinyPolicy().stack_conditioning(samples))
+    with torch.no_grad():
+        return engine._model.velocity(*at) if which is None else engine._model.shadow_velocity(which, *at)
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name].double(), tensor.double(), rtol=0, atol=atol)
+
+
+def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: decay * tensor.double() + (1 - decay) * new[name].double() for name, tensor in old.items()}
+
+
+# ---- what they compute ------------------------------------------------------------------------------------------------------------
+
+
+@backends
+@loras
+def test_the_reference_stays_the_model_as_loaded(make_config: MakeConfig, backend: str, lora: dict[str, float] | None) -> None:
+    engine = started(make_config(**{"algorithm.kl_coef": 0.1, "trainer.backend": backend, "model.lora": lora}))
+    loaded, before = policy(engine), velocity(engine)
+    for seed in (0, 1):
+        update(engine, seed)
+    assert (velocity(engine) - before).abs().max() > 1e-2
+    assert torch.equal(velocity(engine, "reference"), before)
+    assert_same(shadow(engine, "reference"), loaded if lora is None else {})
+
+
+@backends
+def test_a_shadow_under_lora_holds_adapters_alone(make_config: MakeConfig, backend: str) -> None:
+    changes = {"trainer.backend": backend, "model.lora": LORA, "algorithm.kl_coef": 0.1, "trainer.ema": {"every": 1}}
+    engine = started(make_config(**NFT, **changes))
+    assert {name.split(".")[0] for name in engine._model.shadows.tensors()} == {"ema", "old"}
+    assert all(".lora_" in name for name in engine._model.shadows.tensors())
+    before = velocity(engine)
+    update(engine, 0)
+    assert (velocity(engine, "old") - velocity(engine)).abs().max() > 0
+    assert torch.equal(velocity(engine, "reference"), before)
+
+
+def test_there_are_only_the_shadows_that_somebody_asked_for(make_config: MakeConfig) -> None:
+    engine = started(make_config())
+    assert engine._model.shadows.tensors() == {}
+    with pytest.raises(TrainingError, match="there is no old policy: the objective did not ask for one"):
+        velocity(engine, "old")
+
+
+# ---- how they follow --------------------------------------------------------------------------------------------------------------
+
+
+@backends
+@loras
+def test_the_old_policy_follows_once_an_update_by_the_updates_number(
+    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
+) -> None:
+    changes = {"trainer.backend": backend, "model.lora": lora, "trainer.steps_per_update": 2, "trainer.optimizer.lr": 0.1}
+    engine = started(make_config(**NFT, **changes))
+    expected = policy(engine)
+    for number in (1, 2, 3):
+        update(engine, number)
+        assert_same(shadow(engine, "old"), expected, atol=1e-6)
+        update(engine, number + 10)
+        previous, expected = expected, mixed(0.001 * number, expected, policy(engine))
+        assert_same(shadow(engine, "old"), expected, atol=1e-6)
+    # The decay of optimizer steps instead of updates would be told apart.
+    wrong = mixed(0.006, previous, policy(engine))
+    assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
+
+
+@pytest.mark.parametrize(("decay", "exactly"), [("none", True), ("late", True), ("slow", False)])
+def test_the_other_schedules_start_as_the_policy_itself(make_config: MakeConfig, decay: str, exactly: bool) -> None:
+    engine = started(make_config(**NFT, **{"algorithm.nft": {"decay": decay}}))
+    for seed in (0, 1):
+        update(engine, seed)
+    same = all(torch.equal(shadow(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
+    assert same == exactly
+    assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
+
+
+@pytest.mark.parametrize(("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})])
+def test_the_moving_average_follows_every_so_many_steps(make_config: MakeConfig, warmup: str, decays: dict[int, float]) -> None:
+    changes = {"trainer.ema": {"decay": 0.3, "warmup": warmup, "every": 2}, "trainer.optimizer.lr": 0.1}
+    engine = started(make_config(**changes))
+    expected = policy(engine)
+    for taken in range(1, 7):
+        update(engine, taken)
+        if taken in decays:
+            expected = mixed(decays[taken], expected, policy(engine))
+        assert_same(shadow(engine, "ema"), expected, atol=1e-6)
+
+
+# ---- the policy does not notice ---------------------------------------------------------------------------------------------------
+
+
+@backends
+@loras
+def test_using_a_shadow_changes_neither_weights_nor_gradients(make_config: MakeConfig, backend: str, lora: dict[str, float] | None) -> None:
+    config = make_config(**NFT, **{"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 3}})
+    engine, quiet = started(config), started(config)
+    groups = [tiny_group(TinyPolicy(), config, seed) for seed in (1, 2)]
+    for e in (engine, quiet):
+        update(e, 0)
+        e.accumulate(groups[0], 1 / 20)
+    before, at = policy(engine), velocity(engine)
+    for which in ("old", "ema"):
+        assert not torch.equal(velocity(engine, which), at)
+    engine.export(1)
+    averaged = velocity(engine, "ema")
+    with pytest.raises(RuntimeError, match="'old' cannot be used inside 'ema'"), engine._model.shadows.using("ema"):
+        assert torch.equal(velocity(engine), averaged)
+        velocity(engine, "old")
+    assert_same(policy(engine), before)
+    assert torch.equal(velocity(engine), at)
+    for e in (engine, quiet):
+        e.accumulate(groups[1], 1 / 20)
+    got, expected = ({name: whole(p.grad) for name, p in e._trainable.items() if p.grad is not None} for e in (engine, quiet))
+    assert_same(got, expected)
+    assert engine.step() == quiet.step()
+    assert_same(policy(engine), policy(quiet))
+
+
+@pytest.mark.parametrize("after", ["load", "step"])
+def test_sharded_parameters_are_gathered_anew_once_they_changed(make_config: MakeConfig, tmp_path: Path, after: str) -> None:
+    config = make_config(**{"trainer.backend": "fsdp2"})
+    group = tiny_group(TinyPolicy(), config)
+    other, engine = started(config), started(config)
+    other.accumulate(group, 1 / 8)
+    other.step()
+    other.save(tmp_path / "c", {})
+    if after == "step":
+        engine.accumulate(group, 1 / 8)
+    before = engine.log_probs(group)  # leaves parameters gathered
+    if after == "step":
+        engine.step()
+    else:
+        engine.load(tmp_path / "c")
+    assert torch.equal(engine.log_probs(group), other.log_probs(group))
+    assert not torch.equal(engine.log_probs(group), before)
+
+
+# ---- what is published and kept ---------------------------------------------------------------------------------------------------
+
+
+@backends
+@pytest.mark.parametrize("decay", ["slow", "none"])
+@pytest.mark.parametrize("payload", ["full", "lora"])
+def test_the_old_policy_is_what_is_published(make_config: MakeConfig, backend: str, decay: str, payload: str) -> None:
+    changes = {"trainer.backend": backend, "weights.payload": payload, "model.lora": LORA if payload == "lora" else None}
+    engine = started(make_config(**NFT, **changes, **{"algorithm.nft": {"decay": decay}}))
+    at_start = engine.export(0)  # nothing was computed yet
+    assert at_start is not None
+    assert at_start[0].digest == (engine.digest0 if payload == "full" else digest_tensors(policy(engine).items()))
+    update(engine, 0)
+    exported = engine.export(1)
+    assert exported is not None
+    verify(*exported)
+    assert_same(dict(unpack(*exported)), shadow(engine, "old"))
+    assert (exported[0].digest == digest_tensors(policy(engine).items())) == (decay == "none")
+    assert exported[0].digest != at_start[0].digest
+
+
+@backends
+def test_a_full_payload_has_the_old_policys_adapters_merged(make_config: MakeConfig, backend: str) -> None:
+    engine = started(make_config(**NFT, **{"trainer.backend": backend, "model.lora": LORA}))
+    for seed in (0, 1):
+        update(engine, seed)
+    expected = dict(TinyPolicy().load_transformer(torch.float32).named_parameters())
+    for name, down in shadow(engine, "old").items():
+        if "lora_A" in name:
+            up = shadow(engine, "old")[name.replace("lora_A", "lora_B")]
+            expected[name.replace(".lora_A", "")] = expected[name.replace(".lora_A", "")] + 2.0 * up @ down
+    exported = engine.export(2)
+    assert exported is not None
+    assert_same(dict(unpack(*exported)), {name: p.detach() for name, p in expected.items()}, atol=1e-7)
+
+
+@backends
+@loras
+def test_resuming_continues_shadows_bit_for_bit(
+    make_config: MakeConfig, tmp_path: Path, backend: str, lora: dict[str, float] | None
+) -> None:
+    changes = {"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 2}, "algorithm.kl_coef": 0.1}
+    config = make_config(**NFT, **changes)
+    engine = started(config)
+    for seed in (0, 1, 2):
+        update(engine, seed)
+    engine.save(tmp_path / "c", {"version": 3})
+    stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    kinds = {name.split(".")[1] for name in stored if name.startswith("shadow.")}
+    assert kinds == ({"old", "ema", "reference"} if lora is None else {"old", "ema"})
+    expected = [update(engine, seed) for seed in (5, 6)]
+
+    resumed = started(config)
+    update(resumed, 9)
+    assert resumed.load(tmp_path / "c") == {"version": 3}
+    assert [update(resumed, seed) for seed in (5, 6)] == expected
+    for which in ("old", "ema", "reference"):
+        assert_same(shadow(resumed, which), shadow(engine, which))
+        if which != "ema":
+            assert torch.equal(velocity(resumed, which), velocity(engine, which))
+    published = [e.export(5) for e in (resumed, engine)]
+    assert published[0] is not None
+    assert published[1] is not None
+    assert published[0][0].digest == published[1][0].digest
+
+
+def test_a_resumed_run_knows_how_far_it_is(make_config: MakeConfig, tmp_path: Path) -> None:
+    changes = {"algorithm.name": "awm", "rollout.sde": None, "trainer.updates": 4, "trainer.steps_per_update": 2}
+    engine = started(make_config(**changes))
+    seen = []
+    for seed in range(10):
+        update(engine, seed)
+        seen.append(engine._loss.progress)
+        if seed == 5:
+            engine.save(tmp_path / "c", {})
+    assert seen == [0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1, 1, 1]
+    resumed = started(engine.config)
+    resumed.load(tmp_path / "c")
+    assert resumed._loss.progress == 0.75
+
+
+def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(**{"algorithm.correction": {"mode": "decoupled"}, "trainer.steps_per_update": 2})
+    engine, group = started(config), tiny_group(TinyPolicy(), config)
+    engine.save(tmp_path / "c", {})
+    engine.assess(group)
+    engine.accumulate(group, 1 / 8)
+    engine.step()
+    engine.accumulate(group, 1 / 8)
+    assert engine.step()["ratio_deviation"] > 1e-3
+    engine.assess(group)
+    engine.accumulate(group, 1 / 8)
+    engine.step()
+    engine.load(tmp_path / "c")
+    fresh = started(config)
+    for e in (engine, fresh):
+        e.assess(group)
+        e.accumulate(group, 1 / 8)
+    assert engine.step() == fresh.step()
+
+
+@pytest.mark.parametrize(
+    ("saved", "opened", "example"),
+    [
+        (NFT, {}, "shadow.old."),
+        ({}, NFT, "shadow.old."),
+        ({"algorithm.kl_coef": 0.1}, {}, "shadow.reference."),
+        ({}, {"trainer.ema": {"every": 1}}, "shadow.ema."),
+    ],
+)
+def test_a_checkpoint_with_other_shadows_is_refused(
+    make_config: MakeConfig, tmp_path: Path, saved: dict[str, Any], opened: dict[str, Any], example: str
+) -> None:
+    started(make_config(**saved)).save(tmp_path / "c", {})
+    engine = started(make_config(**opened))
+    before = policy(engine)
+    message = rf"is of another model, LoRA setting, algorithm or trainer\.ema: '{example}.*' is in only one of the two"
+    with pytest.raises(TrainingError, match=message):
+        engine.load(tmp_path / "c")
+    assert_same(policy(engine), before)
