@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omni_async.algorithms.timesteps import num_trained
 from omni_async.config.algorithm import Forward
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: flo
     choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")
     if choices == 0:
         raise ValueError("forward.sigmas: schedule_wo_first leaves nothing of a schedule of 1 step")
-    return forward.draws or max(1, int(choices * timestep_fraction))
+    return forward.draws or num_trained(choices, timestep_fraction)
 
 
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:

@@ -34,6 +34,7 @@ from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel, whole
 from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, gradients, learning_rate, set_learning_rate
+from omni_async.training.row_loss import RowLoss
 from omni_async.training.shadows import forget_gathered
 from omni_async.training.transition_loss import TransitionLoss
 from omni_async.types import SampleDrift, WeightManifest
@@ -71,23 +72,20 @@ class TrainEngine:
         self._trainable = self._model.trainable
         self._optimizer = build_optimizer(self.config.trainer.optimizer, self._trainable.values())
         kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
-        self._loss = kind(self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size)
+        # The two have rows of their own kinds, which only they look into.
+        self._loss: RowLoss[Any] = kind(self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size)
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an unusable group,
         before any gradient is touched."""
-        # The two losses have rows of their own kinds, which only they look into.
-        loss: Any = self._loss
-        for rows, counts in loss.batches(group):
+        for rows, counts in self._loss.batches(group):
             # FSDP2 averages gradients over ranks, where the definition of row_weight wants their sum.
             weight = row_weight * self.world_size if counts else 0.0
-            torch.autograd.backward(loss.losses(group, rows, counts).sum() * weight)
+            torch.autograd.backward(self._loss.losses(group, rows, counts).sum() * weight)
         self._has_rows = True
 
     def assess(self, group: GroupBatch) -> list[SampleDrift]:
         """The proximal pass of decoupled corrections over this rank's samples; `accumulate` uses it until the update's last step."""
-        if isinstance(self._loss, ForwardLoss):
-            raise TrainingError(f"{self._objective.name} has no behaviour policy to be assessed against")
         return self._loss.assess(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
@@ -121,8 +119,6 @@ class TrainEngine:
 
     def _normalise(self) -> float:
         """What weights and masks that were made row by row still need: division by what is left of all ranks' rows."""
-        if isinstance(self._loss, ForwardLoss):
-            return 1.0
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(sums)
@@ -137,25 +133,25 @@ class TrainEngine:
         update, step = divmod(self.optimizer_steps, per_update)
         if step == 0 and "old" in shadows:
             shadows.follow("old", self._objective.old_decay(self.config.algorithm, update))
-        if isinstance(self._loss, ForwardLoss):
-            self._loss.progress = min(1.0, update / self.config.trainer.updates)
-        elif step == 0:
-            self._loss.end_update()
+        if step == 0:
+            self._loss.end_update(self._progress)
         else:
             self._loss.end_step()
+
+    @property
+    def _progress(self) -> float:
+        """The share of the run's updates that is done."""
+        return min(1.0, self.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
 
     def discard(self) -> None:
         """Forgets everything accumulated since the last step, gradients and metrics."""
         self._optimizer.zero_grad(set_to_none=True)
         self._metrics.clear()
-        if isinstance(self._loss, TransitionLoss):
-            self._loss.gradient_normaliser()
+        self._loss.gradient_normaliser()
         self._has_rows = False
 
     def log_probs(self, group: GroupBatch) -> Tensor:
         """(samples, trained steps) float32 on the CPU: log-probs of this rank's samples under the current weights."""
-        if isinstance(self._loss, ForwardLoss):
-            raise TrainingError(f"{self._objective.name} trains no steps that have a log-prob")
         return self._loss.log_probs(group)
 
     @torch.no_grad()
@@ -201,8 +197,5 @@ class TrainEngine:
         state = checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
         forget_gathered(self._model.transformer)
         self.optimizer_steps = state.optimizer_steps
-        if isinstance(self._loss, ForwardLoss):
-            self._loss.progress = min(1.0, state.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
-        else:
-            self._loss.end_update()
+        self._loss.end_update(self._progress)
         return state.extra

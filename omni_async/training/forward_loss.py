@@ -14,16 +14,18 @@ from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.registry import Objective, Shadow
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
+from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
 from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel
+from omni_async.types import SampleDrift
 
 _INPUT_OF: dict[Shadow, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
 
 
 class ForwardLoss:
-    """See `omni_async.training.engine` for who calls what. `progress` is the share of the run's updates that is done."""
+    """See `omni_async.training.row_loss`."""
 
     def __init__(
         self, config: Config, objective: Objective, policy: Policy, model: TrainedModel, metrics: Metrics, rank: int, world_size: int
@@ -43,7 +45,7 @@ class ForwardLoss:
         self._shadows = sorted(objective.shadows(algorithm))
         self._paired = objective.unit == "pair"
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
-        self.progress = 0.0
+        self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
         """This rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its share of the draws, of
@@ -64,7 +66,6 @@ class ForwardLoss:
             yield build_rows(group, draws, indices, self._paired, self._policy, self._model.device), counts
 
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
-        """(R,) with gradient; records metrics of rows that count."""
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {_INPUT_OF[shadow]: self._model.shadow_velocity(shadow, x, rows.sigma, rows.conditioning) for shadow in self._shadows}
         inputs = ForwardInputs(
@@ -74,7 +75,7 @@ class ForwardLoss:
             sigma=rows.sigma,
             advantage=rows.advantage,
             draws=self._num_draws if self._objective.unit == "sample" else 1,
-            progress=self.progress,
+            progress=self._progress,
             **others,
         )
         output = self._compute(inputs, self._algorithm)
@@ -83,3 +84,18 @@ class ForwardLoss:
             self._metrics.record("row_staleness/max", rows.staleness.double(), "max")
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
         return output.loss
+
+    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+        raise TrainingError(f"{self._objective.name} has no ratio to the policy that made a sample, so there is nothing to assess")
+
+    def log_probs(self, group: GroupBatch) -> Tensor:
+        raise TrainingError(f"{self._objective.name} trains no steps that have a log-prob")
+
+    def gradient_normaliser(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def end_step(self) -> None:
+        """Nothing here depends on which step of an update it is."""
+
+    def end_update(self, progress: float) -> None:
+        self._progress = progress

@@ -71,7 +71,6 @@ class TransitionLoss:
             yield build_rows(group, chosen, indices, self._policy, self._model.device), counts
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
-        """(R,) with gradient; records metrics of rows that count."""
         reference = None
         if "reference" in self._objective.shadows(self._algorithm):
             velocity = self._model.shadow_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
@@ -138,7 +137,7 @@ class TransitionLoss:
     def end_step(self) -> None:
         self._first_step = False
 
-    def end_update(self) -> None:
+    def end_update(self, progress: float) -> None:
         """The update is over: its proximal policy is no longer of use."""
         self._passes.clear()
         self._first_step = True

@@ -260,13 +260,13 @@ def test_a_resumed_run_knows_how_far_it_is(make_config: MakeConfig, tmp_path: Pa
     seen = []
     for seed in range(10):
         update(engine, seed)
-        seen.append(engine._loss.progress)
+        seen.append(engine._loss._progress)
         if seed == 5:
             engine.save(tmp_path / "c", {})
     assert seen == [0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1, 1, 1]
     resumed = started(engine.config)
     resumed.load(tmp_path / "c")
-    assert resumed._loss.progress == 0.75
+    assert resumed._loss._progress == 0.75
 
 
 def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, tmp_path: Path) -> None:
