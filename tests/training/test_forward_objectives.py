@@ -177,7 +177,7 @@ def test_samples_that_no_policy_made_are_fresh_and_the_oldest_step_counts(make_c
 
 def test_there_is_no_behaviour_policy_to_compare_with(make_config: MakeConfig) -> None:
     engine, groups = moved(make_config, "awm")
-    with pytest.raises(TrainingError, match="awm has no behaviour policy to be assessed against"):
+    with pytest.raises(TrainingError, match="awm has no ratio to the policy that made a sample"):
         engine.assess(groups[0])
     with pytest.raises(TrainingError, match="awm trains no steps that have a log-prob"):
         engine.log_probs(groups[0])
