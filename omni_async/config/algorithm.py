@@ -43,7 +43,7 @@ class Correction(Section, kw_only=True, frozen=True):
     mode: Annotated[
         Literal["auto", "none", "bypass", "decoupled", "interpolated"],
         _doc(
-            "`auto`: what served best at this `staleness.max_updates` (docs/algorithms/correction.md). `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times "
+            "`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at this staleness.max_updates. `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times "
             "an importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. "
             "`none`: ratio to the proximal policy and no weight, as if samples were fresh."
         ),
@@ -98,9 +98,15 @@ class Correction(Section, kw_only=True, frozen=True):
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
+# The largest S at which taking the ratio to the behaviour policy served at least as well as anything else (docs/algorithms/correction.md).
+_BYPASS_UP_TO = 4
+
+
 def automatic_correction(max_updates: int) -> Correction:
     """What mode `auto` stands for at a staleness budget of `max_updates`."""
-    return Correction(mode="bypass")
+    if max_updates <= _BYPASS_UP_TO:
+        return Correction(mode="bypass")
+    return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=2.0)
 
 
 class Mix(Section, kw_only=True, frozen=True):
