@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -382,15 +382,6 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     assert bad.reason == "generation failed 2 times: ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     from pipelines.qwen_image.tiny import build
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +19,6 @@ from omni_async.store import LocalStore
 from omni_async.training.engine import TrainEngine
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, tiny_trajectory
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Trained:

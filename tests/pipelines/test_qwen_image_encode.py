@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 # First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
@@ -20,14 +19,6 @@ from pipelines.qwen_image.tiny import build
 from recipes.quickstart.glyphs import render_digit
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart" / "checkpoint"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import torch.distributed as dist
 
 from omni_async.config.schema import Config
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
