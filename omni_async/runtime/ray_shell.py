@@ -1,8 +1,11 @@
 """The Ray shell: one actor class that hosts any role, and the proxy through which roles call each other.
 
 Ray runs every concurrency group of an async actor on an event loop of its own, and a role must live on one. So the role has a home loop in
-its own thread, and the actor's methods are doors that carry calls there: `data` for calls that may wait long, `control` for those that must
-get through while the data door is crowded, `health` for the question whether the home loop still turns.
+its own thread, and the actor's methods are doors that carry calls there: the default group for calls that may wait long, `control` for those
+that must get through while that door is crowded, the question whether the home loop still turns among them.
+
+There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for the next group, so on a busy
+machine two threads may run the same loop, and calls to the other wait for ever ("this event loop is already running").
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ class Shell:
     async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
 
-    @ray.method(concurrency_group="data")
     async def long_call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._at_home(getattr(self._role, method)(*args))
 
@@ -42,7 +44,7 @@ class Shell:
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._at_home(getattr(self._role, method)(*args))
 
-    @ray.method(concurrency_group="health")
+    @ray.method(concurrency_group="control")
     async def ping(self) -> float:
         """Seconds the home loop took to answer."""
         asked = time.monotonic()
@@ -51,7 +53,7 @@ class Shell:
 
 
 def actor_class() -> Any:
-    decorate: Any = ray.remote(concurrency_groups={"data": 1024, "control": 256, "health": 2})  # type: ignore[call-overload]
+    decorate: Any = ray.remote(max_concurrency=1024, concurrency_groups={"control": 256})  # type: ignore[call-overload]
     return decorate(Shell)
 
 
