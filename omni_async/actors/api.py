@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.types import (
     ReadyGroup,
@@ -17,6 +17,9 @@ from omni_async.types import (
     WeightManifest,
     WeightReport,
 )
+
+if TYPE_CHECKING:
+    from omni_async.actors.tracer import Tracer
 
 
 class CoordinatorApi(Protocol):
@@ -55,3 +58,26 @@ class RankApi(Protocol):
     async def discard(self) -> None: ...
     async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None: ...
     async def save(self, folder: str, extra: dict[str, Any]) -> None: ...
+
+
+class PolicyUpdate(Protocol):
+    """One update while it is made: give it `places` groups with `add`, then `finish`."""
+
+    groups: list[ReadyGroup]
+
+    @property
+    def places(self) -> int:
+        """Groups still missing."""
+
+    async def add(self, group: ReadyGroup) -> None: ...
+
+    async def finish(self) -> dict[str, float]:
+        """All groups are in: what is left to compute; the metrics of the update."""
+
+
+class UpdateRule(Protocol):
+    """How the trainer turns groups into updates, and what that remembers from one update to the next (for checkpoints)."""
+
+    def begin(self, version: int, tracer: Tracer) -> PolicyUpdate: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...

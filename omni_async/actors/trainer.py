@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi
+from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi, UpdateRule
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
-from omni_async.actors.update import Update
-from omni_async.algorithms.history import RewardHistory
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.control.clock import Clock
@@ -28,12 +26,14 @@ _MISMATCH_NATS = 1.0
 
 
 class Trainer:
-    """`ranks[0]` lives here on `host`, exports, and its metrics count. `checkpoints` is the folder of the run's checkpoints."""
+    """`ranks[0]` lives here on `host`, exports, and its metrics count; `rule` makes updates on the ranks. `checkpoints` is the folder of the
+    run's checkpoints."""
 
     def __init__(
         self,
         config: Config,
         ranks: Sequence[RankApi],
+        rule: UpdateRule,
         coordinator: CoordinatorApi,
         publisher: PublisherApi,
         checkpoints: str,
@@ -42,6 +42,7 @@ class Trainer:
     ) -> None:
         self._config = config
         self._ranks = ranks
+        self._rule = rule
         self._coordinator = coordinator
         self._publisher = publisher
         self._checkpoints = Path(checkpoints)
@@ -50,7 +51,6 @@ class Trainer:
         self._tracer = Tracer("trainer", coordinator, clock)
         self._objective = find_objective(config.algorithm.name)
         self._plan = plan_updates(config)
-        self._history = RewardHistory()
         self._version = 0
         self._saved: int | None = None
 
@@ -59,7 +59,7 @@ class Trainer:
         rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
         extras = await asyncio.gather(*(rank.setup(self._config.checkpoint.resume, rendezvous) for rank in self._ranks))
         self._version = int(extras[0].get("version", 0))
-        self._history = RewardHistory.from_state(extras[0].get("reward_history", {}))
+        self._rule.restore(extras[0])
         # Means are not needed by every objective on steps, but they show how far the policy has drifted without sampling noise (kappa).
         means = ("means",) if self._objective.process == "transition" else ()
         await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
@@ -85,7 +85,7 @@ class Trainer:
     async def _update(self) -> bool:
         """One update; False if the run ended before its last group came."""
         started = self._clock.now()
-        update = Update(self._config, self._plan, self._ranks, self._tracer, self._version, self._history)
+        update = self._rule.begin(self._version, self._tracer)
         while update.places:
             with self._tracer.span("starved"):
                 group = await self._coordinator.next_group(self._version, update.places)
@@ -124,9 +124,8 @@ class Trainer:
 
     async def _save(self) -> None:
         folder = self._checkpoints / f"update-{self._version:06d}"
-        extra: dict[str, Any] = {"version": self._version, "next_group": await self._coordinator.next_group_number()}
-        if self._config.algorithm.advantage.track_prompts:
-            extra["reward_history"] = self._history.state()
+        next_group = await self._coordinator.next_group_number()
+        extra: dict[str, Any] = {"version": self._version, "next_group": next_group, **self._rule.state()}
         with self._tracer.span("checkpoint", version=self._version):
             await asyncio.gather(*(rank.save(str(folder), extra) for rank in self._ranks))
         self._saved = self._version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,25 @@ from omni_async.algorithms.selection import best_and_worst
 from omni_async.config import Config
 from omni_async.control.seeds import derive
 from omni_async.types import ReadyGroup, SampleDrift, TrainGroup
+
+
+class PolicyGradient:
+    """Updates by gradients on the ranks: an `UpdateRule`."""
+
+    def __init__(self, config: Config, plan: Plan, ranks: Sequence[RankApi]) -> None:
+        self._config = config
+        self._plan = plan
+        self._ranks = ranks
+        self._history = RewardHistory()
+
+    def begin(self, version: int, tracer: Tracer) -> Update:
+        return Update(self._config, self._plan, self._ranks, tracer, version, self._history)
+
+    def state(self) -> dict[str, Any]:
+        return {"reward_history": self._history.state()} if self._config.algorithm.advantage.track_prompts else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._history = RewardHistory.from_state(state.get("reward_history", {}))
 
 
 class Update:

@@ -24,6 +24,10 @@ def _window(c: Config) -> Iterator[str]:
 
 
 def _data(c: Config) -> Iterator[str]:
+    if c.emulation is not None:
+        if c.data.preferences is not None:
+            yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
+        return
     if c.data.prompts is None and c.data.preferences is None:
         yield "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline diffusion_dpo"
 
@@ -58,9 +62,17 @@ def _batches(c: Config) -> Iterator[str]:
         yield f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update}, which streaming: off collects first"
 
 
+def _reward(c: Config) -> Iterator[str]:
+    needed = c.trainer.groups_per_update * c.rollout.group_size
+    if not c.reward.streaming and c.buffer.trajectories < needed:
+        yield f"buffer.trajectories: with reward.streaming: false an update's {needed} samples lie there at once, got {c.buffer.trajectories}"
+
+
 def _algorithm(c: Config) -> Iterator[str]:
     if c.algorithm.clip_range is not None and c.algorithm.clip_range_nats is not None:
         yield "algorithm.clip_range: give either clip_range or clip_range_nats, not both"
+    if c.emulation is not None:
+        return
     if c.data.preferences is None and not c.reward.scorers:
         yield "reward.scorers: required, at least one; `omni-async list` shows them"
     elif c.data.preferences is None and not any(s.weight for s in c.reward.scorers):
@@ -68,14 +80,16 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 
 def _runtime(c: Config) -> Iterator[str]:
-    if c.run.runtime == "inprocess":
+    if c.placement.colocated and c.staleness.max_updates > 0:
+        yield f"placement.colocated: roles that share devices take turns, which is staleness.max_updates: 0, got {c.staleness.max_updates}"
+    if c.run.runtime == "inprocess" and c.emulation is None:
         if c.rollout.engine == "vllm_omni" and c.data.preferences is None:
             yield "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray, or engine: diffusers"
         if c.trainer.workers > 1:
             yield f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use runtime: ray"
 
 
-_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _window, _exact, _publishing, _batches, _algorithm, _runtime)
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _window, _exact, _publishing, _batches, _reward, _algorithm, _runtime)
 
 
 def check(config: Config) -> str | None:

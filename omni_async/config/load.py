@@ -14,10 +14,11 @@ import yaml
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
+from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory.
-_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume")
+_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume", "emulation.profile")
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 
@@ -123,6 +124,8 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     for key in parents:
         here = here.get(key) if isinstance(here, dict) else None
     if isinstance(here, dict) and isinstance(here.get(last), str):
+        if path == "emulation.profile" and not here[last].endswith(".json"):
+            return  # the name of a shipped profile
         try:
             here[last] = str((folder / Path(here[last]).expanduser()).resolve())
         except (OSError, RuntimeError, ValueError) as error:
@@ -211,8 +214,19 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
 
 
+def _require_no_contradiction(path: Path, config: Config, overrides: Sequence[str]) -> None:
+    """A schedule replaces what a recipe says; what the command line says beside it must agree with it."""
+    decided = SCHEDULES[config.schedule] if config.schedule else {}
+    for key in (override.partition("=")[0].strip() for override in overrides):
+        section, _, name = key.partition(".")
+        if key in decided and (given := getattr(getattr(config, section), name)) != decided[key]:
+            raise ConfigError(
+                f"{path}: {key}: schedule {config.schedule!r} sets it to {_shown(decided[key])}, got {_shown(given)}; leave one of them out"
+            )
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
+    """Read, override, apply the schedule, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
     path = Path(path)
     tree = _read(path)
     for override in overrides:
@@ -225,6 +239,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error, tree)}") from None
+    _require_no_contradiction(path, config, overrides)
+    config = apply_schedule(config)
     problem = check(config)
     if problem:
         raise ConfigError(f"{path}: {problem}")

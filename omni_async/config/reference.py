@@ -25,8 +25,11 @@ replaces the one it finds.
 def reference() -> str:
     """The whole page, in Markdown."""
     parts = [_HEAD]
-    for section, annotation in fields_of(Config).items():
-        struct = struct_of(annotation)
+    sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
+    parts.append("## Top level\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
+    parts.extend(_row(path, field, default) for path, field, default in walk(Config, "") if path in sections and sections[path] is None)
+    parts.append("")
+    for section, struct in sections.items():
         if struct is None:
             continue
         parts.append(f"## {section}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")

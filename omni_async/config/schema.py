@@ -118,6 +118,10 @@ class Scorer(Section, kw_only=True, frozen=True):
 class Reward(Section, kw_only=True, frozen=True):
     workers: Annotated[int, _doc("Number of reward workers.", ge=1)] = 1
     batch: Annotated[int, _doc("Most samples a worker scores at once; it never waits to fill a batch.", ge=1)] = 8
+    streaming: Annotated[
+        bool,
+        _doc("Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step loop does."),
+    ] = True
     timeout_s: Annotated[float, _doc("Longest one batch may take.", gt=0)] = 60.0
     retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0)] = 3
     scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.")] = ()
@@ -143,7 +147,13 @@ class Buffer(Section, kw_only=True, frozen=True):
 
 
 class Weights(Section, kw_only=True, frozen=True):
-    transport: Annotated[Literal["object_store"], _doc("How weights travel.")] = "object_store"
+    transport: Annotated[
+        Literal["object_store", "collective", "disk"],
+        _doc(
+            "How weights travel. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a torch.distributed "
+            "broadcast in a process group of its own. `disk`: safetensors files in the run folder, renamed into place."
+        ),
+    ] = "object_store"
     payload: Annotated[Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")] = "full"
     publish_every: Annotated[int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1)] = 1
     swap: Annotated[
@@ -229,9 +239,27 @@ class Placement(Section, kw_only=True, frozen=True):
     rollout: Annotated[Resources, _doc("Each producer with its engine.")] = msgspec.field(default_factory=Resources)
     reward: Annotated[Resources, _doc("Each reward worker.")] = msgspec.field(default_factory=Resources)
     trainer: Annotated[Resources, _doc("Each trainer rank.")] = msgspec.field(default_factory=Resources)
+    colocated: Annotated[
+        bool, _doc("The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer rank.")
+    ] = False
+
+
+class Emulation(Section, kw_only=True, frozen=True):
+    profile: Annotated[
+        str, _doc("Service times and payload sizes to replay: a `profile.json` of a run, or the name of a shipped profile.", min_length=1)
+    ]
+    time_scale: Annotated[float, _doc("Factor on every service time: 0.01 turns 100 s into 1 s.", gt=0, le=1000)] = 1.0
+    payload_scale: Annotated[float, _doc("Factor on every payload's size.", ge=0, le=1000)] = 1.0
+
+
+ScheduleName = Literal["sync", "sync_colocated", "async_reward", "one_step_off", "async"]
 
 
 class Config(Section, kw_only=True, frozen=True):
+    schedule: Annotated[
+        ScheduleName | None,
+        _doc("A named arrangement of the keys that decide what overlaps with what (docs/tuning.md); null: the keys as they are."),
+    ] = None
     run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles live.")] = msgspec.field(default_factory=Run)
     model: Annotated[Model, _doc("What is trained.")]
     data: Annotated[Data, _doc("The prompts.")]
@@ -245,6 +273,12 @@ class Config(Section, kw_only=True, frozen=True):
     validation: Annotated[Validation | None, _doc("Rounds on held-out prompts; null: none.")] = None
     checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(default_factory=Checkpoint)
     tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
+    emulation: Annotated[
+        Emulation | None,
+        _doc(
+            "Replace engines, scorers and trainer ranks by emulated devices that take a profile's time; everything between them stays real."
+        ),
+    ] = None
     placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(default_factory=Placement)
 
     @property

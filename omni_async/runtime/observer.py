@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from omni_async.config import Config
+from omni_async.config.schedule import num_devices
 from omni_async.control.clock import Clock
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
@@ -184,19 +185,8 @@ class Observer:
             staleness=self._staleness,
             counters=Counters(**counters),
             spans=self._spans,
-            devices=self._devices(),
+            devices=num_devices(self._config),
             reject_reasons=ended.get("reasons"),
             validation=self._validation,
             peak_memory_bytes=peak_memory,
         )
-
-    def _devices(self) -> float:
-        """Every accelerator of the job, reward workers' included; every CPU where it uses none."""
-        placement = self._config.placement
-        roles = [
-            (self._config.rollout.workers, placement.rollout),
-            (self._config.reward.workers, placement.reward),
-            (self._config.trainer.workers, placement.trainer),
-        ]
-        gpus = sum(count * resources.gpus for count, resources in roles)
-        return gpus or sum(count * resources.cpus for count, resources in roles)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi
+from omni_async.actors.plan import plan_updates
 from omni_async.actors.preferences import PreferenceReader
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
@@ -104,6 +105,8 @@ def build_trainer(
 ) -> Trainer:
     """The trainer with rank 0; `others` are the ranks 1.. that live elsewhere."""
     from omni_async.actors.trainer import Trainer
+    from omni_async.actors.update import PolicyGradient
 
     ranks = [build_rank(0, inputs, store), *others]
-    return Trainer(inputs.config, ranks, coordinator, publisher, checkpoints, WallClock(), host)
+    rule = PolicyGradient(inputs.config, plan_updates(inputs.config), ranks)
+    return Trainer(inputs.config, ranks, rule, coordinator, publisher, checkpoints, WallClock(), host)

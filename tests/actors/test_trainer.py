@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from actor_world import AccountingRank, Desk, failure_of, make_config, make_group, make_manifest, play, settle
 
+from omni_async.actors.plan import plan_updates
 from omni_async.actors.trainer import Trainer
+from omni_async.actors.update import PolicyGradient
 from omni_async.control.clock import ManualClock
 from omni_async.types import WeightManifest
 
@@ -45,9 +47,9 @@ class Stage:
         self.desk, self.folder = Desk(), folder
         self.publications = Publications(self.desk.log)
         self.ranks = [AccountingRank(self.desk.log if i == 0 else None, extra, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
-        self.trainer = Trainer(
-            make_config(**changes, **{"trainer.workers": ranks}), self.ranks, self.desk, self.publications, str(folder), ManualClock()
-        )
+        config = make_config(**changes, **{"trainer.workers": ranks})
+        rule = PolicyGradient(config, plan_updates(config), self.ranks)
+        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, str(folder), ManualClock())
         self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups)))
 
     async def main(self) -> None:

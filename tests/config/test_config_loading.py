@@ -134,7 +134,7 @@ def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> 
     again = load_text(text)
     assert again == config
     assert resolved_yaml(again) == text
-    assert list(yaml.safe_load(text))[:3] == ["run", "model", "data"], "in the schema's order, every default filled in"
+    assert list(yaml.safe_load(text))[:4] == ["schedule", "run", "model", "data"], "in the schema's order, every default filled in"
 
 
 @settings(max_examples=80, deadline=None)

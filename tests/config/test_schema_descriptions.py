@@ -44,6 +44,7 @@ def test_required_fields_are_those_without_a_sensible_default() -> None:
         "data",
         "reward.scorers[].name",
         "validation.prompts",
+        "emulation.profile",
     }
 
 

@@ -1,0 +1,97 @@
+"""Named schedules: the baselines and the asynchronous loop as arrangements of ordinary keys of one runtime.
+
+| schedule         | generation, scoring and training                                                                                    |
+|------------------|---------------------------------------------------------------------------------------------------------------------|
+| `sync`           | one after the other, each on its own devices                                                                        |
+| `sync_colocated` | one after the other, each on all devices                                                                            |
+| `async_reward`   | samples are scored while others are generated; then the update is trained                                           |
+| `one_step_off`   | the next update's samples are generated while one is trained; both wait for each other, and for the weights          |
+| `async`          | nothing waits unless `staleness.max_updates` says so                                                                |
+
+A schedule replaces the keys it decides, whatever the recipe says of them. `async` leaves the staleness budget to the recipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from omni_async.config.schema import Config, Resources, ScheduleName
+
+_IN_STEP = {"reward.streaming": False, "trainer.streaming": "off", "staleness.max_updates": 0, "weights.publish_every": 1}
+_OVERLAPPED = {"reward.streaming": True, "trainer.streaming": "auto", "weights.swap": "step", "placement.colocated": False}
+
+# What each schedule decides, as key paths.
+SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
+    "sync": {**_IN_STEP, "placement.colocated": False},
+    "sync_colocated": {**_IN_STEP, "placement.colocated": True},
+    "async_reward": {**_IN_STEP, "reward.streaming": True, "placement.colocated": False},
+    "one_step_off": {
+        "staleness.max_updates": 1,
+        "weights.publish_every": 1,
+        "weights.swap": "drain",
+        "reward.streaming": True,
+        "trainer.streaming": "off",
+        "placement.colocated": False,
+    },
+    "async": _OVERLAPPED,
+}
+
+
+def apply_schedule(config: Config) -> Config:
+    """The configuration with its schedule's keys set and its buffers large enough for them; the same if it names none. Idempotent."""
+    if config.schedule is None:
+        return config
+    was_colocated = config.placement.colocated
+    for path, value in SCHEDULES[config.schedule].items():
+        section, key = path.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    if config.placement.colocated and not was_colocated:
+        config = _on_all_devices(config)
+    return _with_room(config)
+
+
+def num_devices(config: Config) -> float:
+    """Every accelerator of the job, reward workers' included; every CPU where it uses none. Shared devices count once."""
+    roles = _roles(config)
+    kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
+    counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
+    return max(counts) if config.placement.colocated else sum(counts)
+
+
+def _roles(config: Config) -> list[tuple[int, Resources]]:
+    placement = config.placement
+    return [
+        (config.rollout.workers, placement.rollout),
+        (config.reward.workers, placement.reward),
+        (config.trainer.workers, placement.trainer),
+    ]
+
+
+def _on_all_devices(config: Config) -> Config:
+    """As many workers of each role as fit on the devices of all roles together."""
+    separate = replace(config, placement=replace(config.placement, colocated=False))
+    total = num_devices(separate)
+    kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
+    fitting = []
+    for workers, resources in _roles(config):
+        each = getattr(resources, kind)
+        fitting.append(max(1, int(total / each)) if each else workers)  # a role beside the devices keeps its workers
+    rollout, reward, trainer = fitting
+    return replace(
+        config,
+        rollout=replace(config.rollout, workers=rollout),
+        reward=replace(config.reward, workers=reward),
+        trainer=replace(config.trainer, workers=trainer),
+    )
+
+
+def _with_room(config: Config) -> Config:
+    """An update that is collected whole must fit into the buffers."""
+    buffer, per_update = config.buffer, config.trainer.groups_per_update
+    if config.trainer.streaming == "off":
+        buffer = replace(buffer, groups=max(buffer.groups, per_update * (config.staleness.max_updates + 1)))
+    if not config.reward.streaming:
+        buffer = replace(buffer, trajectories=max(buffer.trajectories, per_update * config.rollout.group_size))
+    return replace(config, buffer=buffer)

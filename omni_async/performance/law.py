@@ -1,0 +1,64 @@
+"""The laws of overlap: what an update takes at least, in step and asynchronously. Seconds per optimizer update throughout.
+
+    T_sync      = T_g + T_r + T_t + T_s
+    T_async(S)  = max(T_g + T_p, T_r, T_t + sigma, L / (S + 1))
+
+L is the wave latency: the seconds from admitting an update's groups to engines that hold what was learned from them. Without streaming inside
+a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous loop. Exact for service times that do not vary; variation
+makes every real job slower than the law.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class StageTimes(msgspec.Struct, frozen=True):
+    """Per update: generation T_g, reward T_r and training T_t on their own devices; the publish T_s, of which `blocked` (sigma) stops the
+    trainer; the pause T_p that it forces on generation; the wave latency L."""
+
+    generate: float
+    score: float
+    train: float
+    publish: float
+    blocked: float = 0.0
+    pause: float = 0.0
+    wave: float | None = None
+
+    @property
+    def total(self) -> float:
+        return self.generate + self.score + self.train + self.publish
+
+    @property
+    def latency(self) -> float:
+        return self.total if self.wave is None else self.wave
+
+    @property
+    def bottleneck(self) -> tuple[str, float]:
+        """The stage that an asynchronous job with enough staleness waits for, and its seconds."""
+        stages = {"rollout": self.generate + self.pause, "reward": self.score, "trainer": self.train + self.blocked}
+        name = max(stages, key=lambda stage: stages[stage])
+        return name, stages[name]
+
+
+def sync_step(times: StageTimes) -> float:
+    """One stage after the other."""
+    return times.total
+
+
+def async_step(times: StageTimes, max_updates: int) -> float:
+    """With a staleness budget of `max_updates` updates."""
+    return max(times.bottleneck[1], times.latency / (max_updates + 1))
+
+
+def max_speedup(times: StageTimes) -> float:
+    """Of any overlap over the synchronous loop on the same partition; what exceeds it is not overlap."""
+    return times.total / times.bottleneck[1]
+
+
+def smallest_useful_budget(times: StageTimes, variation: float = 0.0) -> int:
+    """The smallest S at which the bottleneck is busy all the time; one more where a stage's coefficient of variation exceeds 0.25."""
+    needed = math.ceil(times.latency / times.bottleneck[1] - 1e-9) - 1
+    return max(0, needed) + (variation > 0.25)

@@ -1,0 +1,98 @@
+"""A profile: the service times and payload sizes of one job on one kind of machine. Runs write one (`profile.json`), emulated devices and the
+simulator replay it, and some built from published figures are shipped."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from omni_async.config import ConfigError
+from omni_async.performance.service import NOTHING, ServiceTime
+
+_SHIPPED = "omni_async.performance.profiles"
+_LARGEST_FILE = 10_000_000
+
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of one sample's trajectory, of one sample's media, and of one published version."""
+
+    trajectory: Bytes = 0
+    media: Bytes = 0
+    weights: Bytes = 0
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every stage is a `ServiceTime`:
+
+    generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
+    score     one reward worker, a batch of samples (units: samples; at most reward.batch)
+    assess    the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where the algorithm needs one
+    train     the trainer, forward and backward of a group (units: samples per rank)
+    step      the trainer, an optimizer step
+    export    the trainer, copying a version out: the part of a publish that blocks it
+    publish   a version on its way to the engines, from the copy to staged on all of them (blocks nobody)
+    swap      an engine pauses to switch
+    switch    a device that the roles share changes hands (unload one, wake the next); only with placement.colocated
+
+    `source` says where the numbers are from, `assumed` which of them are not from there.
+    """
+
+    name: str
+    source: str
+    assumed: str = ""
+    generate: ServiceTime
+    score: ServiceTime
+    assess: ServiceTime = NOTHING
+    train: ServiceTime
+    step: ServiceTime = NOTHING
+    export: ServiceTime = NOTHING
+    publish: ServiceTime = NOTHING
+    swap: ServiceTime = NOTHING
+    switch: ServiceTime = NOTHING
+    payload: Payload = Payload()
+
+    def scaled(self, factor: float) -> Profile:
+        """Every service time multiplied."""
+        stages = {name: value.scaled(factor) for name, value in self.stages().items()}
+        return msgspec.structs.replace(self, **stages)
+
+    def stages(self) -> dict[str, ServiceTime]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if isinstance(value, ServiceTime)}
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.name.removesuffix(".json") for path in resources.files(_SHIPPED).iterdir() if path.name.endswith(".json"))
+
+
+def load_profile(name: str) -> Profile:
+    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none or it is not one."""
+    if name.endswith(".json"):
+        return _read(Path(name))
+    if name not in shipped_profiles():
+        raise ConfigError(
+            f"emulation.profile: no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file that ends in .json"
+        )
+    with resources.as_file(resources.files(_SHIPPED) / f"{name}.json") as path:
+        return _read(path)
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+
+
+def _read(path: Path) -> Profile:
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"emulation.profile: {path}: larger than {_LARGEST_FILE} bytes, so no profile")
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None

@@ -1,0 +1,44 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_async.performance.law import StageTimes
+
+
+class Occupancy(msgspec.Struct, frozen=True):
+    """Of a buffer: places, and how many of them were reserved (time-weighted mean, and maximum)."""
+
+    capacity: int
+    mean: float
+    largest: int
+
+
+class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds are the profile's (virtual) ones. `step_s`: mean seconds between updates in the steady part of the run, warm-up and drain left
+    out; `step_spread_s`: standard deviation of those. `busy`: role -> busy, starved, backpressured fraction of that part. `staleness`: groups
+    trained by staleness, over the whole run. `lot`: samples that were simulated as one. `bound_fraction` = law_s / step_s.
+    """
+
+    updates: int
+    virtual_s: float
+    wall_s: float
+    step_s: float
+    step_spread_s: float
+    images_per_s: float
+    images_per_s_per_device: float
+    devices: float
+    busy: dict[str, dict[str, float]]
+    staleness: dict[int, int]
+    staleness_mean: float
+    staleness_max: int
+    buffers: dict[str, Occupancy]
+    counters: dict[str, int]
+    times: StageTimes
+    law_s: float
+    lot: int
+
+    @property
+    def bound_fraction(self) -> float:
+        return self.law_s / self.step_s if self.step_s > 0 else 0.0
