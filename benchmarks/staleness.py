@@ -30,10 +30,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.finished_runs import finished_run
+from benchmarks.pool import Job, Pool
 from benchmarks.staleness_plan import CORRECTIONS, Plan
-from benchmarks.staleness_pool import Job, Pool
 from benchmarks.staleness_progress import Progress
-from benchmarks.staleness_record import finished_run
 from benchmarks.staleness_report import collect, write_plot, write_report
 from omni_async.config import ConfigError
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.finished_runs import finished_run
 from benchmarks.staleness_plan import Plan
-from benchmarks.staleness_record import finished_run
 from benchmarks.staleness_results import LAST_UPDATES, CellResult, measure
 from omni_async.tracking.files import write_atomic
 

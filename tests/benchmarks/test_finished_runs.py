@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.finished_runs import finished_run
 from benchmarks.staleness_plan import Cell, Plan
-from benchmarks.staleness_record import finished_run
 from tests.benchmarks.staleness_world import plan_in, record
 
 CELL = Cell(1, "bypass", 0)

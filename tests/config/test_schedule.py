@@ -1,0 +1,99 @@
+"""Schedules are arrangements of ordinary keys: what each sets, what it leaves alone, and what contradicts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from omni_async.config import Config, ConfigError, load, resolved_yaml
+from omni_async.config.schedule import SCHEDULES, apply_schedule, num_devices
+
+RECIPE = """
+model: {path: model}
+data: {prompts: prompts.txt}
+rollout: {workers: 2, group_size: 8}
+reward: {scorers: [{name: ocr}]}
+staleness: {max_updates: 3}
+buffer: {trajectories: 10, groups: 5}
+weights: {publish_every: 2, swap: request}
+trainer: {groups_per_update: 4, streaming: "off"}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def at(config: Config, path: str) -> object:
+    section, key = path.split(".")
+    return getattr(getattr(config, section), key)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_sets_its_keys_whatever_the_recipe_says(recipe, schedule):
+    config = load(recipe, [f"schedule={schedule}"])
+    assert {path: at(config, path) for path in SCHEDULES[schedule]} == SCHEDULES[schedule]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_a_schedule_resolves_to_reads_back_as_itself(recipe, schedule, tmp_path):
+    config = load(recipe, [f"schedule={schedule}"])
+    (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
+    assert load(tmp_path / "resolved.yaml") == config
+    assert apply_schedule(config) == config
+
+
+def test_async_leaves_the_budget_to_the_recipe(recipe):
+    assert load(recipe, ["schedule=async"]).staleness.max_updates == 3
+    assert load(recipe, ["schedule=async", "staleness.max_updates=8"]).staleness.max_updates == 8
+
+
+def test_a_recipe_may_name_its_schedule_and_the_command_line_another(recipe):
+    recipe.write_text("schedule: async\n" + RECIPE)
+    assert load(recipe).reward.streaming
+    assert not load(recipe, ["schedule=sync"]).reward.streaming
+
+
+def test_an_override_that_contradicts_the_schedule_is_refused(recipe):
+    with pytest.raises(ConfigError, match=r"staleness.max_updates: schedule 'sync' sets it to 0, got 2; leave one of them out"):
+        load(recipe, ["schedule=sync", "staleness.max_updates=2"])
+    assert load(recipe, ["schedule=sync", "staleness.max_updates=0"]).staleness.max_updates == 0
+
+
+def test_updates_that_are_collected_whole_fit_into_the_buffers(recipe):
+    assert load(recipe, ["schedule=sync"]).buffer.trajectories == 32
+    assert load(recipe, ["schedule=one_step_off"]).buffer.groups == 8
+    with pytest.raises(ConfigError, match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10"):
+        load(recipe, ["reward.streaming=false", "staleness.max_updates=1"])
+
+
+def test_colocated_roles_share_all_devices(recipe):
+    config = load(recipe, ["schedule=sync_colocated"])
+    assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 4, 4)
+    assert num_devices(config) == num_devices(load(recipe)) == 4
+
+
+def test_colocated_roles_share_accelerators_and_leave_those_beside_them_alone(recipe):
+    gpus = ["placement.rollout.gpus=2", "placement.trainer.gpus=1", "trainer.workers=4"]
+    separate = load(recipe, gpus)
+    assert num_devices(separate) == 8, "two engines of two GPUs, four ranks, and a reward worker that uses none"
+    config = load(recipe, [*gpus, "schedule=sync_colocated"])
+    assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 1, 8)
+    assert num_devices(config) == 8
+
+
+def test_roles_that_share_devices_cannot_overlap(recipe):
+    with pytest.raises(ConfigError, match=r"placement.colocated: .* staleness.max_updates: 0, got 3"):
+        load(recipe, ["placement.colocated=true"])
+
+
+def test_an_emulated_job_needs_neither_prompts_nor_scorers(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: {path: none}\ndata: {}\nemulation: {profile: profile.json}\n")
+    config = load(tmp_path / "recipe.yaml")
+    assert config.emulation is not None
+    assert config.emulation.profile == str((tmp_path / "profile.json").resolve())
+    assert load(tmp_path / "recipe.yaml", ["emulation.profile=shipped"]).emulation.profile == "shipped"
