@@ -1,0 +1,165 @@
+"""What overlap is worth to learning: the synchronous and the asynchronous schedule on one recipe, reward against wall-clock and against samples.
+
+Both arms are `omni-async bench overlap` runs (same partition, same work per update, one run after the other in turns, a seed per round) of
+which the rewards are kept, so the step times, bound fractions and their reasons lie beside the curves, in `overlap.*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.learning_plot import draw
+from omni_async.benchmark.overlap import run_overlap
+from omni_async.benchmark.result import Overlap
+from omni_async.config import ConfigError, load
+from omni_async.tracking.files import write_atomic
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
+_HELP = """\
+Train a recipe synchronously and asynchronously, in turns, and compare reward against wall-clock and against samples.
+
+  python -m benchmarks.learning                                    # quickstart, 3 seeds, sync and S = 2: six runs of some minutes
+  python -m benchmarks.learning --arms sync async:1 async:4 --repeats 5 --updates 60
+  python -m benchmarks.learning --out runs/slow trainer.optimizer.lr=5e-5      # override values of the recipe in every run
+
+What is complete is kept: the same command goes on after Ctrl-C. OUT gets learning.md (also printed), learning.json, learning.png, and
+overlap.md, overlap.json, overlap.png with the step times of the same runs.
+
+Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
+"""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """One run: seconds since its first sample was asked for, and images generated, when each update was done; its mean reward. `validation`:
+    (seconds, images, mean reward), of the versions that were validated."""
+
+    arm: str
+    seed: int
+    seconds: list[float]
+    images: list[int]
+    rewards: list[float]
+    validation: list[tuple[float, int, float]]
+
+    def seconds_to(self, reward: float) -> float | None:
+        """When validation reached `reward`, on straight lines between rounds; None if it never did."""
+        before: tuple[float, float] | None = None
+        for seconds, _, value in self.validation:
+            if value >= reward:
+                if before is None or value == before[1]:
+                    return seconds
+                return before[0] + (seconds - before[0]) * (reward - before[1]) / (value - before[1])
+            before = seconds, value
+        return None
+
+
+def read_curve(run: Path, arm: str, seed: int) -> Curve:
+    """From a run folder's metrics.jsonl. A validated version is laid at the moment its update was done, when it could be used."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    updates = [line for line in lines if "finished" in line]
+    start = updates[0]["finished"] - updates[0]["update_s"]
+    done = {0: (0.0, 0)} | {line["update"]: (line["finished"] - start, line["images"]) for line in updates}
+    rounds = sorted((line["update"], line["validation/reward"]) for line in lines if "validation/reward" in line)
+    return Curve(
+        arm=arm,
+        seed=seed,
+        seconds=[done[line["update"]][0] for line in updates],
+        images=[line["images"] for line in updates],
+        rewards=[line["reward"] for line in updates],
+        validation=[(*done[version], reward) for version, reward in rounds],
+    )
+
+
+def curves(overlap: Overlap, out: Path) -> list[Curve]:
+    """Of every run that was measured."""
+    return [
+        read_curve(out / run.folder, arm.name, arm.config["run"]["seed"] + run.round)
+        for arm in overlap.arms
+        for run in arm.runs
+        if run.folder is not None and run.measured is not None and arm.config is not None
+    ]
+
+
+def common_reward(found: Sequence[Curve]) -> float | None:
+    """The highest validation reward that every run reached."""
+    best = [max(value for _, _, value in curve.validation) for curve in found if curve.validation]
+    return min(best) if len(best) == len(found) and best else None
+
+
+def table(found: Sequence[Curve]) -> str:
+    target = common_reward(found)
+    head = f"seconds to validation {target:.3f}" if target is not None else "seconds to a common validation reward"
+    lines = [
+        f"| arm | seeds | seconds of training | validation, first -> last | {head} |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in dict.fromkeys(curve.arm for curve in found):
+        own = [curve for curve in found if curve.arm == arm]
+        ends = [f"{c.validation[0][2]:.3f} -> {c.validation[-1][2]:.3f}" for c in own if c.validation]
+        reached = [seconds for c in own if target is not None and (seconds := c.seconds_to(target)) is not None]
+        seconds = ", ".join(f"{c.seconds[-1]:.0f}" for c in own)
+        shown = f"{statistics.median(reached):.0f} ({', '.join(f'{s:.0f}' for s in reached)})" if reached else "–"
+        lines.append(f"| {arm} | {len(own)} | {seconds} | {', '.join(ends) or '–'} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        overlap = run_overlap(
+            options.recipe,
+            [*_validation(options.recipe), *options.overrides],
+            out=options.out,
+            repeats=options.repeats,
+            updates=options.updates,
+            arms=options.arms,
+        )
+        found = curves(overlap, options.out)
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"learning: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if not found:
+        sys.stderr.write("learning: no run was complete\n")
+        return 1
+    text = table(found)
+    write_atomic(options.out / "learning.md", text.encode())
+    write_atomic(options.out / "learning.json", msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    draw(found, options.out / "learning.png")
+    sys.stdout.write(f"\n{text}\nwrote learning.md, learning.json and learning.png in {options.out}\n")
+    return 1 if overlap.failed else 0
+
+
+def _validation(recipe: Path) -> list[str]:
+    """The recipe's own validation, which `bench overlap` leaves out otherwise."""
+    validation = load(recipe).validation
+    if validation is None:
+        return []
+    content: dict[str, Any] = msgspec.to_builtins(validation)
+    return [f"validation={json.dumps(content)}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe in every run (values are YAML)")
+    add("--recipe", type=Path, default=RECIPE, help="recipe to train (default: the quickstart)")
+    add("--out", type=Path, default=Path("runs/bench/learning"), help="folder of runs and report (default: runs/bench/learning)")
+    add("--repeats", type=int, default=3, metavar="N", help="rounds, a seed each (default: 3)")
+    add("--updates", type=int, default=60, metavar="N", help="policy updates of a run (default: 60)")
+    add("--arms", nargs="+", default=["sync", "async:2"], metavar="ARM", help="as in omni-async bench overlap (default: sync async:2)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
