@@ -104,9 +104,9 @@ def table(found: Sequence[Curve]) -> str:
         own = [curve for curve in found if curve.arm == arm]
         ends = [f"{c.validation[0][2]:.3f} -> {c.validation[-1][2]:.3f}" for c in own if c.validation]
         reached = [seconds for c in own if target is not None and (seconds := c.seconds_to(target)) is not None]
-        seconds = ", ".join(f"{c.seconds[-1]:.0f}" for c in own)
+        trained = ", ".join(f"{c.seconds[-1]:.0f}" for c in own)
         shown = f"{statistics.median(reached):.0f} ({', '.join(f'{s:.0f}' for s in reached)})" if reached else "–"
-        lines.append(f"| {arm} | {len(own)} | {seconds} | {', '.join(ends) or '–'} | {shown} |")
+        lines.append(f"| {arm} | {len(own)} | {trained} | {', '.join(ends) or '–'} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_async import __version__
+from omni_async.benchmark.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
+from omni_async.simulation.command import add_simulate
+from omni_async.simulation.tune_command import add_tune
 
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
@@ -61,11 +64,25 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
     docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
     docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
+    add_bench(commands)
+    add_simulate(commands)
+    add_tune(commands)
     return parser
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """`key.path=value` may come after options, too, which argparse alone does not take."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     sys.path.insert(0, str(Path.cwd()))  # so that a scorer of your own, `my_module:MyScorer`, is found where you work
     try:
         match options.command:
@@ -75,6 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(load(options.recipe, options.overrides))
             case "list":
                 return _list()
+            case "bench":
+                from omni_async.benchmark.command import bench
+
+                return bench(options)
+            case "simulate":
+                from omni_async.simulation.command import simulate_recipe
+
+                return simulate_recipe(options)
+            case "tune":
+                from omni_async.simulation.tune_command import tune_recipe
+
+                return tune_recipe(options)
             case _:
                 return _docs(options.out)
     except ConfigError as error:

@@ -20,6 +20,7 @@ from omni_async.types import (
 
 if TYPE_CHECKING:
     from omni_async.actors.tracer import Tracer
+    from omni_async.weights.snapshot import Snapshot
 
 
 class CoordinatorApi(Protocol):
@@ -41,22 +42,39 @@ class CoordinatorApi(Protocol):
 
 
 class ProducerApi(Protocol):
-    async def receive_weights(self, manifest: WeightManifest, buckets: list[Any]) -> WeightReport: ...
+    """What the publisher asks of a producer. `invitation` and `parcel` are the weight transport's own: its sender makes them, the producer's
+    receiver understands them."""
+
+    async def join_weights(self, invitation: Any) -> None: ...
+    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
 
 
 class PublisherApi(Protocol):
-    async def publish(self, manifest: WeightManifest, buckets: list[Any]) -> None: ...
+    """Lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
+
+    def withdraw(self) -> None:
+        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used again."""
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Take over a version; everything that follows happens beside the training."""
+
+    async def run(self) -> None:
+        """Carry versions to the engines, until cancelled."""
 
 
 class RankApi(Protocol):
-    """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective."""
+    """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
+
+    `export` returns as soon as the weights are copied out (rank 0, which lives in the trainer's process; None elsewhere): the trainer waits for
+    it and for nothing else of a publish. `Snapshot` and its digest need no torch.
+    """
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]: ...
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]: ...
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
-    async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None: ...
+    async def export(self, version: int) -> Snapshot | None: ...
     async def save(self, folder: str, extra: dict[str, Any]) -> None: ...
 
 

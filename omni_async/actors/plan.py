@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from omni_async.algorithms.forward_process import num_draws
 from omni_async.algorithms.registry import find_objective
-from omni_async.algorithms.timesteps import num_trained
+from omni_async.algorithms.timesteps import num_draws, num_trained
 from omni_async.config import Config
 
 Streaming = Literal["as_ready", "unscaled", "collect"]

@@ -1,7 +1,8 @@
 """The producer: one per rollout engine. Keeps the engine full of leased samples and lets new weights in.
 
 Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a publish, a score or a
-rejection) and for samples to finish. `weights.swap` decides what a swap waits for:
+rejection) and for samples to finish. Samples that finish while others are handed over travel together: to the store, and in one message to the
+coordinator. `weights.swap` decides what a swap waits for:
   step     nothing: it happens between two denoising steps of whatever runs
   request  samples already in the engine; leased ones that have not started wait for the new weights
   drain    every leased sample; nothing is leased meanwhile
@@ -13,23 +14,38 @@ import asyncio
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.finished import Finished
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.rollout.base import EngineError, RolloutEngine, Trajectory
+from omni_async.control.coalescing import Coalescer
+from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
+from omni_async.weights.digest import WeightError
+from omni_async.weights.transport.base import TransportError, WeightReceiver
+from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
 class Producer:
+    """`receiver` is how weights arrive: through the object store unless given."""
+
     def __init__(
-        self, name: str, config: Config, engine: RolloutEngine, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+        self,
+        name: str,
+        config: Config,
+        engine: RolloutEngine,
+        coordinator: CoordinatorApi,
+        store: ObjectStore,
+        clock: Clock,
+        receiver: WeightReceiver | None = None,
     ) -> None:
         self.name = name
         self._config = config
         self._engine = engine
         self._coordinator = coordinator
         self._store = store
+        self._receiver = receiver or ObjectStoreReceiver(store)
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
         self._leased: set[asyncio.Task[None]] = set()
@@ -41,6 +57,8 @@ class Producer:
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not started.
         places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
         self._places = asyncio.Semaphore(places)
+        self._storing = Coalescer(self._store_all)
+        self._reporting = Coalescer(self._report_all)
 
     async def start(self) -> None:
         await self._engine.start()
@@ -84,6 +102,12 @@ class Producer:
             await self._changed.wait_for(lambda: not self._leasing_paused)
 
     async def _produce(self, request: SampleRequest) -> None:
+        finished = await self._generate(request)
+        if finished is not None:
+            await self._reporting.send(await self._storing.send(finished))
+
+    async def _generate(self, request: SampleRequest) -> Finished | None:
+        """None: it failed, and the coordinator knows."""
         async with self._places:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self._starting_paused)
@@ -100,38 +124,38 @@ class Producer:
                         f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {self._config.rollout.timeout_s}"
                     ) from None
                 await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
-                return
+                return None
             finally:
                 self._running -= 1
                 async with self._changed:
                     self._changed.notify_all()
-        finished = self._clock.now()
-        self._tracer.add("generate", started, finished, sample=request.sample_id, versions=_compact(trajectory.versions))
-        await self._coordinator.samples_done(self.name, [await self._result(request, trajectory, started, finished)])
+        finished = Finished.of(request, trajectory, started, self._clock.now())
+        self._tracer.add("generate", started, finished.finished, **finished.description)
+        return finished
 
-    async def _result(self, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> SampleResult:
-        """Tensors go to the store; the image apart from the rest and as a numpy array (H, W, 3), because scorers need it alone."""
-        picture = trajectory.image.permute(1, 2, 0).contiguous().numpy()
-        reference, media = await asyncio.gather(self._store.put(trajectory.tensors), self._store.put(picture))
-        every_step = range(request.num_inference_steps) if request.kind == "train" else ()
-        steps = request.window.steps if request.window else every_step
-        return SampleResult(
-            sample_id=request.sample_id,
-            engine=self.name,
-            trajectory=reference,
-            media=media,
-            version=trajectory.versions[0],
-            step_versions=tuple(trajectory.versions[i] for i in steps),
-            started=started,
-            finished=finished,
-        )
+    async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
+        """Pictures lie apart from the rest, because scorers need them alone."""
+        trajectories = self._store.put_all([sample.tensors for sample in finished])
+        references = zip(*await asyncio.gather(trajectories, self._store.put_all([sample.picture for sample in finished])), strict=True)
+        return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]
 
-    async def receive_weights(self, manifest: WeightManifest, buckets: list[Any]) -> WeightReport:
+    async def _report_all(self, results: list[SampleResult]) -> list[None]:
+        await self._coordinator.samples_done(self.name, results)
+        return [None] * len(results)
+
+    async def join_weights(self, invitation: Any) -> None:
+        """Before the first version, once the engine has started: join the sender that wrote `invitation`."""
+        await self._receiver.connect(invitation)
+
+    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
         """Stage in the background, then swap at the boundary that `weights.swap` names. Raises EngineError if the weights do not arrive whole."""
         async with self._swapping:
             staging = self._clock.now()
-            arrived = [await self._store.get(bucket) for bucket in buckets]
-            digest = await self._engine.stage(manifest, arrived)
+            try:
+                manifest, buckets = await self._receiver.receive(manifest, parcel)
+            except (TransportError, WeightError) as error:
+                raise EngineError(f"{self.name}: {error}") from error
+            digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:
                 raise EngineError(f"{self.name}: version {manifest.version} arrived with digest {digest}, published was {manifest.digest}")
             self._tracer.add("stage", staging, self._clock.now(), version=manifest.version)
@@ -154,7 +178,3 @@ class Producer:
         elif mode == "drain":
             while leased := [task for task in self._leased if not task.done()]:
                 await asyncio.wait(leased)
-
-
-def _compact(versions: tuple[int, ...]) -> str:
-    return str(versions[0]) if len(set(versions)) == 1 else f"{min(versions)}..{max(versions)}"

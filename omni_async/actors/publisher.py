@@ -1,14 +1,14 @@
-"""The weight publisher: carries each published version to every engine, while generation and training go on.
+"""The weight publisher: carries each version that the trainer copied out to every engine, while generation and training go on.
 
-Waits for the trainer's `publish`; unblocked by it. A version that is published while an older one is still on its way replaces what waits:
-engines only ever need the newest.
+Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not the one that trains.
+Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that is handed over meanwhile waits, and is
+superseded by the next: engines only ever need the newest.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi
 from omni_async.actors.tracer import Tracer
@@ -17,45 +17,64 @@ from omni_async.control.clock import Clock
 from omni_async.control.waiting import Bell
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
+from omni_async.weights.snapshot import Snapshot
+from omni_async.weights.transport.base import WeightSender
 
 
 class WeightPublisher:
-    def __init__(self, config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi, clock: Clock) -> None:
+    def __init__(
+        self, config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi, sender: WeightSender, clock: Clock
+    ) -> None:
         self._config = config
         self._producers = producers
         self._coordinator = coordinator
+        self._sender = sender
         self._tracer = Tracer("publisher", coordinator, clock)
-        self._next: tuple[WeightManifest, list[Any]] | None = None
+        self._waiting: Snapshot | None = None
         self._bell = Bell()
 
-    async def publish(self, manifest: WeightManifest, buckets: list[Any]) -> None:
-        """Take over a version and return at once."""
-        self._next = (manifest, buckets)
+    def withdraw(self) -> None:
+        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used again."""
+        if self._waiting is not None:
+            self._waiting.release()
+            self._waiting = None
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Take over a version; everything that follows happens beside the training."""
+        self.withdraw()
+        self._waiting = snapshot
         self._bell.ring()
 
     async def run(self) -> None:
-        """Until cancelled. Raises EngineError if an engine does not take a version."""
+        """Until cancelled. EngineError if an engine does not take a version, TransportError if it can't be sent."""
+        await self._sender.connect({name: producer.join_weights for name, producer in self._producers.items()})
         while True:
-            while self._next is None:
+            while self._waiting is None:
                 await self._bell.wait()
-            (manifest, buckets), self._next = self._next, None
-            await self._coordinator.announce(manifest.version, manifest.digest)
-            with self._tracer.span("publish", version=manifest.version, megabytes=round(manifest.nbytes / 1e6, 3)):
-                await self._deliver_to_all(manifest, buckets)
+            snapshot, self._waiting = self._waiting, None
+            with self._tracer.span("publish", version=snapshot.version, megabytes=round(snapshot.nbytes / 1e6, 3)):
+                await self._carry(snapshot)
+            snapshot.release()
             await self._tracer.flush()
 
-    async def _deliver_to_all(self, manifest: WeightManifest, buckets: list[Any]) -> None:
+    async def _carry(self, snapshot: Snapshot) -> None:
+        manifest = await asyncio.to_thread(snapshot.manifest)
+        await self._coordinator.announce(manifest.version, manifest.digest)
+        async with self._sender.sending(manifest, snapshot.buckets) as parcel:
+            await self._deliver_to_all(manifest, parcel)
+
+    async def _deliver_to_all(self, manifest: WeightManifest, parcel: object) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for name, producer in self._producers.items():
-                    tasks.create_task(self._deliver(name, producer, manifest, buckets))
+                    tasks.create_task(self._deliver(name, producer, manifest, parcel))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one engine without the weights is enough
 
-    async def _deliver(self, name: str, producer: ProducerApi, manifest: WeightManifest, buckets: list[Any]) -> None:
+    async def _deliver(self, name: str, producer: ProducerApi, manifest: WeightManifest, parcel: object) -> None:
         try:
             async with asyncio.timeout(self._config.weights.timeout_s) as deadline:
-                report = await producer.receive_weights(manifest, buckets)
+                report = await producer.receive_weights(manifest, parcel)
         except TimeoutError:
             if not deadline.expired():
                 raise

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_async.store import ObjectStore
-from omni_async.types import SampleDrift, TrainGroup, WeightManifest
+from omni_async.types import SampleDrift, TrainGroup
+from omni_async.weights.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from omni_async.training.engine import TrainEngine
     from omni_async.training.groups import GroupBatch
+    from omni_async.weights.buckets import BucketSet
 
 T = TypeVar("T")
 
@@ -31,6 +35,7 @@ class Rank:
         self._store = store
         self._paired = paired
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
+        self._free: list[BucketSet] = []
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -80,13 +85,15 @@ class Rank:
     async def discard(self) -> None:
         await self._run(lambda: self._engine.discard())
 
-    async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None:
-        """The payload of `version`, its buckets in the store; None off rank 0."""
-        exported = await self._run(lambda: self._engine.export(version))
-        if exported is None:
-            return None
-        manifest, buckets = exported
-        return manifest, [await self._store.put(bucket) for bucket in buckets]
+    async def export(self, version: int) -> Snapshot | None:
+        """A copy of the weights as `version`; None off rank 0. The memory of snapshots that were released is used again: two sets are enough
+        where at most one snapshot is on its way when the next is taken."""
+        return await self._run(lambda: self._snapshot(version))
+
+    def _snapshot(self, version: int) -> Snapshot | None:
+        buckets = self._free.pop() if self._free else self._engine.bucket_set()
+        snapshot = self._engine.snapshot(version, buckets)
+        return None if snapshot is None else replace(snapshot, release=partial(self._free.append, buckets))
 
     async def save(self, folder: str, extra: dict[str, Any]) -> None:
         await self._run(lambda: self._engine.save(folder, extra))

@@ -82,6 +82,10 @@ class Trainer:
             await asyncio.gather(flusher, return_exceptions=True)
             await self._tracer.flush()
 
+    async def run_publisher(self) -> None:
+        """Beside `run`, until cancelled: what follows an export."""
+        await self._publisher.run()
+
     async def _update(self) -> bool:
         """One update; False if the run ended before its last group came."""
         started = self._clock.now()
@@ -116,11 +120,12 @@ class Trainer:
             for reader in self._config.engine_names:
                 await self._coordinator.engine_holds(WeightReport(reader, self._version, ""))
             return
+        self._publisher.withdraw()
         with self._tracer.span("export", version=self._version):
             exported = await asyncio.gather(*(rank.export(self._version) for rank in self._ranks))
         if exported[0] is None:
             raise RuntimeError("trainer rank 0 exported nothing")
-        await self._publisher.publish(*exported[0])
+        self._publisher.publish(exported[0])
 
     async def _save(self) -> None:
         folder = self._checkpoints / f"update-{self._version:06d}"

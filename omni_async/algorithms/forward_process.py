@@ -1,19 +1,16 @@
 """The forward process of objectives on final latents: x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps - x0, and which
 sigmas a sample is noised at.
 
-Pure functions; randomness comes from the generator that is passed in. Importing this module does not import torch, so that `num_draws`
-is available where torch is not.
+Pure functions; randomness comes from the generator that is passed in.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Generator, Tensor
 
-from omni_async.algorithms.timesteps import num_trained
+from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.algorithm import Forward
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
 
 _SMALLEST_LOGIT_NORMAL = 0.01
 
@@ -38,17 +35,6 @@ def mean_square(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() - b.detach().double()).square().flatten(1).mean(dim=1)
 
 
-def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
-    """How many noise draws K a sample of `num_inference_steps` N gets: `forward.draws`, or else timestep_fraction of the sigmas to draw
-    from, rounded down but at least 1. There are N of them, and N - 1 for `schedule_wo_first`, where N = 1 is a ValueError."""
-    if num_inference_steps < 1:
-        raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
-    choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")
-    if choices == 0:
-        raise ValueError("forward.sigmas: schedule_wo_first leaves nothing of a schedule of 1 step")
-    return forward.draws or num_trained(choices, timestep_fraction)
-
-
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
     """(K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order and in the dtype and on the device of `sigmas`.
 
@@ -57,8 +43,6 @@ def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, gene
     values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted as SD3 schedules are,
     sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
     """
-    import torch
-
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
         raise ValueError(f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}")
     count = num_draws(len(sigmas) - 1, forward, timestep_fraction)

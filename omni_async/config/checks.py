@@ -82,6 +82,8 @@ def _algorithm(c: Config) -> Iterator[str]:
 def _runtime(c: Config) -> Iterator[str]:
     if c.placement.colocated and c.staleness.max_updates > 0:
         yield f"placement.colocated: roles that share devices take turns, which is staleness.max_updates: 0, got {c.staleness.max_updates}"
+    if c.run.runtime == "inprocess" and c.weights.transport == "collective":
+        yield "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
     if c.run.runtime == "inprocess" and c.emulation is None:
         if c.rollout.engine == "vllm_omni" and c.data.preferences is None:
             yield "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray, or engine: diffusers"

@@ -9,6 +9,8 @@ Capacity is slots *held*, never a running count, so it survives rejections, resu
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from msgspec import Struct
 
 
@@ -35,9 +37,9 @@ class Slots:
         return self.capacity - len(self._live) - len(self._trained)
 
     @property
-    def live(self) -> set[int]:
-        """Groups admitted and not ended."""
-        return set(self._live)
+    def live(self) -> Set[int]:
+        """Groups admitted and not ended: a view."""
+        return self._live
 
     def take(self, group: int) -> None:
         if self.free <= 0:

@@ -7,11 +7,12 @@ oldest) cannot form. Backpressure is felt where it does no harm: at the next lea
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from msgspec import Struct
 
-from omni_async.types import ReadyGroup, ScoreJob
+from omni_async.types import ReadyGroup, SampleKind, ScoreJob
 
 
 class BufferStatistics(Struct, frozen=True):
@@ -28,7 +29,7 @@ class TrajectoryBuffer:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._reserved: set[str] = set()
-        self._queue: deque[ScoreJob] = deque()
+        self._queues: dict[SampleKind, OrderedDict[str, ScoreJob]] = {"validation": OrderedDict(), "train": OrderedDict()}
         self._scoring: set[str] = set()
 
     @property
@@ -43,15 +44,24 @@ class TrajectoryBuffer:
     def put(self, job: ScoreJob) -> None:
         if job.sample_id not in self._reserved:
             raise ValueError(f"sample {job.sample_id} has no place reserved")
-        self._queue.append(job)
+        self._queues[job.kind][job.sample_id] = job
 
     def retry(self, job: ScoreJob) -> None:
         """Back to the front: an older sample's group is waited for sooner."""
         self._scoring.discard(job.sample_id)
-        self._queue.appendleft(job)
+        self.put(job)
+        self._queues[job.kind].move_to_end(job.sample_id, last=False)
 
-    def take(self, limit: int) -> list[ScoreJob]:
-        jobs = [self._queue.popleft() for _ in range(min(limit, len(self._queue)))]
+    def queued(self, kind: SampleKind) -> bool:
+        """Whether a sample of this kind waits for a score."""
+        return bool(self._queues[kind])
+
+    def take(self, limit: int, kinds: Iterable[SampleKind] = ("validation", "train")) -> list[ScoreJob]:
+        """Samples of one kind after the other, each in the order they came."""
+        jobs: list[ScoreJob] = []
+        for kind in kinds:
+            queue = self._queues[kind]
+            jobs += [queue.popitem(last=False)[1] for _ in range(min(limit - len(jobs), len(queue)))]
         self._scoring.update(job.sample_id for job in jobs)
         return jobs
 
@@ -66,12 +76,13 @@ class TrajectoryBuffer:
 
     def discard(self, sample_ids: set[str]) -> None:
         """Forget queued samples whose group ended."""
-        self._queue = deque(job for job in self._queue if job.sample_id not in sample_ids)
+        for sample_id in sample_ids:
+            self._queues["train"].pop(sample_id, None)
         self._reserved -= sample_ids
         self._scoring -= sample_ids
 
     def statistics(self) -> BufferStatistics:
-        return BufferStatistics(self.capacity, len(self._reserved), len(self._queue))
+        return BufferStatistics(self.capacity, len(self._reserved), sum(map(len, self._queues.values())))
 
 
 class ReplayBuffer:
@@ -87,7 +98,8 @@ class ReplayBuffer:
         self._window = window
         self._max_updates = max_updates
         self._per_update = groups_per_update
-        self._admitted: dict[int, int] = {}  # untaken groups, in admission order -> admitted version
+        self._admitted: OrderedDict[int, int] = OrderedDict()  # untaken groups, in admission order -> admitted version
+        self._of_version: Counter[int] = Counter()  # untaken groups by admitted version: S + 1 versions at most
         self._ready: dict[int, ReadyGroup] = {}
 
     @property
@@ -98,6 +110,7 @@ class ReplayBuffer:
         if self.free <= 0:
             raise ValueError(f"no room for group {group}: all {self.capacity} places are reserved")
         self._admitted[group] = version
+        self._of_version[version] += 1
 
     def put(self, group: ReadyGroup) -> None:
         if group.group not in self._admitted:
@@ -106,8 +119,14 @@ class ReplayBuffer:
 
     def end(self, group: int) -> None:
         """The group was rejected or dropped."""
-        self._admitted.pop(group, None)
-        self._ready.pop(group, None)
+        if group in self._admitted:
+            self._leave(group)
+            self._ready.pop(group, None)
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every untaken group could be taken."""
+        return len(self._ready) == len(self._admitted)
 
     def take(self, update: int, places: int) -> ReadyGroup | None:
         """The group that update number `update` (version being trained) should train next, if one is ready; `places` is how many groups the
@@ -116,13 +135,25 @@ class ReplayBuffer:
             if overtaken >= self._window:
                 return None
             if group in self._ready and (overtaken == 0 or self._others_stay_in_time(group, update, places - 1)):
-                del self._admitted[group]
+                self._leave(group)
                 return self._ready.pop(group)
         return None
 
+    def _leave(self, group: int) -> None:
+        version = self._admitted.pop(group)
+        self._of_version[version] -= 1
+        if not self._of_version[version]:
+            del self._of_version[version]
+
     def _others_stay_in_time(self, taken: int, update: int, places: int) -> bool:
-        due = sorted(version + self._max_updates for group, version in self._admitted.items() if group != taken)
-        return all(number <= places + (deadline - update) * self._per_update for number, deadline in enumerate(due, start=1))
+        """All that is due by an update must fit into the places up to it."""
+        due = 0
+        for version in sorted(self._of_version):
+            others = self._of_version[version] - (version == self._admitted[taken])
+            due += others
+            if others and due > places + (version + self._max_updates - update) * self._per_update:
+                return False
+        return True
 
     def __contains__(self, group: int) -> bool:
         return group in self._admitted

@@ -13,7 +13,6 @@ its state changes only between awaits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ import msgspec
 
 from omni_async.config import Config
 from omni_async.control.admission import Slots
-from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
+from omni_async.control.buffer import ReplayBuffer
 from omni_async.control.events import EventLog, RunEvent
+from omni_async.control.flow import SampleFlow
 from omni_async.control.groups import GroupProgress, SampleProgress, trained_steps
-from omni_async.control.leasing import WorkQueue
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
@@ -39,6 +38,7 @@ from omni_async.types import (
     ReadyGroup,
     SampleRequest,
     SampleResult,
+    Score,
     ScoreJob,
     ScoreResult,
     Span,
@@ -73,7 +73,7 @@ class Coordinator:
         self._validation_prompts = tuple(validation_prompts)
         self._schedule = ValidationSchedule(config.validation.every, self._last_version) if config.validation else None
         self._slots = Slots(config.staleness.max_updates, self._per_update)
-        self._trajectories = TrajectoryBuffer(config.buffer.trajectories)
+        self._samples = SampleFlow(config)
         self._replay = ReplayBuffer(
             config.buffer.groups,
             window=config.buffer.window,
@@ -90,11 +90,9 @@ class Coordinator:
         self._groups: dict[int, GroupProgress] = {}
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
         self._rounds: dict[int, ValidationRound] = {}
-        self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
         self._images = 0
-        self._work = Bell()
-        self._generated = Bell()
         self._ready = Bell()
+        self._weights = Bell()
         self._log = EventLog()
         self._outcome: tuple[str, str | None] | None = None
 
@@ -102,64 +100,49 @@ class Coordinator:
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over."""
-        while not self._closed:
-            if self.versions.of(engine) >= 0 and (leased := self._lease(engine, free, capacity)):
-                return leased
-            await self._work.wait()
-        return []
-
-    def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        engines = len(self.versions.engines())
-        capacity = min(capacity, math.ceil(self._trajectories.capacity / engines))
-        leased = self._queue.lease(engine, min(free, self._trajectories.free), capacity, engines)
-        for request in leased:
-            self._trajectories.reserve(request.sample_id)
-        return leased
+        while self.versions.of(engine) < 0 and not self._closed:
+            await self._weights.wait()  # nothing is admitted before the last engine has some
+        return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         for result in results:
-            request = self._queue.end_lease(engine, result.sample_id)
+            request = self._samples.answered(engine, result.sample_id)
             if request is None:
                 continue
             progress = self._progress(request)
             if progress is None:
-                self._trajectories.release(result.sample_id)  # the group ended while the sample was being made
+                self._samples.release(result.sample_id)  # the group ended while the sample was being made
                 continue
             self._require_trained_steps(request, result)
             progress.result = result
             self._images += request.kind == "train"
-            self._trajectories.put(progress.job())
-        self._generated.ring()
-        self._work.ring()
+            self._samples.generated(progress.job())
 
     def _require_trained_steps(self, request: SampleRequest, result: SampleResult) -> None:
-        expected = trained_steps(request)
-        if len(result.step_versions) not in expected:
-            raise ValueError(
-                f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]} trained steps"
-            )
-        if any(v > self.versions.trained for v in result.step_versions):
+        versions = result.step_versions
+        if len(versions) not in (expected := trained_steps(request)):
+            raise ValueError(f"sample {result.sample_id} of {result.engine}: {len(versions)} step versions for {expected[0]} trained steps")
+        if versions and max(versions) > self.versions.trained:
             raise WeightMismatch(
-                f"sample {result.sample_id} of {result.engine} claims versions {result.step_versions}, newest is {self.versions.trained}"
+                f"sample {result.sample_id} of {result.engine} claims versions {versions}, newest is {self.versions.trained}"
             )
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
-        request = self._queue.end_lease(engine, sample_id)
+        request = self._samples.answered(engine, sample_id)
         if request is None:
             return
-        self._trajectories.release(sample_id)
+        self._samples.release(sample_id)
         if self._progress(request) is not None:
             if request.attempt <= self._config.rollout.retries:
                 again = msgspec.structs.replace(request, attempt=request.attempt + 1)
                 if home := self._groups.get(request.group) if request.kind == "train" else None:
                     home.attempts = max(home.attempts, again.attempt)
-                self._queue.add(again)
+                self._samples.add([again])
             elif request.kind == "validation":
                 self._fail_validation(request, error)
             else:
                 self._end_group(self._groups[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
-        self._work.ring()
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
         """The live sample behind a request; None if its group or round is over or the sample has a result already."""
@@ -171,50 +154,47 @@ class Coordinator:
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Up to `limit` generated samples, as many as there are. Empty: the run is over."""
-        while not self._closed:
-            if jobs := self._trajectories.take(limit):
-                return jobs
-            await self._generated.wait()
-        return []
+        return await self._samples.jobs(limit)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
         for result in results:
-            if not self._trajectories.being_scored(result.sample_id):
+            if not self._samples.being_scored(result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
             home = (self._rounds if kinds[result.sample_id] == "validation" else self._groups).get(_group_of(result.sample_id))
-            progress = home.samples[result.sample_id] if home else None
-            if home is None or progress is None or progress.score is not None:
-                self._trajectories.release(result.sample_id)
-            elif result.score is not None:
-                progress.score = result.score
-                self._trajectories.release(result.sample_id)
-                self._scored(home)
-            else:
+            if home is None:
+                self._samples.release(result.sample_id)
+                continue
+            progress = home.samples[result.sample_id]
+            if result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
-        self._generated.ring()
-        self._work.ring()
-
-    def _scored(self, home: GroupProgress | ValidationRound) -> None:
-        """One more sample of a group or a round has its score."""
-        if isinstance(home, ValidationRound):
-            self._end_round_if_complete(home)
-        elif home.complete:
-            advantage = self._config.algorithm.advantage
-            # Against the rewards its prompt had before, even a group of equal rewards says something.
-            may_drop = advantage.drop_zero_variance and not advantage.track_prompts
-            if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
-                self._end_group(home, "rejected", "zero reward variance")
             else:
-                self._rejected_in_a_row = 0
-                self._replay.put(home.ready())
-                self._ready.ring()
+                self._samples.release(result.sample_id)
+                self._scored(home, progress, result.score)
+
+    def _scored(self, home: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
+        if isinstance(home, ValidationRound):
+            progress.score = score
+            self._end_round_if_complete(home)
+            return
+        home.scored(progress, score)
+        if not home.complete:
+            return
+        advantage = self._config.algorithm.advantage
+        # Against the rewards its prompt had before, even a group of equal rewards says something.
+        may_drop = advantage.drop_zero_variance and not advantage.track_prompts
+        if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
+            self._end_group(home, "rejected", "zero reward variance")
+        else:
+            self._rejected_in_a_row = 0
+            self._replay.put(home.ready())
+            self._ready.ring()
 
     def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
         """Score it again; after `reward.retries` the group is rejected, or the round goes on without the sample."""
         progress.score_attempts += 1
         if progress.score_attempts <= self._config.reward.retries:
-            self._trajectories.retry(progress.job())
+            self._samples.retry_score(progress.job())
         elif isinstance(home, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
@@ -246,7 +226,7 @@ class Coordinator:
         """With `staleness.exact` nothing is trained while anything could still be generated."""
         if not self._config.staleness.exact:
             return True
-        return self.versions.held == version and all(group.complete for group in self._groups.values())
+        return self.versions.held == version and self._replay.all_ready
 
     async def update_done(self, report: UpdateReport) -> None:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is
@@ -280,21 +260,22 @@ class Coordinator:
 
     async def engine_holds(self, report: WeightReport) -> None:
         """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
+        before = self.versions.held
         try:
             self.versions.report(report)
         except WeightMismatch as error:
             self._fail(str(error))
             return
         held = self.versions.held
-        if held is None or self._closed:
+        if held is None or held == before or self._closed:
             return
+        self._weights.ring()
         self._ready.ring()
         self._slots.held(held)
         if self._schedule and self._schedule.due(held):
             self._start_validation(held)
         self._admit()
         self._finish_if_complete()
-        self._work.ring()
 
     def _admit(self) -> None:
         """Admit groups while there is a slot, room for them downstream, and an update left that will train them."""
@@ -310,9 +291,7 @@ class Coordinator:
             self._replay.reserve(group, version)
             self.ledger.admit(group)
             self._groups[group] = GroupProgress(group, prompt, window, version, requests)
-            for request in requests:
-                self._queue.add(request)
-            self._work.ring()
+            self._samples.add(requests)
 
     def _still_wanted(self) -> bool:
         return self.ledger.events["trained"] + len(self._training) + len(self._groups) < self._wanted
@@ -324,11 +303,10 @@ class Coordinator:
         if not requests:
             return
         self._rounds[version] = ValidationRound(version, requests)
-        for request in requests:
-            self._queue.add(request)
+        self._samples.add(requests)
 
     def _fail_validation(self, request: SampleRequest, error: str) -> None:
-        self._trajectories.release(request.sample_id)
+        self._samples.release(request.sample_id)
         if round_ := self._rounds.get(request.group):
             round_.failed[request.sample_id] = error
             self._end_round_if_complete(round_)
@@ -351,9 +329,7 @@ class Coordinator:
         del self._groups[group.group]
         self._slots.end(group.group)
         self._replay.end(group.group)
-        self._queue.forget(group.group)
-        # Leased samples keep their place until the engine reports; everything else of the group is forgotten now.
-        self._trajectories.discard({sample_id for sample_id in group.samples if not self._queue.leased(sample_id)})
+        self._samples.forget(group.group, group.samples)
         if self._closed:
             return
         self._rejected_in_a_row += 1
@@ -361,7 +337,6 @@ class Coordinator:
             self._fail(f"{self._rejected_in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
         self._admit()
         self._ready.ring()
-        self._work.ring()
 
     def _finish_if_complete(self) -> None:
         if self.versions.held == self._last_version and not self._rounds and self.versions.trained == self._last_version:
@@ -393,8 +368,9 @@ class Coordinator:
         except ConservationError as error:
             self._outcome = ("failed", str(error))
         self._log.add("ended", {"status": self._outcome[0], "reason": self._outcome[1], **self.final_counts()})
-        for bell in (self._work, self._generated, self._ready):
-            bell.ring()
+        self._samples.close()
+        self._weights.ring()
+        self._ready.ring()
 
     @property
     def _closed(self) -> bool:
@@ -418,7 +394,7 @@ class Coordinator:
     def _buffer_statistics(self) -> dict[str, dict[str, int]]:
         statistics = {
             "slots": self._slots.statistics(),
-            "trajectories": self._trajectories.statistics(),
+            "trajectories": self._samples.statistics(),
             "replay": self._replay.statistics(),
         }
         return {name: msgspec.structs.asdict(one) for name, one in statistics.items()}

@@ -16,6 +16,8 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
 class SampleProgress:
     """One sample: requested, generated (has a result), scored."""
 
+    __slots__ = ("request", "result", "score", "score_attempts")
+
     def __init__(self, request: SampleRequest) -> None:
         self.request = request
         self.result: SampleResult | None = None
@@ -38,6 +40,12 @@ class GroupProgress:
         self.admitted_version = admitted_version
         self.samples = {request.sample_id: SampleProgress(request) for request in requests}
         self.attempts = 1
+        self._num_unscored = len(requests)
+
+    def scored(self, progress: SampleProgress, score: Score) -> None:
+        """The sample's first score."""
+        progress.score = score
+        self._num_unscored -= 1
 
     @property
     def scores(self) -> list[Score]:
@@ -45,7 +53,7 @@ class GroupProgress:
 
     @property
     def complete(self) -> bool:
-        return all(s.score is not None for s in self.samples.values())
+        return self._num_unscored == 0
 
     @property
     def mean_reward(self) -> float | None:

@@ -4,45 +4,82 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 
-from omni_async.types import SampleRequest
+from omni_async.types import SampleKind, SampleRequest
 
 
 class WorkQueue:
     """Training samples leave oldest group first, so a sample that is generated again goes first; validation samples in their order, at most
-    `share` of an engine's places while training samples wait."""
+    `share` of an engine's places while training samples wait. Engines are kept equally full of training samples."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._training: list[tuple[int, int, SampleRequest]] = []  # a heap
+        self._training: dict[int, list[tuple[int, SampleRequest]]] = {}  # group -> a heap of its queued samples
+        self._groups: list[int] = []  # a heap of the groups in `_training`, and of some that were forgotten
         self._validation: deque[SampleRequest] = deque()
         self._leases: dict[str, tuple[str, SampleRequest]] = {}
+        self._leased: Counter[tuple[SampleKind, str]] = Counter()  # (kind, engine) -> leases
+        self.num_training = 0  # training samples queued
+        self.num_training_leases = 0  # training samples at engines, those whose group has ended included
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a sample of either kind is queued."""
+        return self.num_training > 0 or bool(self._validation)
 
     def add(self, request: SampleRequest) -> None:
         if request.kind == "validation":
             self._validation.append(request)
-        else:
-            heapq.heappush(self._training, (request.group, request.sample, request))
+            return
+        if request.group not in self._training:
+            self._training[request.group] = []
+            heapq.heappush(self._groups, request.group)
+        heapq.heappush(self._training[request.group], (request.sample, request))
+        self.num_training += 1
 
     def lease(self, engine: str, free: int, capacity: int, engines: int) -> list[SampleRequest]:
-        """Up to `free` samples for an engine with `capacity` places, one of `engines`."""
-        validating = sum(1 for owner, request in self._leases.values() if owner == engine and request.kind == "validation")
-        allowed = math.ceil(self._share * capacity) - validating if self._training else free
-        chosen = [self._validation.popleft() for _ in range(min(free, allowed, len(self._validation)))]
-        # Several engines share a short queue evenly; a long one is first come, first served.
-        fair = math.ceil(len(self._training) / engines)
-        chosen += [heapq.heappop(self._training)[2] for _ in range(min(free - len(chosen), fair))]
-        self._leases.update({request.sample_id: (engine, request) for request in chosen})
+        """Up to `free` samples for an engine with `capacity` places, one of `engines`; at least one if any is queued."""
+        chosen = self._take_validation(engine, free, capacity) if self._validation else []
+        if self.num_training:
+            chosen += self._take_training(engine, free - len(chosen), engines)
+        for request in chosen:
+            self._leases[request.sample_id] = (engine, request)
         return chosen
+
+    def _take_validation(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        leased = self._leased["validation", engine]
+        allowed = math.ceil(self._share * capacity) - leased if self.num_training else free
+        count = max(0, min(free, allowed, len(self._validation)))
+        self._leased["validation", engine] = leased + count
+        return [self._validation.popleft() for _ in range(count)]
+
+    def _take_training(self, engine: str, free: int, engines: int) -> list[SampleRequest]:
+        leased = self._leased["train", engine]
+        even = math.ceil((self.num_training + self.num_training_leases) / engines)
+        count = min(free, max(1, even - leased), self.num_training)
+        self._leased["train", engine] = leased + count
+        self.num_training -= count
+        self.num_training_leases += count
+        return [self._next_training() for _ in range(count)]
+
+    def _next_training(self) -> SampleRequest:
+        while (queued := self._training.get(self._groups[0])) is None:
+            heapq.heappop(self._groups)
+        _, request = heapq.heappop(queued)
+        if not queued:
+            del self._training[heapq.heappop(self._groups)]
+        return request
 
     def end_lease(self, engine: str, sample_id: str) -> SampleRequest | None:
         """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to (any more): the
         sample's place, if it has one, belongs to somebody else."""
         owner, request = self._leases.get(sample_id, (None, None))
-        if owner != engine:
+        if owner != engine or request is None:
             return None
         del self._leases[sample_id]
+        self._leased[request.kind, engine] -= 1
+        self.num_training_leases -= request.kind == "train"
         return request
 
     def leased(self, sample_id: str) -> bool:
@@ -50,5 +87,4 @@ class WorkQueue:
 
     def forget(self, group: int) -> None:
         """The group ended: none of its queued samples is wanted. Leases stay until their engines answer."""
-        self._training = [entry for entry in self._training if entry[0] != group]
-        heapq.heapify(self._training)
+        self.num_training -= len(self._training.pop(group, ()))

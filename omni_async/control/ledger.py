@@ -6,7 +6,7 @@ Owns the counters and hands each terminal event to a sink (a file in production,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Ledger:
             self.staleness[entry.staleness] += 1
         self._sink(entry)
 
-    def check(self, live: set[int]) -> None:
+    def check(self, live: Set[int]) -> None:
         """Compare with who *should* be live, counted independently (slots); raises ConservationError."""
         ended = sum(self.events.values())
         if self.admitted != ended + len(live) or self._live != live:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from omni_async.config import Config
-from omni_async.control.seeds import initial_noise_seed, sample_seed
+from omni_async.control.seeds import initial_noise_seed, sample_seed, sample_seeds
 from omni_async.control.windows import window_of
-from omni_async.types import Prompt, SampleRequest, SdeWindow
+from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
 
 
 class RequestFactory:
@@ -13,8 +15,6 @@ class RequestFactory:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        sde = config.rollout.sde
-        self._noise_level, self._sde_kind = (sde.noise_level, sde.kind) if sde else (0.0, "flow")
         self.fields: tuple[str, ...] = ()
 
     def window(self, group: int) -> SdeWindow | None:
@@ -23,50 +23,45 @@ class RequestFactory:
     def training(self, group: int, prompt: Prompt, window: SdeWindow | None) -> list[SampleRequest]:
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
-        return [
-            SampleRequest(
-                sample_id=f"g{group}.s{sample}",
-                kind="train",
-                group=group,
-                sample=sample,
-                prompt=prompt,
-                seed=sample_seed(seed, prompt.index, group, sample),
-                initial_seed=shared,
-                height=rollout.height,
-                width=rollout.width,
-                num_inference_steps=rollout.num_inference_steps,
-                true_cfg_scale=rollout.true_cfg_scale,
-                negative_prompt=rollout.negative_prompt,
-                noise_level=self._noise_level,
-                sde_kind=self._sde_kind,
-                window=window,
-                fields=self.fields,
-            )
-            for sample in range(rollout.group_size)
-        ]
+        noise_level = rollout.sde.noise_level if rollout.sde else 0.0
+        first = self._request("train", group, prompt, rollout.num_inference_steps, noise_level)
+        first = replace(first, window=window, fields=self.fields, initial_seed=shared)
+        seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
+        # Copies of one request: of all that admission does, filling in every field of every sample would take longest.
+        return [replace(first, sample_id=f"g{group}.s{sample}", sample=sample, seed=seeds[sample]) for sample in range(rollout.group_size)]
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
         """The same prompts and seeds every round, so that rounds differ by the policy alone."""
-        rollout, validation = self._config.rollout, self._config.validation
+        validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
         return [
-            SampleRequest(
+            replace(
+                self._request("validation", version, prompt, validation.num_inference_steps, 0.0),
                 sample_id=f"v{version}.p{prompt.index}.s{sample}",
-                kind="validation",
-                group=version,
                 sample=sample,
-                prompt=prompt,
-                seed=sample_seed(self._config.run.seed, prompt.index, "validation", sample),
-                height=rollout.height,
-                width=rollout.width,
-                num_inference_steps=validation.num_inference_steps,
-                true_cfg_scale=rollout.true_cfg_scale,
-                negative_prompt=rollout.negative_prompt,
-                noise_level=0.0,
-                sde_kind=self._sde_kind,
-                window=None,
+                seed=sample_seed(seed, prompt.index, "validation", sample),
             )
             for prompt in prompts
             for sample in range(validation.samples_per_prompt)
         ]
+
+    def _request(self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float) -> SampleRequest:
+        """What all samples of a prompt share; the rest is to be filled in."""
+        rollout = self._config.rollout
+        return SampleRequest(
+            sample_id="",
+            kind=kind,
+            group=group,
+            sample=0,
+            prompt=prompt,
+            seed=0,
+            height=rollout.height,
+            width=rollout.width,
+            num_inference_steps=num_inference_steps,
+            true_cfg_scale=rollout.true_cfg_scale,
+            negative_prompt=rollout.negative_prompt,
+            noise_level=noise_level,
+            sde_kind=rollout.sde.kind if rollout.sde else "flow",
+            window=None,
+        )

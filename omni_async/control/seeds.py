@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from omni_async.types import Prompt, SdeWindow
@@ -15,12 +15,35 @@ from omni_async.types import Prompt, SdeWindow
 
 def derive(*parts: int | str) -> int:
     """A 63-bit integer from the parts; any change of any part gives an unrelated number."""
-    text = "/".join(str(part) for part in parts).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return _number(_hashed(*parts))
+
+
+def derive_each(parts: tuple[int | str, ...], lasts: Iterable[int]) -> list[int]:
+    """`derive(*parts, last)` of each last part; the others are hashed once."""
+    common = _hashed(*parts, "")
+    numbers = []
+    for last in lasts:
+        full = common.copy()
+        full.update(b"%d" % last)
+        numbers.append(_number(full))
+    return numbers
+
+
+def _hashed(*parts: int | str) -> hashlib.blake2b:
+    return hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8)
+
+
+def _number(hashed: hashlib.blake2b) -> int:
+    return int.from_bytes(hashed.digest(), "little") >> 1
 
 
 def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> int:
     return derive("sample", run_seed, prompt, group, sample)
+
+
+def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
+    """`sample_seed` of a group's samples 0, 1, ..., count - 1."""
+    return derive_each(("sample", run_seed, prompt, group), range(count))
 
 
 def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:

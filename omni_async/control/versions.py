@@ -6,6 +6,8 @@ hold. A report that does not match the announcement is a `WeightMismatch`: plaus
 
 from __future__ import annotations
 
+from collections import Counter
+
 from omni_async.types import WeightReport
 
 
@@ -18,25 +20,33 @@ class Versions:
         self.trained = start
         self._digests: dict[int, str] = {}
         self._engines: dict[str, int] = {}
+        self._holders: Counter[int] = Counter()  # version -> engines that hold it: two or three versions, however many engines
+        self.published: int | None = None
+        self.held: int | None = None  # the oldest version any live engine may still use; None while one holds nothing, or there is none
 
     @property
-    def held(self) -> int | None:
-        """The oldest version any live engine may still use; None while an engine holds nothing or there is none."""
-        if not self._engines:
-            return None
-        oldest = min(self._engines.values())
-        return oldest if oldest >= 0 else None
-
-    @property
-    def published(self) -> int | None:
-        return max(self._digests, default=None)
+    def num_engines(self) -> int:
+        return len(self._engines)
 
     def join(self, engine: str) -> None:
         """An engine exists, and holds nothing yet."""
+        self.leave(engine)
         self._engines[engine] = -1
+        self._count(-1, 1)
 
     def leave(self, engine: str) -> None:
-        self._engines.pop(engine, None)
+        version = self._engines.pop(engine, None)
+        if version is not None:
+            self._count(version, -1)
+
+    def _count(self, version: int, change: int) -> int:
+        self._holders[version] = holders = self._holders[version] + change
+        if holders == 0:
+            del self._holders[version]
+        if holders == 0 or holders == change:  # a version went or came
+            oldest = min(self._holders, default=-1)
+            self.held = oldest if oldest >= 0 else None
+        return holders
 
     def of(self, engine: str) -> int:
         return self._engines[engine]
@@ -47,6 +57,7 @@ class Versions:
         if version > self.trained:
             raise ValueError(f"version {version} published before its update was reported: the newest version is {self.trained}")
         self._digests[version] = digest
+        self.published = version
 
     def report(self, report: WeightReport) -> None:
         """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before."""
@@ -63,10 +74,12 @@ class Versions:
             )
         if report.version < self._engines[report.engine]:
             raise WeightMismatch(f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}")
+        before = self._engines[report.engine]
         self._engines[report.engine] = report.version
-        # Digests older than any engine's version can never be reported again.
-        oldest = min(self._engines.values())
-        self._digests = {v: d for v, d in self._digests.items() if v >= oldest}
+        self._count(report.version, 1)
+        if self._count(before, -1) == 0 and self.held is not None:
+            # Digests older than any engine's version can never be reported again.
+            self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
 
     def engines(self) -> dict[str, int]:
         return dict(self._engines)

@@ -1,8 +1,14 @@
-"""Waiting without polling and without being forgotten."""
+"""Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line` for many who would all
+take the same things."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Bell:
@@ -30,3 +36,40 @@ class Bell:
     @property
     def waiting(self) -> int:
         return len(self._waiters)
+
+
+class Line:
+    """First come, first served: `await take(what)` is `what()`, called when the caller is first in the line and `is_open()`.
+
+    Only the first is ever woken, by `ring()`, which costs nothing while the line is empty or closed: whoever may have opened it rings. Who leaves,
+    served or cancelled, wakes the next, so an open line moves on by itself. Nobody is handed anything while waiting, so a cancelled waiter loses
+    nothing.
+    """
+
+    def __init__(self, is_open: Callable[[], bool]) -> None:
+        self._is_open = is_open
+        self._line: deque[asyncio.Future[None]] = deque()
+
+    async def take(self, what: Callable[[], T]) -> T:
+        if not self._line and self._is_open():
+            return what()
+        turn = asyncio.get_running_loop().create_future()
+        self._line.append(turn)
+        try:
+            await turn
+            while not self._is_open():  # it was when the ring came
+                turn = self._line[0] = asyncio.get_running_loop().create_future()
+                await turn
+            return what()
+        finally:
+            self._line.remove(turn)
+            self.ring()
+
+    def ring(self) -> None:
+        """Wake the first in the line if it is open."""
+        if self._line and not self._line[0].done() and self._is_open():
+            self._line[0].set_result(None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)

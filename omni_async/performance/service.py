@@ -42,7 +42,7 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         if self.cv == 0:
             return 1.0
         variance = math.log1p(self.cv**2)
-        return random.lognormvariate(-variance / 2, math.sqrt(variance))
+        return math.exp(random.gauss(-variance / 2, math.sqrt(variance)))
 
     @property
     def variation(self) -> float:

@@ -1,4 +1,9 @@
-"""From a configuration and a profile to the stage times of one update, by counting jobs."""
+"""From a configuration and a profile to the stage times of one update, by counting jobs.
+
+With S = 0 everything of a step starts from nothing, so its jobs can be counted exactly, and for service times that do not vary the law is what a
+step takes. With S > 0 the updates share the devices and a job may hold samples of two; what is given then is a lower bound: as few jobs as there
+can be, each as short as it can be.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +17,121 @@ from omni_async.performance.service import ServiceTime
 
 def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bool) -> StageTimes:
     """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `assesses`: it recomputes log-probs."""
-    rollout, reward, trainer = config.rollout, config.reward, config.trainer
-    samples = trainer.groups_per_update * rollout.group_size
-    per_rank = rollout.group_size / trainer.workers
-    publishes = 1 / config.weights.publish_every
-    in_step = config.staleness.max_updates == 0
-    generate = _stage(profile.generate, samples, rollout.workers, engine_batch(config), whole_jobs=in_step)
-    score = _stage(profile.score, samples, reward.workers, reward.batch, whole_jobs=not reward.streaming)
-    group = profile.train.mean(per_rank) + (profile.assess.mean(per_rank) if assesses else 0.0)
-    steps = trainer.steps_per_update * profile.step.mean()
-    train = trainer.groups_per_update * group + steps
-    blocked, pause = profile.export.mean() * publishes, profile.swap.mean() * publishes
-    publish = (profile.export.mean() + profile.publish.mean() + profile.swap.mean()) * publishes
+    job = _Job(config, profile, streams, assesses)
+    every, budget = config.weights.publish_every, config.staleness.max_updates
+    publish = profile.export.mean() + profile.publish.mean() + profile.swap.mean()
+    pause = profile.swap.mean() / every
+    if profile.publish.mean() > 0:
+        # Versions that come faster than they can be published are skipped, and so are their pauses.
+        pause = min(pause, job.generate * profile.swap.mean() / profile.publish.mean())
     if config.placement.colocated:
         # Engine, reward worker and rank each get the device once per update.
         publish += 3 * profile.switch.mean()
-    first = profile.generate.mean(min(engine_batch(config), math.ceil(samples / rollout.workers)))
-    scored = profile.score.mean(min(reward.batch, samples))
-    wave = generate + score if not reward.streaming else max(generate + scored, first + score)
-    if not streams:
-        wave += train
-    elif not reward.streaming:
-        wave += group + steps
-    else:
-        wave = max(wave + group + steps, first + scored + train)
-    return StageTimes(generate, score, train, publish, blocked, pause, wave + publish)
+    # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of the updates a publish needs
+    # were admitted by the one `publishes` before it.
+    publishes, left_over = divmod(budget + 1, every)
+    latency = job.latency(every - left_over) + publish
+    return StageTimes(
+        generate=job.generate,
+        score=job.score,
+        train=job.train,
+        publish=publish / every,
+        blocked=profile.export.mean() / every,
+        pause=pause,
+        wave=latency * (budget + 1) / (publishes * every),
+    )
 
 
 def engine_batch(config: Config) -> int:
     """Samples an engine computes together: its batch, unless its places or its share of the trajectory buffer are fewer."""
-    share = config.buffer.trajectories // config.rollout.workers
+    share = math.ceil(config.buffer.trajectories / config.rollout.workers)
     return max(1, min(config.rollout.max_batch, config.rollout.max_inflight, share))
 
 
-def _stage(service: ServiceTime, samples: int, workers: int, batch: int, whole_jobs: bool) -> float:
-    """Seconds until `workers` have done `samples` in jobs of at most `batch`. `whole_jobs`: nothing else fills the last round up."""
-    if not whole_jobs:
-        return samples / workers * service.mean(batch) / batch
-    rounds, rest = divmod(samples, workers * batch)
-    return rounds * service.mean(batch) + service.mean(math.ceil(rest / workers))
+class _Job:
+    """The stages of one configuration, and what they are together."""
+
+    def __init__(self, config: Config, profile: Profile, streams: bool, assesses: bool) -> None:
+        rollout, reward, trainer = config.rollout, config.reward, config.trainer
+        self._in_step, colocated = config.staleness.max_updates == 0, config.placement.colocated
+        self._scores_late = self._in_step and (not reward.streaming or colocated)
+        self._streams = streams and not colocated
+        self._profile = profile
+        self._engines, self._batch = rollout.workers, engine_batch(config)
+        self._reward_workers, self._reward_batch = reward.workers, reward.batch
+        self._group_size, self._places = rollout.group_size, config.buffer.trajectories
+        self._samples = trainer.groups_per_update * rollout.group_size
+        per_rank = rollout.group_size / trainer.workers
+        self._group = profile.train.mean(per_rank) + (profile.assess.mean(per_rank) if assesses else 0.0)
+        self._steps = trainer.steps_per_update * profile.step.mean()
+        self.train = trainer.groups_per_update * self._group + self._steps
+        self.generate = (
+            self._generated(self._samples) if self._in_step else _share(profile.generate, self._samples, self._engines, self._batch)
+        )
+        self.score = (
+            self._scored_at_once(self._samples)
+            if self._in_step and not reward.streaming
+            else _share(profile.score, self._samples, self._reward_workers, self._reward_batch)
+        )
+
+    def latency(self, updates: int) -> float:
+        """From the admission of the groups of that many updates until the last of them is made."""
+        if self._in_step:
+            return self._step()
+        samples, train = updates * self._samples, updates * self.train
+        if not self._streams:
+            return max(self._ready(samples) + self.train, self._ready(self._samples) + train)
+        return max(self._ready(samples) + self._group + self._steps, self._ready(self._group_size) + train)
+
+    def _ready(self, samples: int) -> float:
+        """With S > 0, until that many are generated and scored."""
+        one_scored, one_generated = self._profile.score.mean(1), self._profile.generate.mean(1)
+        return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
+
+    def _step(self) -> float:
+        """With S = 0. All engines start at once, so samples come in rounds; what follows is busy without a break from the first round on, or from
+        the last."""
+        together, group = self._engines * self._batch, self._group_size
+        rest = self._samples % together
+        # Where the last round is not shared evenly, some engines end a sample earlier.
+        last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
+        # Where the samples do not all have a place at once, the first engines take most of the places.
+        fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._places else 1
+        first = self._profile.generate.mean(max(1, fewest))
+        if self._scores_late:
+            scored = self.generate + self.score
+        else:
+            scored = max(self.generate + self._scored(last), first + self._scored(self._samples))
+        if not self._streams:
+            return scored + self.train
+        before = self.generate if self._scores_late else min(self.generate, first * math.ceil(group / together))
+        return max(
+            scored + self._group + self._steps,
+            before + self._scored((group - 1) % together + 1) + self.train,
+            self.generate + self._profile.score.mean(1) + math.ceil(last / group) * self._group + self._steps,
+        )
+
+    def _generated(self, samples: int) -> float:
+        """Seconds until all engines together have made them, sharing them evenly."""
+        return _makespan(self._profile.generate, samples, self._engines, self._batch)
+
+    def _scored(self, samples: int) -> float:
+        """The same of reward workers: the least it can take, however the samples come."""
+        return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
+
+    def _scored_at_once(self, samples: int) -> float:
+        """Of samples that are all there: a reward worker takes as many as it may, and leaves the rest to others."""
+        score, batch = self._profile.score, self._reward_batch
+        rounds, rest = divmod(samples, self._reward_workers * batch)
+        return rounds * score.mean(batch) + score.mean(min(batch, rest))
+
+
+def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
+    """Seconds until `workers`, who share the samples evenly, have done them in jobs of at most `batch`."""
+    rounds, rest = divmod(math.ceil(samples / workers), batch)
+    return rounds * service.mean(batch) + service.mean(rest)
+
+
+def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
+    """Seconds of each of `workers` that do nothing but full batches."""
+    return samples / workers * service.mean(batch) / batch

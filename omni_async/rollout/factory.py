@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from omni_async.config.schema import Config
+from omni_async.performance.profile import Profile
 from omni_async.policy import PipelineFamily
 from omni_async.rollout.base import RolloutEngine
 
@@ -12,12 +13,17 @@ if TYPE_CHECKING:
     import torch
 
 
-def build_engine(config: Config, engine_name: str, family: PipelineFamily) -> RolloutEngine:
-    """The engine of `config.rollout.engine`, not started yet; `engine_name` is how it calls itself in reports and errors.
+def build_engine(config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None) -> RolloutEngine:
+    """The engine of `config.rollout.engine`, or one that replays `profile`, not started yet; `engine_name` is how it calls itself in reports
+    and errors.
 
     ValueError if the checkpoint is not the family's, or the family does not run on that engine.
     """
     rollout = config.rollout
+    if profile is not None:
+        from omni_async.rollout.replay_engine import ReplayEngine
+
+        return ReplayEngine(engine_name, profile, max_batch=rollout.max_batch, seed=config.run.seed, takes_turns=config.placement.colocated)
     match rollout.engine:
         case "emulated":
             from omni_async.rollout.emulated import EmulatedEngine

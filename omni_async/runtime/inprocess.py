@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from omni_async.control.clock import Clock
 from omni_async.control.coordinator import Coordinator
 from omni_async.runtime import roles
 from omni_async.runtime.preflight import RunInputs
@@ -13,7 +14,9 @@ from omni_async.tracking.rundir import RunDirectory
 
 
 class InProcessCluster:
-    def __init__(self, inputs: RunInputs, run: RunDirectory) -> None:
+    """`clock`, the wall's by default, stamps what happens. Emulated devices sleep on the event loop's time."""
+
+    def __init__(self, inputs: RunInputs, run: RunDirectory, clock: Clock | None = None) -> None:
         config = inputs.config
         self.store: ObjectStore = LocalStore()
         self.coordinator: Coordinator = roles.build_coordinator(inputs, run.run_id, str(run.ledger))
@@ -23,12 +26,12 @@ class InProcessCluster:
             for name in config.engine_names:
                 self._actors[name] = roles.build_reader(name, inputs, self.coordinator, self.store)
         else:
-            producers = {name: roles.build_producer(name, inputs, self.coordinator, self.store) for name in config.engine_names}
+            producers = {name: roles.build_producer(name, inputs, self.coordinator, self.store, clock) for name in config.engine_names}
             names = [f"reward-{worker}" for worker in range(config.reward.workers)]
-            rewarders = {name: roles.build_rewarder(name, config, self.coordinator, self.store) for name in names}
+            rewarders = {name: roles.build_rewarder(name, inputs, self.coordinator, self.store, clock) for name in names}
             self._actors |= producers | rewarders
-        self._publisher = roles.build_publisher(config, producers, self.coordinator)
-        self._trainer = roles.build_trainer(inputs, [], self.coordinator, self._publisher, self.store, str(run.checkpoints))
+        publisher = roles.build_publisher(config, producers, self.coordinator, self.store, str(run.weights), clock=clock)
+        self._trainer = roles.build_trainer(inputs, [], self.coordinator, publisher, self.store, str(run.checkpoints), clock=clock)
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
@@ -39,7 +42,7 @@ class InProcessCluster:
         return {name: actor.run() for name, actor in (*self._actors.items(), ("trainer", self._trainer))}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {"publisher": self._publisher.run()}
+        return {"publisher": self._trainer.run_publisher()}
 
     async def close(self) -> None:
         """Roles free what they hold when their work ends."""

@@ -75,7 +75,7 @@ class Observer:
                 self._validated(event.data)
             case "ended":
                 self.ended = event.data
-        if event.pictures:
+        if event.pictures and self._config.emulation is None:  # emulated media are noise
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
             task = asyncio.create_task(self._picture(name, event, store))
             task.set_name(name)

@@ -1,4 +1,7 @@
-"""Everything that can be found wrong before anything heavy starts: prompt files, the checkpoint's architecture, scorers. Imports no torch."""
+"""Everything that can be found wrong before anything heavy starts: prompt files, the checkpoint's architecture, scorers. Imports no torch.
+
+With `emulation` there is no model, no prompt file and no scorer to look at: the profile is.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import psutil
+from msgspec.structs import replace
 
 from omni_async.actors.plan import plan_updates
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
+from omni_async.config.schema import Emulation
+from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.prompts import load_prompts
 from omni_async.types import Prompt
 
+# Enough that an epoch is never over within an update.
+_SYNTHETIC_PROMPTS = 1000
+# Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
+_NEVER_S = 1e6
+# Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
+_WEIGHT_COPIES = 4
+
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was looked at closely. `start_version` and `start_group` come from the checkpoint to resume, else 0."""
+    """A configuration that was looked at closely. `start_version` and `start_group` come from the checkpoint to resume, else 0.
+
+    `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are for the console.
+    """
 
     config: Config
     family: PipelineFamily
@@ -28,6 +45,8 @@ class RunInputs:
     validation_prompts: tuple[Prompt, ...]
     start_version: int = 0
     start_group: int = 0
+    profile: Profile | None = None
+    notes: tuple[str, ...] = ()
 
 
 class _ResumePoint(msgspec.Struct):
@@ -37,18 +56,16 @@ class _ResumePoint(msgspec.Struct):
 
 def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
+    if config.emulation is not None:
+        # One emulated rank stands for all, and need not divide a group.
+        _check_algorithm(replace(config, trainer=replace(config.trainer, workers=1)))
+        return _emulated(config, config.emulation)
     try:
         family = find_family(config.model.pipeline)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    try:
-        for problem in problems(config):
-            raise ConfigError(problem)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    plan = plan_updates(config)
-    if config.trainer.streaming == "on" and plan.mode == "collect":
-        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+    _check_algorithm(config)
+    _check_placement(config)
     for number, scorer in enumerate(config.reward.scorers):
         try:
             scorers.check(scorer)
@@ -66,6 +83,67 @@ def preflight(config: Config) -> RunInputs:
         start_version=version,
         start_group=group,
     )
+
+
+def _check_algorithm(config: Config) -> None:
+    try:
+        for problem in problems(config):
+            raise ConfigError(problem)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    plan = plan_updates(config)
+    if config.trainer.streaming == "on" and plan.mode == "collect":
+        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+
+
+def _check_placement(config: Config) -> None:
+    """Ray divides an accelerator, but not several among actors that all want all of them."""
+    for role in ("rollout", "reward", "trainer"):
+        gpus = getattr(config.placement, role).gpus
+        if config.placement.colocated and gpus > 1:
+            raise ConfigError(
+                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use more workers"
+            )
+
+
+def _emulated(config: Config, emulation: Emulation) -> RunInputs:
+    """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used. One checkpoint, at the end."""
+    profile = load_profile(emulation.profile).scaled(emulation.time_scale)
+    sizes = {name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()}
+    profile = replace(profile, payload=Payload(**sizes))
+    _check_memory(config, profile.payload)
+    ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
+    version, group = _resume_point(config)
+    return RunInputs(
+        config=replace(
+            config,
+            validation=None,
+            checkpoint=replace(config.checkpoint, every=config.trainer.updates),
+            rollout=replace(config.rollout, timeout_s=_NEVER_S),
+            weights=replace(config.weights, timeout_s=_NEVER_S),
+        ),
+        family=PipelineFamily(config.model.pipeline, policy="", model_index_class=""),
+        prompts=tuple(Prompt(i, f"emulated prompt {i}") for i in range(_SYNTHETIC_PROMPTS)),
+        validation_prompts=(),
+        start_version=version,
+        start_group=group,
+        profile=profile,
+        notes=(
+            f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds; {ignored} are ignored",
+        ),
+    )
+
+
+def _check_memory(config: Config, payload: Payload) -> None:
+    """Payloads are real: all that may be alive at once has to fit."""
+    samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
+    needed = _WEIGHT_COPIES * payload.weights + samples * (payload.trajectory + payload.media)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ConfigError(
+            f"emulation.payload_scale: the payloads of {samples} live samples and {_WEIGHT_COPIES} copies of the weights take {needed / 1e9:.1f} GB, "
+            f"{available / 1e9:.1f} GB are free; lower it"
+        )
 
 
 def _prompts(config: Config) -> list[Prompt]:

@@ -1,4 +1,5 @@
-"""Every role a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead.
+"""Every role a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has
+started already is used as it is, and left running.
 
 Actors are placed as one placement group: the job gets all it needs or says at once what is missing. Nothing clever lives here.
 """
@@ -7,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,12 +19,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from omni_async.config.schema import Resources
 from omni_async.runtime import roles
+from omni_async.runtime.placement import Seating, seating
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 
-_CONTROL = Resources(cpus=0.01)
 # An actor whose loop has not answered for this long is hung.
 _HEALTH_DEADLINE_S = 120.0
 _HEALTH_INTERVAL_S = 10.0
@@ -45,6 +45,7 @@ class RayCluster:
         self.store: ObjectStore = RayStore()
         self._actors: dict[str, Any] = {}
         self._group: PlacementGroup | None = None
+        self._seating: Seating = seating(inputs.config, self._role_names())
         self._owns_ray = False
 
     @property
@@ -55,25 +56,18 @@ class RayCluster:
 
     async def start(self) -> None:
         """Ray, then the actors side by side, then their models."""
-        bundles = self._bundles()
-        await asyncio.to_thread(self._connect, math.ceil(sum(resources.cpus for resources in bundles.values())))
-        await self._reserve(bundles)
+        await asyncio.to_thread(self._connect, self._seating.cpus)
+        await self._reserve(self._seating.bundles)
         config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
-        self._spawn("coordinator", _CONTROL, partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
+        self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
         offline = config.data.preferences is not None
         readers = [self._spawn_reader(name) for name in config.engine_names] if offline else []
         producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
-        rewarders = [self._spawn_rewarder(name) for name in self._rewarder_names()]
-        others = [
-            self._spawn(f"trainer-{rank}", config.placement.trainer, partial(_rank, rank, self._inputs))
-            for rank in range(1, config.trainer.workers)
-        ]
-        publisher = self._spawn("publisher", _CONTROL, partial(_publisher, config, producers, self.coordinator))
-        trainer = self._spawn(
-            "trainer",
-            config.placement.trainer,
-            partial(_trainer, self._inputs, others, self.coordinator, publisher, str(self._run.checkpoints)),
-        )
+        names = self._role_names()
+        rewarders = [self._spawn_rewarder(name) for name in names["reward"]]
+        others = [self._spawn(name, partial(_rank, rank, self._inputs)) for rank, name in enumerate(names["trainer"]) if rank > 0]
+        folders = str(self._run.checkpoints), str(self._run.weights)
+        trainer = self._spawn("trainer", partial(_trainer, self._inputs, others, producers, self.coordinator, *folders))
         starting = asyncio.gather(trainer.start(), *(role.start() for role in [*readers, *producers.values(), *rewarders]))
         try:
             async with asyncio.timeout(timeout):
@@ -81,23 +75,19 @@ class RayCluster:
         except TimeoutError:
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
-    def _rewarder_names(self) -> list[str]:
+    def _role_names(self) -> dict[str, list[str]]:
         config = self._inputs.config
-        return [] if config.data.preferences is not None else [f"reward-{worker}" for worker in range(config.reward.workers)]
-
-    def _bundles(self) -> dict[str, Resources]:
-        config = self._inputs.config
-        placement = config.placement
-        ranks = ["trainer", *(f"trainer-{rank}" for rank in range(1, config.trainer.workers))]
+        workers = 0 if config.data.preferences is not None else config.reward.workers
         return {
-            "coordinator": _CONTROL,
-            "publisher": _CONTROL,
-            **dict.fromkeys(config.engine_names, placement.rollout),
-            **dict.fromkeys(self._rewarder_names(), placement.reward),
-            **dict.fromkeys(ranks, placement.trainer),
+            "control": ["coordinator"],
+            "rollout": list(config.engine_names),
+            "reward": [f"reward-{worker}" for worker in range(workers)],
+            "trainer": ["trainer", *(f"trainer-{rank}" for rank in range(1, roles.num_ranks(self._inputs)))],
         }
 
     def _connect(self, cpus: int) -> None:
+        if ray.is_initialized():
+            return
         address = self._inputs.config.run.ray_address
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -113,10 +103,10 @@ class RayCluster:
             raise StartError(f"run.ray_address: cannot start or join Ray at {address or 'this machine'}: {error}") from error
         self._owns_ray = True
 
-    async def _reserve(self, bundles: dict[str, Resources]) -> None:
-        wanted = [{"CPU": r.cpus, **({"GPU": r.gpus} if r.gpus else {})} for r in bundles.values()]
-        self._bundle = {name: number for number, name in enumerate(bundles)}
-        self._resources = bundles
+    async def _reserve(self, bundles: Sequence[Resources]) -> None:
+        if not bundles:
+            return
+        wanted = [{"CPU": r.cpus, **({"GPU": r.gpus} if r.gpus else {})} for r in bundles]
         self._group = placement_group(wanted, strategy="PACK")
         try:
             async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
@@ -129,30 +119,26 @@ class RayCluster:
                 f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g} in all; lower placement.* or the numbers of workers"
             ) from None
 
-    def _spawn(self, name: str, resources: Resources, build: Callable[[], Any]) -> Any:
-        assert self._group is not None, "actors are placed after the group was reserved"
-        threads = str(max(1, int(resources.cpus)))
-        self._actors[name] = (
-            actor_class()
-            .options(
-                name=f"{self._run.run_id}/{name}",
-                num_cpus=resources.cpus,
-                num_gpus=resources.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._bundle[name]),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
-            )
-            .remote(build)
-        )
+    def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
+        seat = self._seating.seats[name]
+        options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
+        if seat.bundle is not None:
+            assert self._group is not None, "actors are placed after the group was reserved"
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
+            # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps ready.
+            threads = str(seat.threads)
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
+        self._actors[name] = actor_class().options(name=f"{self._run.run_id}/{name}", **options).remote(build)
         return self._proxy(name)
 
     def _spawn_producer(self, name: str) -> Any:
-        return self._spawn(name, self._resources[name], partial(_producer, name, self._inputs, self.coordinator))
+        return self._spawn(name, partial(_producer, name, self._inputs, self.coordinator))
 
     def _spawn_reader(self, name: str) -> Any:
-        return self._spawn(name, self._resources[name], partial(_reader, name, self._inputs, self.coordinator))
+        return self._spawn(name, partial(_reader, name, self._inputs, self.coordinator))
 
     def _spawn_rewarder(self, name: str) -> Any:
-        return self._spawn(name, self._resources[name], partial(_rewarder, name, self._inputs.config, self.coordinator))
+        return self._spawn(name, partial(_rewarder, name, self._inputs, self.coordinator))
 
     def _proxy(self, name: str) -> Any:
         return Proxy(name, self._actors[name])
@@ -164,7 +150,7 @@ class RayCluster:
         return {name: self._proxy(name).run() for name in ends}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {"publisher": self._proxy("publisher").run(), **{f"health of {name}": self._watch(name) for name in self._actors}}
+        return {"publisher": self._proxy("trainer").run_publisher(), **{f"health of {name}": self._watch(name) for name in self._actors}}
 
     async def _watch(self, name: str) -> None:
         while True:
@@ -179,14 +165,16 @@ class RayCluster:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        if not self._owns_ray:
-            return
-        for actor in self._actors.values():
+        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it."""
+        actors, self._actors = self._actors, {}
+        for actor in actors.values():
             ray.kill(actor)
-        if self._group is not None:
-            remove_placement_group(self._group)
-        ray.shutdown()
-        self._owns_ray = False
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
 
 
 # What each actor builds, in its own process.
@@ -197,7 +185,7 @@ def _coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Any:
 
 
 def _producer(name: str, inputs: RunInputs, coordinator: Any) -> Any:
-    if inputs.config.rollout.engine != "emulated":
+    if inputs.profile is None and inputs.config.rollout.engine != "emulated":
         roles.limit_threads(inputs.config.placement.rollout.cpus)
     return roles.build_producer(name, inputs, coordinator, RayStore())
 
@@ -207,12 +195,8 @@ def _reader(name: str, inputs: RunInputs, coordinator: Any) -> Any:
     return roles.build_reader(name, inputs, coordinator, RayStore())
 
 
-def _rewarder(name: str, config: Any, coordinator: Any) -> Any:
-    return roles.build_rewarder(name, config, coordinator, RayStore())
-
-
-def _publisher(config: Any, producers: dict[str, Any], coordinator: Any) -> Any:
-    return roles.build_publisher(config, producers, coordinator)
+def _rewarder(name: str, inputs: RunInputs, coordinator: Any) -> Any:
+    return roles.build_rewarder(name, inputs, coordinator, RayStore())
 
 
 def _rank(rank: int, inputs: RunInputs) -> Any:
@@ -220,7 +204,9 @@ def _rank(rank: int, inputs: RunInputs) -> Any:
     return roles.build_rank(rank, inputs, RayStore())
 
 
-def _trainer(inputs: RunInputs, others: list[Any], coordinator: Any, publisher: Any, checkpoints: str) -> Any:
-    roles.limit_threads(inputs.config.placement.trainer.cpus)
-    host = ray.util.get_node_ip_address()
-    return roles.build_trainer(inputs, others, coordinator, publisher, RayStore(), checkpoints, host)
+def _trainer(inputs: RunInputs, others: list[Any], producers: dict[str, Any], coordinator: Any, checkpoints: str, weights: str) -> Any:
+    if inputs.profile is None:
+        roles.limit_threads(inputs.config.placement.trainer.cpus)
+    host, store = ray.util.get_node_ip_address(), RayStore()
+    publisher = roles.build_publisher(inputs.config, producers, coordinator, store, weights, host)
+    return roles.build_trainer(inputs, others, coordinator, publisher, store, checkpoints, host)

@@ -18,8 +18,12 @@ from typing import Any
 
 import ray
 
+from omni_async.runtime.ray_store import RayStore
+
+__all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
+
 # Calls that wait for something to happen; everything else goes through the control door.
-_LONG_CALLS = frozenset({"next_samples", "next_to_score", "next_group", "events", "run", "start", "receive_weights"})
+_LONG_CALLS = frozenset({"next_samples", "next_to_score", "next_group", "events", "run", "run_publisher", "start", "receive_weights"})
 
 
 class Shell:
@@ -80,16 +84,3 @@ class Proxy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Proxy, (self._name, self._actor)
-
-
-class RayStore:
-    """Ray's object store: a value is written once, and read by reference where it is needed."""
-
-    async def put(self, value: Any) -> Any:
-        return await asyncio.to_thread(ray.put, value)
-
-    async def get(self, reference: Any) -> Any:
-        try:
-            return await reference
-        except ray.exceptions.ObjectLostError as error:
-            raise LookupError(f"object {reference.hex()} is gone: {error}") from error

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi
+from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi, UpdateRule
+from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.preferences import PreferenceReader
 from omni_async.actors.producer import Producer
@@ -19,11 +20,12 @@ from omni_async.actors.rank import Rank
 from omni_async.actors.rewarder import Rewarder
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
-from omni_async.control.clock import WallClock
+from omni_async.control.clock import Clock, WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.runtime.preflight import RunInputs
 from omni_async.store import ObjectStore
+from omni_async.weights.transport import build_receiver, build_sender
 
 if TYPE_CHECKING:
     from omni_async.actors.trainer import Trainer
@@ -49,11 +51,12 @@ def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinato
     )
 
 
-def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore) -> Producer:
+def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Producer:
     from omni_async.rollout.factory import build_engine
 
-    engine = build_engine(inputs.config, name, inputs.family)
-    return Producer(name, inputs.config, engine, coordinator, store, WallClock())
+    engine = build_engine(inputs.config, name, inputs.family, inputs.profile)
+    receiver = build_receiver(inputs.config, name, store)
+    return Producer(name, inputs.config, engine, coordinator, store, clock or WallClock(), receiver)
 
 
 def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore) -> PreferenceReader:
@@ -67,14 +70,32 @@ def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, stor
     return PreferenceReader(name, config, PreferencePairs(config.data.preferences), policy, coordinator, store, WallClock())
 
 
-def build_rewarder(name: str, config: Config, coordinator: CoordinatorApi, store: ObjectStore) -> Rewarder:
+def build_rewarder(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Rewarder:
+    config, clock = inputs.config, clock or WallClock()
+    if inputs.profile is not None:
+        return EmulatedRewarder(name, config, inputs.profile, coordinator, store, clock)
     from omni_async.rewards.composition import WeightedScorer
 
-    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, WallClock())
+    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, clock)
 
 
-def build_publisher(config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi) -> WeightPublisher:
-    return WeightPublisher(config, producers, coordinator, WallClock())
+def build_publisher(
+    config: Config,
+    producers: Mapping[str, ProducerApi],
+    coordinator: CoordinatorApi,
+    store: ObjectStore,
+    weights: str,
+    host: str = "127.0.0.1",
+    clock: Clock | None = None,
+) -> WeightPublisher:
+    """For the process of the trainer. `weights` is the folder that a transport may put files into."""
+    sender = build_sender(config, store, Path(weights), host)
+    return WeightPublisher(config, producers, coordinator, sender, clock or WallClock())
+
+
+def num_ranks(inputs: RunInputs) -> int:
+    """One emulated rank stands for all."""
+    return inputs.config.trainer.workers if inputs.profile is None else 1
 
 
 def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
@@ -102,11 +123,20 @@ def build_trainer(
     store: ObjectStore,
     checkpoints: str,
     host: str = "127.0.0.1",
+    clock: Clock | None = None,
 ) -> Trainer:
     """The trainer with rank 0; `others` are the ranks 1.. that live elsewhere."""
     from omni_async.actors.trainer import Trainer
-    from omni_async.actors.update import PolicyGradient
 
-    ranks = [build_rank(0, inputs, store), *others]
-    rule = PolicyGradient(inputs.config, plan_updates(inputs.config), ranks)
-    return Trainer(inputs.config, ranks, rule, coordinator, publisher, checkpoints, WallClock(), host)
+    config, plan = inputs.config, plan_updates(inputs.config)
+    ranks: list[RankApi]
+    rule: UpdateRule
+    if inputs.profile is not None:
+        rank = EmulatedRank(config, inputs.profile, store)
+        ranks, rule = [rank], EmulatedRule(config, plan, rank)
+    else:
+        from omni_async.actors.update import PolicyGradient
+
+        ranks = [build_rank(0, inputs, store), *others]
+        rule = PolicyGradient(config, plan, ranks)
+    return Trainer(config, ranks, rule, coordinator, publisher, checkpoints, clock or WallClock(), host)

@@ -21,6 +21,8 @@ import msgspec
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.performance.measure import measure
+from omni_async.performance.profile import write_profile
 from omni_async.runtime.cluster import Cluster
 from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
@@ -74,6 +76,8 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     run = RunDirectory.create(config, clock)
     console = console or for_stream(sys.stdout, config.trainer.updates)
     console.phase(f"run {run.run_id}")
+    for note in inputs.notes:
+        console.phase(note)
     memory = MemorySampler()
     memory.start()
     try:
@@ -94,7 +98,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
         try:
             if config.tracking.mlflow.enabled:
                 opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run))
-            console.phase(_LOADING[config.run.runtime])
+            console.phase(_LOADING[config.run.runtime] if inputs.profile is None else "starting the emulated devices")
             cluster = await asyncio.to_thread(build_cluster, inputs, run)
             await _unless(interrupted, cluster.start())
             mlflow = await opening if opening else None
@@ -116,7 +120,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
                 mlflow = await opening
     observer = observer or Observer(config, run, console, mlflow, clock)
     summary = observer.summary(ending.status, ending.reason, memory.stop(), finished)
-    _write(run, observer, summary, mlflow)
+    _write(run, inputs, observer, summary, mlflow)
     console.close(_farewell(run, summary, mlflow))
     return summary
 
@@ -232,11 +236,14 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _write(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> None:
+def _write(run: RunDirectory, inputs: RunInputs, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> None:
     write_trace(run.trace, observer.spans)
     write_summary(run.summary, summary)
+    how = f", on emulated devices that replayed {inputs.profile.name}" if inputs.profile else ""
+    source = f"run {run.run_id}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
+    write_profile(run.profile, measure(observer.spans, inputs.config, name=run.run_id, source=source))
     if mlflow:
-        for path in (run.config_yaml, run.summary, run.trace):
+        for path in (run.config_yaml, run.summary, run.profile, run.trace):
             mlflow.log_artifact(path)
         mlflow.finish(summary.status)
 
@@ -248,7 +255,14 @@ def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) ->
     curve = [point.parts.get("ocr_exact", point.value) for point in summary.validation]
     if curve:
         lines.append(f"validation {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
-    places = {"images": run.samples, "metrics": run.metrics, "ledger": run.ledger, "summary": run.summary, "timeline": run.trace}
+    places = {
+        "images": run.samples,
+        "metrics": run.metrics,
+        "ledger": run.ledger,
+        "summary": run.summary,
+        "profile": run.profile,
+        "timeline": run.trace,
+    }
     lines += [f"  {name:<9} {path}" for name, path in places.items()]
     lines.append("            (open the timeline at https://ui.perfetto.dev)")
     if mlflow:

@@ -72,12 +72,21 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
     def samples(self) -> Path:
         return self.path / "samples"
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Published versions, with `weights.transport: disk`."""
+        return self.path / "weights"
 
     def append_ledger(self, entry: LedgerEntry) -> None:
         append_jsonl(self.ledger, entry)

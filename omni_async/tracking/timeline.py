@@ -29,8 +29,8 @@ def role_of(actor: str) -> str:
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
     """The trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
 
-    Times are whole microseconds since the earliest span. Lanes are given out on the rounded times, so complete events (`ph: X`) of one
-    lane never overlap, which Perfetto would otherwise drop or nest.
+    Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch. Lanes are given out on
+    the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto would otherwise drop or nest.
     """
     origin = min((span.start for span in spans), default=0.0)
     per_actor: dict[str, list[Span]] = defaultdict(list)
@@ -45,7 +45,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
             label = actor if lane == 0 else f"{actor} #{lane + 1}"
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": label}})
         events += complete
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin_s": origin}}
 
 
 def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
@@ -72,6 +72,18 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
     """Write `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
     write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Every span of a run, from the file that `write_trace` made of them, to the microsecond."""
+    trace = msgspec.json.decode(path.read_bytes())
+    origin = trace["otherData"]["origin_s"]
+    actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    return [
+        Span(actors[event["pid"]], event["name"], origin + event["ts"] / 1e6, origin + (event["ts"] + event["dur"]) / 1e6, event["args"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "X"
+    ]
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:

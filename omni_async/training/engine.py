@@ -1,20 +1,20 @@
 """One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and no model family.
 
-The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `export`, `save` and `load` are
-collective: with several ranks, every rank calls the same ones in the same order, those that take a group with its own samples of the same
+The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`, `export`, `save` and `load`
+are collective: with several ranks, every rank calls the same ones in the same order, those that take a group with its own samples of the same
 group (at most ceil(group_size / workers), at least one; of a preference pair with both). `discard` is local, but all ranks must make the
 same choice.
 
     for group in update:  assess(this rank's samples)        # only where a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
     metrics = step()      # gradient of the mean loss over rows
-    weights = export(version)
+    weights = snapshot(version, buckets)
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ from omni_async.training.row_loss import RowLoss
 from omni_async.training.shadows import forget_gathered
 from omni_async.training.transition_loss import TransitionLoss
 from omni_async.types import SampleDrift, WeightManifest
-from omni_async.weights.buckets import Bucket, pack
+from omni_async.weights.buckets import Bucket, BucketSet
 from omni_async.weights.lora import merged_weights
+from omni_async.weights.snapshot import Snapshot
 
 __all__ = ["GroupBatch", "TrainEngine"]
 
@@ -70,6 +71,7 @@ class TrainEngine:
         self._model = TrainedModel(self.config, self._objective, self.policy, self.device, self.rank, self.world_size)
         self.digest0 = self._model.digest
         self._trainable = self._model.trainable
+        self._base, self._adapters = self._model.base(), self._model.adapters()
         self._optimizer = build_optimizer(self.config.trainer.optimizer, self._trainable.values())
         kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
         # The two have rows of their own kinds, which only they look into.
@@ -155,34 +157,52 @@ class TrainEngine:
         return self._loss.log_probs(group)
 
     @torch.no_grad()
-    def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        """The weights that draw samples as published version `version`, on rank 0; None elsewhere: the current ones, or the old policy's
-        where the objective has one.
+    def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
+        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; None elsewhere. They are the current
+        weights, or the old policy's where the objective has one.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload `lora`: the adapters
-        in float32, with `rank`, `alpha` and `target_modules` in the manifest; merging them gives the `full` payload bit for bit.
+        in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full` payload bit for bit.
         """
-        shadows = self._model.shadows
-        with shadows.using("old") if "old" in shadows else nullcontext():
-            return self._export(version)
-
-    def _export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        payload, lora = self.config.weights.payload, self.config.model.lora
-        adapters = self._model.adapters()
-        if payload == "lora":
-            tensors = ((name, whole(p)) for name, p in adapters.items())
-        else:
-            scale = lora.alpha / lora.rank if lora is not None else 1.0
-            merged = merged_weights(self._model.base(), adapters, scale, gather=whole)
-            tensors = ((name, p.to(self._model.dtype)) for name, p in merged)
+        self._copy_into(buckets if self.rank == 0 else None)
         if self.rank != 0:
-            for _ in tensors:
-                pass
             return None
+        payload, lora = self.config.weights.payload, self.config.model.lora
         about = None
         if payload == "lora" and lora is not None:
             about = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
-        return pack(tensors, version=version, payload=payload, bucket_bytes=self.config.weights.bucket_mb * 2**20, lora=about)
+        return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
+
+    def _copy_into(self, buckets: BucketSet | None) -> None:
+        """None: only take part in gathering the shards."""
+        lora, dtype = self.config.model.lora, None
+        old = {name.removeprefix("old."): t for name, t in self._model.shadows.tensors().items() if name.startswith("old.")}
+        adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
+        tensors: Iterator[tuple[str, Tensor]]
+        if self.config.weights.payload == "lora":
+            tensors = ((name, whole(p)) for name, p in adapters.items())
+        else:
+            scale = lora.alpha / lora.rank if lora is not None else 1.0
+            base = {name: old.get(name, p) for name, p in self._base.items()}
+            tensors = merged_weights(base, adapters, scale, gather=whole)
+            dtype = self._model.dtype
+        if buckets is not None:
+            buckets.fill(tensors, dtype)
+            return
+        for _ in tensors:
+            pass
+
+    def bucket_set(self) -> BucketSet:
+        """Memory for snapshots, pinned where they come from an accelerator."""
+        pinned = self.device.type != "cpu"
+        return BucketSet(
+            self.config.weights.bucket_mb * 2**20, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        )
+
+    def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
+        """A snapshot in memory of its own, with its digest."""
+        snapshot = self.snapshot(version, self.bucket_set())
+        return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
         """Writes a checkpoint: trained parameters, further policies (reference, old, average), optimizer, step count and `extra` (plain JSON values). Call it between steps:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from omni_async.algorithms.forward_process import noised, num_draws
+from omni_async.algorithms.forward_process import noised
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
 from omni_async.training.errors import TrainingError

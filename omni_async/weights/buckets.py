@@ -1,29 +1,115 @@
-"""A policy version as flat byte buckets: packing, reading back without a copy, and the digest that proves what arrived.
+"""A policy version as flat byte buckets: packing, and reading back without a copy.
 
 The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor starts at a
-multiple of `ALIGNMENT` bytes. The digest covers names, dtypes, shapes and contents but neither order nor layout, so equal weights
-have equal digests whatever bucket size or iteration order made them; an engine can compute it from its own parameters.
+multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` proves what arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from omni_async.types import TensorSpec, WeightManifest
+from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_bytes, verify
 
-Bucket = npt.NDArray[np.uint8]
+__all__ = ["Bucket", "BucketSet", "WeightError", "digest", "digest_tensors", "dtype_name", "dtype_of", "pack", "unpack", "verify"]
 
 ALIGNMENT = 64
+# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards wait for it, so not too many.
+_GATHERED_BYTES = 64 * 2**20
 
 
-class WeightError(RuntimeError):
-    """Weights are not what their manifest says: the receiver must not use them."""
+class BucketSet:
+    """Buckets of at most `bucket_bytes` (a larger tensor gets one of its own) that are filled with version after version.
+
+    The first `fill` lays them out; later ones copy into the same memory, whose pages are there already. `allocate(nbytes)` makes a bucket's
+    memory. ValueError for `bucket_bytes < 1`.
+    """
+
+    def __init__(self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes: expected >= 1, got {bucket_bytes}")
+        self._bucket_bytes = bucket_bytes
+        self._allocate = allocate
+        self._memory: list[Bucket] = []
+        self._used: list[int] = []
+        self._specs: dict[str, TensorSpec] = {}
+        self._places: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(self._specs.values())
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Views of what is filled; the next `fill` overwrites them."""
+        return [memory[:used] for memory, used in zip(self._memory, self._used, strict=True)]
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
+        """Copies every tensor once, from its device and in `dtype` if given, straight into its bucket.
+
+        The iterable is consumed lazily, so a generator that gathers one shard at a time never holds the whole model twice. ValueError for a
+        repeated name, or tensors that are not those of the first `fill`.
+        """
+        first, number, device = not self._places, 0, None
+        into: list[torch.Tensor] = []
+        whence: list[torch.Tensor] = []
+        held = 0
+        for name, tensor in tensors:
+            if first:
+                self._lay_out(name, dtype or tensor.dtype, tensor.shape)
+            known, place = self._places[number] if number < len(self._places) else ("absent", torch.empty(0))
+            if (name, tensor.shape) != (known, place.shape):
+                raise ValueError(
+                    f"tensor {number} of the weights was {known!r} {tuple(place.shape)}, and is {name!r} {tuple(tensor.shape)}"
+                )
+            into.append(place)
+            whence.append(tensor)
+            number, device, held = number + 1, tensor.device, held + tensor.nbytes
+            if held >= _GATHERED_BYTES:
+                _copy(into, whence)
+                held = 0
+        _copy(into, whence)
+        if number < len(self._places):
+            raise ValueError(f"the weights had {len(self._places)} tensors, and have {number}")
+        if device is not None and device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    def _lay_out(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
+        """A place for one more tensor."""
+        if name in self._specs:
+            raise ValueError(f"tensor {name!r} appears twice in the weights")
+        nbytes = shape.numel() * dtype.itemsize
+        bucket, offset = self._reserve(nbytes) if nbytes else (0, 0)
+        data = self._memory[bucket][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
+        self._specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape), bucket, offset, nbytes)
+        self._places.append((name, _as_tensor(data, dtype, shape)))
+
+    def _reserve(self, nbytes: int) -> tuple[int, int]:
+        """Bucket and offset of the next `nbytes`."""
+        if self._used:
+            used = self._used[-1]
+            offset = -(-used // ALIGNMENT) * ALIGNMENT
+            if offset + nbytes <= len(self._memory[-1]):
+                self._memory[-1][used:offset] = 0
+                self._used[-1] = offset + nbytes
+                return len(self._used) - 1, offset
+        self._memory.append(self._allocate(max(self._bucket_bytes, nbytes)))
+        self._used.append(nbytes)
+        return len(self._used) - 1, 0
+
+
+def _copy(into: list[torch.Tensor], whence: list[torch.Tensor]) -> None:
+    """All of `whence` into its places; both lists are empty then."""
+    if into:
+        # From a GPU into pinned memory the copies queue up; elsewhere the flag changes nothing.
+        torch._foreach_copy_(into, whence, non_blocking=True)
+        into.clear()
+        whence.clear()
 
 
 def pack(
@@ -34,44 +120,11 @@ def pack(
     bucket_bytes: int,
     lora: dict[str, Any] | None = None,
 ) -> tuple[WeightManifest, list[Bucket]]:
-    """Copies `tensors` into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
-
-    The iterable is consumed lazily and every tensor is copied once, from its device straight into its bucket, so a generator that
-    gathers one shard at a time never holds the whole model twice. ValueError for a repeated name or `bucket_bytes < 1`.
-    """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: expected >= 1, got {bucket_bytes}")
-    specs: dict[str, TensorSpec] = {}
-    buckets: list[Bucket] = []
-    current, used = np.empty(0, np.uint8), 0
-
-    def close() -> None:
-        if used:
-            buckets.append(current[:used])
-
-    for name, tensor in tensors:
-        if name in specs:
-            raise ValueError(f"tensor {name!r} appears twice in the weights of version {version}")
-        nbytes = tensor.numel() * tensor.element_size()
-        offset = -(-used // ALIGNMENT) * ALIGNMENT
-        if nbytes and offset + nbytes > len(current):
-            close()
-            current, used, offset = np.empty(max(bucket_bytes, nbytes), np.uint8), 0, 0
-        if nbytes:
-            current[used:offset] = 0
-            used = offset + nbytes
-            _as_tensor(current[offset:used], tensor.dtype, tensor.shape).copy_(tensor.detach())
-        specs[name] = TensorSpec(
-            name=name,
-            dtype=dtype_name(tensor.dtype),
-            shape=tuple(tensor.shape),
-            bucket=len(buckets) if nbytes else 0,
-            offset=offset if nbytes else 0,
-            nbytes=nbytes,
-        )
-    close()
-    table = tuple(specs.values())
-    return WeightManifest(version=version, payload=payload, digest=digest(table, buckets), tensors=table, lora=lora), buckets
+    """Copies `tensors` into a new `BucketSet` and describes what is in it."""
+    packed = BucketSet(bucket_bytes)
+    packed.fill(tensors)
+    specs, buckets = packed.specs, packed.buckets
+    return WeightManifest(version=version, payload=payload, digest=digest(specs, buckets), tensors=specs, lora=lora), buckets
 
 
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,27 +134,13 @@ def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tupl
     """
     writable = [_writable_alias(bucket) for bucket in buckets]
     for spec in manifest.tensors:
-        piece = _slice(spec, writable, manifest.version)
+        piece = tensor_bytes(spec, writable, manifest.version)
         yield spec.name, _as_tensor(piece, dtype_of(spec.dtype), spec.shape)
-
-
-def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
-    """xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes; the same as `digest_tensors` of the packed tensors."""
-    return _combine((s.name, s.dtype, s.shape, _slice(s, buckets)) for s in specs)
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The digest a packed version of `tensors` would have, computed one tensor at a time without packing."""
-    return _combine((name, dtype_name(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors)
-
-
-def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest` promises."""
-    for spec in manifest.tensors:
-        _slice(spec, buckets, manifest.version)
-    actual = digest(manifest.tensors, buckets)
-    if actual != manifest.digest:
-        raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
+    return combine((name, dtype_name(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -115,30 +154,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"unknown tensor dtype {name!r}")
     return dtype
-
-
-def _combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Bucket]]) -> str:
-    # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result independent of order.
-    parts = {name: f"{name!r} {dtype} {shape} {xxhash.xxh3_128_hexdigest(data.data)}\n" for name, dtype, shape, data in tensors}
-    total = xxhash.xxh3_128()
-    for name in sorted(parts):
-        total.update(parts[name].encode())
-    return total.hexdigest()
-
-
-def _slice(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> Bucket:
-    where = "weights" if version is None else f"weights of version {version}"
-    itemsize = dtype_of(spec.dtype).itemsize
-    if spec.nbytes != int(np.prod(spec.shape, dtype=np.int64)) * itemsize:
-        raise WeightError(f"{where}: tensor {spec.name!r} of shape {spec.shape} and dtype {spec.dtype} cannot take {spec.nbytes} bytes")
-    if not spec.nbytes:
-        return np.empty(0, np.uint8)
-    size = len(buckets[spec.bucket]) if 0 <= spec.bucket < len(buckets) else 0
-    if spec.offset < 0 or spec.offset + spec.nbytes > size:
-        raise WeightError(
-            f"{where}: tensor {spec.name!r} ends at byte {spec.offset + spec.nbytes} of bucket {spec.bucket}, which has {size} bytes"
-        )
-    return buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
 
 
 def _as_tensor(data: Bucket, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -32,11 +32,13 @@ from omni_async.types import (
     ScoreResult,
     SdeWindow,
     Span,
+    TensorSpec,
     TrainGroup,
     UpdateReport,
     WeightManifest,
     WeightReport,
 )
+from omni_async.weights.snapshot import Snapshot
 
 STRANDED_AFTER_S = 10.0
 STEPS = 5
@@ -142,6 +144,11 @@ def make_group(
     )
     index = number if prompt is None else prompt
     return ReadyGroup(number, Prompt(index, f"prompt {index}"), SdeWindow(window.start, len(window)), 0, samples)
+
+
+def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
+    """One byte, the version's number."""
+    return Snapshot(version, "full", (TensorSpec("t", "uint8", (1,), 0, 0, 1),), [np.full(1, version, np.uint8)], release=release)
 
 
 def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
@@ -373,9 +380,9 @@ class AccountingRank:
         self.weight = self.gradient = 0.0
         self.log.append("discard")
 
-    async def export(self, version: int) -> tuple[WeightManifest, list[Any]] | None:
+    async def export(self, version: int) -> Snapshot | None:
         self.log.append(f"export {version}")
-        return make_manifest(version), [f"bucket {version}"]
+        return make_snapshot(version) if self.writes else None
 
     async def save(self, folder: str, extra: dict[str, Any]) -> None:
         if not self.writes:

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request, play, settle
 
 from omni_async.actors.producer import Producer
 from omni_async.control.clock import ManualClock
-from omni_async.rollout.base import EngineError
+from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore
+from omni_async.types import WeightManifest
+from omni_async.weights.digest import WeightError
+from omni_async.weights.transport.base import TransportError
 
 Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[None]]
 
@@ -200,6 +204,49 @@ def test_the_engine_is_closed_although_the_coordinator_is_gone():
     on_stage(scene, offered=1)
 
 
+def test_samples_that_finish_together_are_handed_over_together():
+    async def scene(producer, engine, desk, run):
+        messages: list[list[str]] = []
+        report, gate = desk.samples_done, asyncio.Event()
+
+        async def samples_done(name, results):
+            messages.append([result.sample_id for result in results])
+            await gate.wait()
+            await report(name, results)
+
+        desk.samples_done = samples_done
+        engine.finish(0, 1, 2)
+        await settle()
+        engine.finish(3)
+        await settle()
+        assert len(messages) == 1
+        gate.set()
+        await settle()
+        assert messages == [["g0.s0", "g0.s1", "g0.s2"], ["g0.s3"]]
+        assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
+
+    on_stage(scene, offered=4)
+
+
+def test_an_emulated_engines_arrays_are_stored_as_they_are():
+    async def scene(producer, engine, desk, run):
+        tensors, flat = np.arange(7, dtype=np.uint8), np.arange(5, dtype=np.uint8)
+
+        async def generate(request):
+            return Trajectory(tensors, flat, (0,) * request.num_inference_steps)
+
+        engine.generate = generate
+        desk.offer(make_request(0))
+        await settle()
+        assert desk.done[0].trajectory is tensors and desk.done[0].media is flat
+        desk.close()
+        await run
+        generated = next(span for span in desk.spans if span.kind == "generate")
+        assert (generated.args["trajectory_bytes"], generated.args["media_bytes"]) == (7, 5)
+
+    on_stage(scene)
+
+
 # ---- weights ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +348,50 @@ def test_two_versions_that_arrive_together_are_swapped_one_after_the_other(swap)
     on_stage(scene, offered=1, **{"weights.swap": swap})
 
 
+class Courier:
+    """A receiver that brings what the test says."""
+
+    def __init__(self, brings: Exception | list[Any]) -> None:
+        self.joined: list[Any] = []
+        self._brings = brings
+
+    async def connect(self, invitation: Any) -> None:
+        self.joined.append(invitation)
+
+    async def receive(self, manifest: WeightManifest, parcel: Any) -> tuple[WeightManifest, list[Any]]:
+        if isinstance(self._brings, Exception):
+            raise self._brings
+        return manifest, [*self._brings, parcel]
+
+
+def test_weights_come_from_the_receiver_it_was_given():
+    class Keeper(HandEngine):
+        async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
+            self.arrived = buckets
+            return manifest.digest
+
+    async def main() -> None:
+        engine, courier = Keeper(), Courier(["bytes"])
+        producer = Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier)
+        await producer.join_weights("here")
+        await producer.receive_weights(make_manifest(1), "parcel")
+        assert courier.joined == ["here"]
+        assert engine.arrived == ["bytes", "parcel"]
+
+    play(main())
+
+
+@pytest.mark.parametrize("error", [TransportError("a participant is gone"), WeightError("the file is truncated")])
+def test_weights_that_do_not_arrive_are_the_engines_failure(error):
+    async def main() -> None:
+        producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))
+        failure = await failure_of(producer.receive_weights(make_manifest(1), []))
+        assert type(failure) is EngineError
+        assert str(failure) == f"rollout-0: {error}"
+
+    play(main())
+
+
 def test_what_it_did_is_told_as_spans():
     async def scene(producer, engine, desk, run):
         engine.finish(0)
@@ -310,6 +401,6 @@ def test_what_it_did_is_told_as_spans():
         await run
         assert {span.kind for span in desk.spans} == {"generate", "stage", "swap"}
         generate = next(span for span in desk.spans if span.kind == "generate")
-        assert generate.args == {"sample": "g0.s0", "versions": "0"}
+        assert generate.args == {"sample": "g0.s0", "versions": "0", "trajectory_bytes": 3 * 6 * 4 * 4, "media_bytes": 32 * 48 * 3}
 
     on_stage(scene, offered=1)

@@ -6,19 +6,24 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
-from actor_world import make_manifest
+import torch
 
 from omni_async.actors.rank import Rank
 from omni_async.store import LocalStore
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
+from omni_async.weights.buckets import BucketSet, unpack
+from omni_async.weights.snapshot import Snapshot
 
 
 class Engine:
     """Keeps the groups it is given, and who asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.sets: list[BucketSet] = []
         self.groups: list[tuple[str, GroupBatch]] = []
         self.threads: set[str] = set()
         self.calls: list[str] = []
@@ -46,9 +51,16 @@ class Engine:
     def discard(self) -> None:
         self._called("discard")
 
-    def export(self, version: int) -> Any:
-        self._called(f"export {version}")
-        return None if version == 0 else (make_manifest(version), ["a bucket", "another"])
+    def bucket_set(self) -> BucketSet:
+        self.sets.append(BucketSet(64))
+        return self.sets[-1]
+
+    def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
+        self._called(f"snapshot {version}")
+        if self.rank != 0:
+            return None
+        buckets.fill([("t", torch.full((4,), float(version)))])
+        return Snapshot(version, "full", buckets.specs, buckets.buckets)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         self._called(f"save {folder} {extra}")
@@ -72,7 +84,7 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
 
 
 async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
-    engine = Engine()
+    engine = Engine(rank)
     made = Rank(rank, world, lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
     await made.setup(None, None)
     return made, engine
@@ -124,11 +136,46 @@ def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
     asyncio.run(main())
 
 
-def test_buckets_are_put_into_the_store_and_other_ranks_export_nothing() -> None:
+def content(snapshot: Snapshot | None) -> float:
+    """The value of every element of its one tensor."""
+    assert snapshot is not None
+    [(_, tensor)] = unpack(snapshot.manifest(), snapshot.buckets)
+    assert len(set(tensor.tolist())) == 1
+    return float(tensor[0])
+
+
+def test_a_snapshot_stays_as_it_is_until_it_is_released() -> None:
     async def main() -> None:
-        made, _ = await started(0, 1)
-        assert await made.export(2) == (make_manifest(2), ["a bucket", "another"])
-        assert await made.export(0) is None
+        made, engine = await started(0, 1)
+        first, second = await made.export(1), await made.export(2)
+        assert (content(first), content(second)) == (1.0, 2.0)
+        second.release()
+        third = await made.export(3)
+        assert (content(first), content(third)) == (1.0, 3.0)
+        assert third.buckets[0] is not second.buckets[0]
+        assert np.shares_memory(third.buckets[0], second.buckets[0])
+        assert len(engine.sets) == 2
+
+    asyncio.run(main())
+
+
+def test_released_memory_is_used_for_every_later_version() -> None:
+    async def main() -> None:
+        made, engine = await started(0, 1)
+        for version in range(5):
+            snapshot = await made.export(version)
+            assert content(snapshot) == version
+            snapshot.release()
+        assert len(engine.sets) == 1
+
+    asyncio.run(main())
+
+
+def test_other_ranks_only_take_part_in_the_gathering() -> None:
+    async def main() -> None:
+        made, engine = await started(1, 2)
+        assert await made.export(2) is None
+        assert engine.calls[-1] == "snapshot 2"
 
     asyncio.run(main())
 

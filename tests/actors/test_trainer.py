@@ -9,24 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actor_world import AccountingRank, Desk, failure_of, make_config, make_group, make_manifest, play, settle
+from actor_world import AccountingRank, Desk, failure_of, make_config, make_group, play, settle
 
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.trainer import Trainer
 from omni_async.actors.update import PolicyGradient
 from omni_async.control.clock import ManualClock
-from omni_async.types import WeightManifest
+from omni_async.weights.snapshot import Snapshot
 
 
 class Publications:
+    """Takes every version. What was withdrawn is in the log too."""
+
     def __init__(self, log: list[str]) -> None:
         self.versions: list[int] = []
         self._log = log
 
-    async def publish(self, manifest: WeightManifest, buckets: list[Any]) -> None:
-        assert manifest == make_manifest(manifest.version)
-        self.versions.append(manifest.version)
-        self._log.append(f"publish {manifest.version}")
+    def withdraw(self) -> None:
+        self._log.append("withdraw")
+
+    def publish(self, snapshot: Snapshot) -> None:
+        assert snapshot.buckets[0].tolist() == [snapshot.version]
+        self.versions.append(snapshot.version)
+        self._log.append(f"publish {snapshot.version}")
+
+    async def run(self) -> None:
+        self._log.append("run publisher")
 
 
 class Stage:
@@ -76,7 +84,7 @@ class Stage:
 def test_version_0_is_published_before_anything_is_trained(tmp_path):
     stage = Stage(tmp_path, 0).play()
     assert stage.publications.versions == [0]
-    assert stage.desk.log[:2] == ["export 0", "publish 0"]
+    assert stage.desk.log[:3] == ["withdraw", "export 0", "publish 0"]
     assert not stage.desk.updates
 
 
@@ -89,7 +97,19 @@ def test_it_publishes_every_k_updates_and_at_the_end(tmp_path, every, published)
 
 def test_an_update_is_reported_before_its_version_is_published_and_published_before_it_is_saved(tmp_path):
     log = Stage(tmp_path, 2, **{"trainer.updates": 1}).play().desk.log
-    assert log == ["export 0", "publish 0", "accumulate", "accumulate", "step", "update 1", "export 1", "publish 1", "save update-000001"]
+    publish = [["withdraw", f"export {version}", f"publish {version}"] for version in (0, 1)]
+    assert log == [*publish[0], "accumulate", "accumulate", "step", "update 1", *publish[1], "save update-000001"]
+
+
+def test_a_version_that_waits_to_be_published_is_withdrawn_before_its_memory_is_needed(tmp_path):
+    log = Stage(tmp_path, 8).play().desk.log
+    assert [log[at - 1] for at, line in enumerate(log) if line.startswith("export")] == ["withdraw"] * 5
+
+
+def test_the_publisher_runs_beside_it(tmp_path):
+    stage = Stage(tmp_path, 0)
+    play(stage.trainer.run_publisher())
+    assert stage.desk.log == ["run publisher"]
 
 
 def test_an_update_says_which_groups_it_was_made_of(tmp_path):

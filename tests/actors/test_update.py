@@ -55,7 +55,9 @@ class Trained:
     def _weights(rank: Rank) -> dict[str, torch.Tensor]:
         exported = asyncio.run(rank.export(0))
         assert exported is not None
-        return {name: tensor.clone() for name, tensor in unpack(*exported)}
+        weights = {name: tensor.clone() for name, tensor in unpack(exported.manifest(), exported.buckets)}
+        exported.release()
+        return weights
 
     def same_step_as(self, other: Trained) -> bool:
         """SGD with lr 1 and no momentum: the step is the gradient."""

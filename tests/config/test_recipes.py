@@ -21,7 +21,9 @@ from omni_async.types import Prompt
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 QUICKSTART = ROOT / "recipes" / "quickstart"
-PUBLISHED = [path for path in RECIPES if not path.is_relative_to(QUICKSTART)]
+EMULATED = [path for path in RECIPES if path.is_relative_to(ROOT / "recipes" / "emulated")]
+REAL = [path for path in RECIPES if path not in EMULATED]
+PUBLISHED = [path for path in REAL if not path.is_relative_to(QUICKSTART)]
 PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
 FRAGMENTS = [
     pytest.param(fragment, id=f"{page.stem}-{number}")
@@ -64,13 +66,23 @@ def test_a_recipe_of_published_numbers_opens_with_their_source_and_what_deviates
     assert re.search(r"^# Deviations:\n#   - ", header, flags=re.M)
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=name_of)
+@pytest.mark.parametrize("path", [*PUBLISHED, *EMULATED], ids=name_of)
 def test_a_recipe_says_how_many_gpus_its_placement_takes(path: Path) -> None:
     said = re.search(r"^# GPUs: (\d+)", header_of(path), flags=re.M)
     assert said and int(said[1]) == num_gpus(load(path))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+@pytest.mark.parametrize("path", EMULATED, ids=name_of)
+def test_an_emulated_recipe_says_where_its_profile_is_from_and_how_it_differs_from_the_recipe_it_extends(path: Path) -> None:
+    config, header = load(path), header_of(path)
+    assert config.emulation is not None and config.emulation.profile == path.stem
+    assert f"`{path.stem}`" in header
+    assert re.search(r"^# Source: .*docs/profiles.md", header, flags=re.M | re.S)
+    base = re.search(r"^extends: (\S+)$", path.read_text(encoding="utf-8"), flags=re.M)
+    assert base and f"# Differs from {base[1]}:\n#   - " in header
+
+
+@pytest.mark.parametrize("path", REAL, ids=name_of)
 def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> None:
     config, header = load(path), header_of(path)
     try:
@@ -85,10 +97,14 @@ def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> Non
 
 
 def test_the_readmes_list_every_recipe() -> None:
-    """Each by itself, and the ones of every objective by their folder, which the project's front page names."""
+    """Each by itself, the emulated ones in a page of their own, and the ones of every objective by their folder, which the project's front
+    page names."""
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    listed = [path for path in RECIPES if path.parent != QUICKSTART / "algorithms"]
+    listed = [path for path in REAL if path.parent != QUICKSTART / "algorithms"]
     assert [path.name for path in listed if f"({path.relative_to(ROOT / 'recipes')})" not in text] == []
+    assert "(emulated/README.md)" in text
+    page = (ROOT / "recipes" / "emulated" / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in EMULATED if f"({path.name})" not in page] == []
     assert "`recipes/quickstart/algorithms/`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -67,7 +67,9 @@ def test_an_override_that_contradicts_the_schedule_is_refused(recipe):
 def test_updates_that_are_collected_whole_fit_into_the_buffers(recipe):
     assert load(recipe, ["schedule=sync"]).buffer.trajectories == 32
     assert load(recipe, ["schedule=one_step_off"]).buffer.groups == 8
-    with pytest.raises(ConfigError, match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10"):
+    with pytest.raises(
+        ConfigError, match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10"
+    ):
         load(recipe, ["reward.streaming=false", "staleness.max_updates=1"])
 
 

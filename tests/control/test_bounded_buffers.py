@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
-from omni_async.types import Prompt, ReadyGroup, ReadySample, Score, ScoreJob, SdeWindow
+from omni_async.types import Prompt, ReadyGroup, ReadySample, SampleKind, Score, ScoreJob, SdeWindow
 
 PROMPT: Prompt = make_prompts(1)[0]
 
 
-def job(sample_id: str) -> ScoreJob:
-    return ScoreJob(sample_id, "train", PROMPT, None)
+def job(sample_id: str, kind: SampleKind = "train") -> ScoreJob:
+    return ScoreJob(sample_id, kind, PROMPT, None)
 
 
 def group(number: int, version: int = 0) -> ReadyGroup:
@@ -53,6 +53,19 @@ def test_samples_are_scored_in_the_order_they_came_and_retries_first() -> None:
     assert [j.sample_id for j in buffer.take(2)] == ["a", "b"]
     assert [j.sample_id for j in buffer.take(2)] == ["c"]
     assert buffer.take(2) == []
+
+
+def test_validation_samples_go_first_and_the_others_can_be_left() -> None:
+    buffer = TrajectoryBuffer(8)
+    for name, kind in (("a", "train"), ("b", "validation"), ("c", "train"), ("d", "validation")):
+        buffer.reserve(name)
+        buffer.put(job(name, kind))  # type: ignore[arg-type]
+    assert [j.sample_id for j in buffer.take(1, ["validation"])] == ["b"]
+    assert buffer.queued("validation") and buffer.queued("train")
+    assert [j.sample_id for j in buffer.take(2)] == ["d", "a"]
+    assert not buffer.queued("validation")
+    assert buffer.take(9, ["validation"]) == []
+    assert buffer.statistics().ready == 1
 
 
 def test_discarding_forgets_queued_samples_and_frees_their_places() -> None:
@@ -98,6 +111,21 @@ def test_admitted_groups_keep_a_place_until_they_are_taken_or_end() -> None:
     taken = buffer.take(0, 1)
     assert taken is not None and taken.group == 0
     assert buffer.free == 2
+
+
+def test_all_are_ready_when_no_admitted_group_is_still_made() -> None:
+    buffer = replay()
+    assert buffer.all_ready
+    for number in (0, 1):
+        buffer.reserve(number, 0)
+        buffer.put(group(number))
+        assert buffer.all_ready
+    buffer.reserve(2, 0)
+    assert not buffer.all_ready
+    buffer.take(0, 1)
+    assert not buffer.all_ready
+    buffer.end(2)
+    assert buffer.all_ready
 
 
 def test_a_strict_window_waits_for_the_oldest() -> None:

@@ -41,6 +41,7 @@ def random_config(dice: random.Random) -> Config:
         validation=dice.choice([None, rounds]),
         exact=exact,
         steps=dice.choice([None, None, 3]),
+        score_at_once=dice.random() < 0.6,
     )
 
 
@@ -60,6 +61,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.waiting: dict[str, asyncio.Task[Any]] = {}
         self.leases: list[Lease] = []
+        self.at_engines: set[str] = set()  # training samples, from the moment they are leased
+        self.generated: set[str] = set()  # training samples, also of groups that ended since
         self.answered: list[Lease] = []  # leases that were answered: material for second answers
         self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
         self.jobs: list[tuple[str, ScoreJob]] = []
@@ -89,6 +92,24 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.announced = -1
 
     # ---- the event loop -----------------------------------------------------------------------------------------------------------
+
+    async def next_samples(self, engine: str, free: int) -> list[SampleRequest]:
+        requests: list[SampleRequest] = await self.coordinator.next_samples(engine, free, 4)
+        self.at_engines |= {request.sample_id for request in requests if request.kind == "train"}
+        return requests
+
+    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+        jobs: list[ScoreJob] = await self.coordinator.next_to_score(worker, limit)
+        if not self.config.reward.streaming and any(job.kind == "train" for job in jobs):
+            self.nothing_more_could_be_generated()
+        return jobs
+
+    def nothing_more_could_be_generated(self) -> None:
+        """`reward.streaming: false`: at the moment samples are handed out to be scored."""
+        assert not self.at_engines, f"scored although engines work on {self.at_engines}"
+        samples = {f"g{group}.s{i}" for group in self.admitted() if self.is_live(group) for i in range(self.config.rollout.group_size)}
+        places = now(self.coordinator.statistics())["buffers"]["trajectories"]
+        assert samples <= self.generated or places["reserved"] == places["capacity"], f"scored although {samples - self.generated} wait"
 
     def ask(self, who: str, work: Any) -> None:
         if who in self.waiting:
@@ -163,7 +184,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(number=PICK, free=st.integers(1, 4))
     def ask_for_samples(self, number: int, free: int) -> None:
         engine = self.engine(number)
-        self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, free, 4))
+        self.ask(f"samples:{engine}", self.next_samples(engine, free))
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK, seed=PICK)
@@ -176,15 +197,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def finish(self, lease: Lease, versions: tuple[int, ...]) -> None:
         request = lease.request
         alive = request.kind == "validation" or self.is_live(request.group)
+        self.at_engines.discard(request.sample_id)
         now(self.coordinator.samples_done(lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]))
         self.answered.append(lease)
         if alive and not self.coordinator_closed():
             self.unscored[request.sample_id] = request.kind
+            self.generated.add(request.sample_id)
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK)
     def fail_sample(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
+        self.at_engines.discard(lease.request.sample_id)
         now(self.coordinator.sample_failed(lease.engine, lease.request.sample_id, "out of memory"))
         self.answered.append(lease)
 
@@ -209,7 +233,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
     def ask_for_jobs(self, worker: int, limit: int) -> None:
-        self.ask(f"jobs:reward-{worker}", self.coordinator.next_to_score(f"reward-{worker}", limit))
+        self.ask(f"jobs:reward-{worker}", self.next_to_score(f"reward-{worker}", limit))
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error"]))
@@ -380,8 +404,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """One round of well-behaved roles."""
         self.ask("events:", self.coordinator.events())
         for engine in self.engines:
-            self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, 4, 4))
-        self.ask("jobs:reward-0", self.coordinator.next_to_score("reward-0", 2))
+            self.ask(f"samples:{engine}", self.next_samples(engine, 4))
+        self.ask("jobs:reward-0", self.next_to_score("reward-0", 2))
         self.ask_for_group()
         self.settle()
         while self.leases:
@@ -429,8 +453,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def nobody_is_left_waiting(self) -> None:
         for engine in self.engines:
-            self.ask(f"samples:{engine}", self.coordinator.next_samples(engine, 4, 4))
-        self.ask("jobs:reward-1", self.coordinator.next_to_score("reward-1", 2))
+            self.ask(f"samples:{engine}", self.next_samples(engine, 4))
+        self.ask("jobs:reward-1", self.next_to_score("reward-1", 2))
         self.settle()
         left = [who for who in self.waiting if who != "events:"]
         assert not left, f"{left} still wait although the run is over"

@@ -451,10 +451,16 @@ def test_a_slow_group_is_overtaken_yet_trained_in_time(window: int) -> None:
     assert overtaken > 0
 
 
-def test_two_engines_share_a_short_queue() -> None:
-    c, _ = make_coordinator(make_config(S=0, P=2, group_size=3, engines=2))
+def test_engines_share_a_short_queue_evenly_whoever_asks_first() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=4, group_size=3, engines=4))
+    asyncio.run(hold(c, 0, *(f"rollout-{i}" for i in range(4))))
+    assert [len(now(c.next_samples(f"rollout-{i}", 16, 16))) for i in range(4)] == [3, 3, 3, 3]
+
+
+def test_an_engine_that_already_has_its_share_gets_one_more_at_a_time() -> None:
+    c, _ = make_coordinator(make_config(S=0, P=4, group_size=2, engines=2))
     asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
-    assert [len(now(c.next_samples(engine, 16, 16))) for engine in ("rollout-0", "rollout-1")] == [3, 2]
+    assert [len(now(c.next_samples("rollout-0", 16, 16))) for _ in range(4)] == [4, 1, 1, 1]
 
 
 def test_an_engine_never_gets_more_than_it_has_room_for() -> None:

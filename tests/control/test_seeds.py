@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async.control.requests import RequestFactory
-from omni_async.control.seeds import PromptStream, derive, draw_window, initial_noise_seed, sample_seed
+from omni_async.control.seeds import PromptStream, derive, draw_window, initial_noise_seed, sample_seed, sample_seeds
 
 
 @given(st.lists(st.integers() | st.text("abc/"), max_size=4))
@@ -26,6 +26,11 @@ def test_the_seeds_of_a_run_are_all_different() -> None:
     ]
     seeds += [initial_noise_seed(run, prompt, group) for run in range(3) for prompt in range(8) for group in range(8)]
     assert len(set(seeds)) == len(seeds)
+
+
+@given(run=st.integers(0, 2**31), prompt=st.integers(0, 10**6), group=st.integers(0, 10**6), count=st.integers(0, 20))
+def test_a_groups_seeds_are_those_of_its_samples(run: int, prompt: int, group: int, count: int) -> None:
+    assert sample_seeds(run, prompt, group, count) == [sample_seed(run, prompt, group, sample) for sample in range(count)]
 
 
 def test_seeds_never_change() -> None:

@@ -1,14 +1,16 @@
-"""Bell, event log, clocks and the signal test: the small parts everything waits on."""
+"""Bell, line, event log and clocks: the small parts everything waits on."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 
 import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
 from omni_async.control.events import EventLog, Picture
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Bell, Line
 from omni_async.types import Prompt, Score
 
 
@@ -74,6 +76,187 @@ def test_many_waiters_see_every_condition_change() -> None:
             consumer.cancel()
 
     asyncio.run(main())
+
+
+# ---- a line ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Counterful:
+    """A counter of items with a line before it; it notes who took what, and how often anybody looked."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self.taken: list[tuple[str, int]] = []
+        self.looks = 0
+        self.line = Line(self.is_open)
+
+    def is_open(self) -> bool:
+        self.looks += 1
+        return bool(self.items)
+
+    def put(self, *items: int) -> None:
+        self.items += items
+        self.line.ring()
+
+    async def take(self, who: str) -> int:
+        def first() -> int:
+            self.taken.append((who, self.items[0]))
+            return self.items.pop(0)
+
+        return await self.line.take(first)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_line_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtake() -> None:
+    async def main() -> None:
+        counter = Counterful()
+        waiting = [asyncio.create_task(counter.take(name)) for name in "abc"]
+        await turns(1)
+        counter.put(1, 2)
+        newcomer = asyncio.create_task(counter.take("d"))  # the items are there, but a and b were first
+        await turns(4)
+        assert counter.taken == [("a", 1), ("b", 2)]
+        counter.put(3, 4)
+        await asyncio.gather(*waiting, newcomer)
+        assert counter.taken[2:] == [("c", 3), ("d", 4)]
+        assert counter.line.waiting == 0
+
+    asyncio.run(main())
+
+
+def test_an_open_line_without_anybody_is_passed_at_once() -> None:
+    counter = Counterful()
+    counter.put(5)
+    work = counter.take("a")
+    with pytest.raises(StopIteration) as done:
+        work.send(None)
+    assert done.value.value == 5
+
+
+def test_everybody_gets_one_before_anybody_gets_a_second() -> None:
+    async def main() -> None:
+        counter = Counterful()
+
+        async def consume(who: str) -> None:
+            while True:
+                await counter.take(who)
+
+        consumers = [asyncio.create_task(consume(f"engine-{i}")) for i in range(20)]
+        await turns(1)
+        for item in range(200):
+            counter.put(item)
+            if item % 3 == 0:
+                await turns(1)
+        await turns(300)
+        assert [item for _, item in counter.taken] == list(range(200))
+        assert set(Counter(who for who, _ in counter.taken).values()) == {10}
+        for consumer in consumers:
+            consumer.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_event_wakes_as_many_as_there_is_work_for_however_many_wait() -> None:
+    async def main() -> None:
+        counter = Counterful()
+        waiting = [asyncio.create_task(counter.take(str(i))) for i in range(1000)]
+        await turns(2)
+        counter.looks = 0
+        counter.put(1, 2, 3)
+        await turns(10)
+        assert [item for _, item in counter.taken] == [1, 2, 3]
+        assert counter.looks <= 10, "not one look of each of a thousand waiters"
+        counter.looks = 0
+        for _ in range(50):
+            counter.line.ring()  # nothing is there
+        await turns(5)
+        assert counter.looks == 50
+        assert counter.line.waiting == 997
+        for waiter in waiting:
+            waiter.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert counter.line.waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
+    async def main() -> None:
+        counter = Counterful()
+        waiting = [asyncio.create_task(counter.take(name)) for name in "ab"]
+        await turns(1)
+        counter.put(1)
+        counter.items.clear()
+        await turns(2)
+        counter.put(2, 3)
+        await asyncio.gather(*waiting)
+        assert counter.taken == [("a", 2), ("b", 3)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("woken_first", [False, True])
+def test_a_cancelled_first_waiter_passes_its_turn_on(woken_first: bool) -> None:
+    async def main() -> None:
+        counter = Counterful()
+        first, second = (asyncio.create_task(counter.take(name)) for name in "ab")
+        await turns(1)
+        if woken_first:
+            counter.put(1)
+            first.cancel()
+        else:
+            first.cancel()
+            counter.put(1)
+        async with asyncio.timeout(1):
+            assert await second == 1
+        assert first.cancelled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lost_and_nobody_is_forgotten_among_many_waiters_cancelled_at_random_moments(seed: int) -> None:
+    async def main() -> None:
+        dice = random.Random(seed)
+        counter = Counterful()
+        waiting: dict[str, asyncio.Task[int]] = {}
+        got: list[int] = []
+        put = 0
+        for _ in range(3000):
+            move = dice.random()
+            if move < 0.45:
+                name = f"engine-{dice.randrange(60)}"
+                if name not in waiting:
+                    waiting[name] = asyncio.create_task(counter.take(name))
+            elif move < 0.75:
+                count = dice.choice([1, 1, 1, 5])
+                counter.put(*range(put, put + count))
+                put += count
+            elif move < 0.85 and waiting:
+                waiting[dice.choice(sorted(waiting))].cancel()
+            else:
+                await turns(dice.randint(0, 3))
+            for name, task in [*waiting.items()]:
+                if task.done():
+                    got += [] if task.cancelled() else [task.result()]
+                    del waiting[name]
+        await turns(200)
+        got += [task.result() for task in waiting.values() if task.done() and not task.cancelled()]
+        idle = [task for task in waiting.values() if not task.done()]
+        assert not (counter.items and idle), "somebody waits although something is there"
+        assert sorted(got + counter.items) == list(range(put))
+        assert [item for _, item in counter.taken] == sorted(got), "in order"
+        for task in idle:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+# ---- events and clocks ----------------------------------------------------------------------------------------------------------------
 
 
 def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:

@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from omni_async.config.schema import Config
+from omni_async.performance.profile import Profile
+from omni_async.performance.service import NOTHING
 from omni_async.policy import find_family
 from omni_async.rollout.factory import build_engine
+from omni_async.rollout.replay_engine import ReplayEngine
 from tests.rollout.conftest import make_request
 
 
@@ -34,6 +37,12 @@ def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name
         assert made.tensors["latents"].shape == (4, 8, 64)
 
     asyncio.run(main())
+
+
+def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named() -> None:
+    profile = Profile(name="p", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
+    engine = build_engine(config("vllm_omni", "no/checkpoint"), "e0", find_family("qwen_image"), profile)
+    assert isinstance(engine, ReplayEngine) and engine.name == "e0"
 
 
 def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint: str) -> None:

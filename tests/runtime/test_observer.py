@@ -103,6 +103,13 @@ def test_pictures_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path
         assert picture.width > 64
 
 
+def test_emulated_media_are_not_drawn(tmp_path):
+    watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
+    show(watcher, RunEvent("validation", {"version": 2, "parts": {"reward": 0.5}}, (Picture("any", Prompt(0, "a cat"), Score(0.5)),)))
+    assert not list(run.samples.iterdir()) and not console.notes
+    assert console.validations == [(2, 0.5)]
+
+
 def test_the_summary_adds_up_to_what_the_coordinator_counted(tmp_path):
     watched = watch(tmp_path)
     summary = watched.observer.summary("done", None, 123, watched.clock.now())

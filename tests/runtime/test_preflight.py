@@ -13,6 +13,8 @@ import pytest
 from runtime_world import write_checkpoint, write_world
 
 from omni_async.config import Config, ConfigError
+from omni_async.performance.profile import Payload, Profile, write_profile
+from omni_async.performance.service import ServiceTime
 from omni_async.runtime.preflight import preflight
 
 
@@ -153,6 +155,93 @@ def test_a_checkpoint_that_cannot_be_continued_is_refused(tmp_path, state, why):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     assert "is not a checkpoint folder: it has no state.json" in refusal(write_world(tmp_path, checkpoint={"resume": "model"}))
+
+
+# ---- emulated jobs ----------------------------------------------------------------------------------------------------------------
+
+_PROFILE = Profile(
+    name="small",
+    source="a test",
+    generate=ServiceTime(unit_s=2.0),
+    score=ServiceTime(fixed_s=1.0),
+    train=ServiceTime(unit_s=1.0, cv=0.2),
+    payload=Payload(trajectory=1000, media=500, weights=3001),
+)
+
+
+def emulated(folder: Any, *overrides: str, **sections: Any) -> Config:
+    write_profile(folder / "profile.json", _PROFILE)
+    return write_world(folder, overrides=overrides, **{"emulation": {"profile": "profile.json"}} | sections)
+
+
+def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
+    config = emulated(
+        tmp_path,
+        model={"path": "no/model", "pipeline": "no_family"},
+        data={"prompts": "no/prompts"},
+        reward={"scorers": [{"name": "no_scorer"}]},
+        validation={"prompts": "no/validation"},
+        emulation={"profile": "profile.json", "time_scale": 0.5, "payload_scale": 0.1},
+    )
+    inputs = preflight(config)
+    assert inputs.profile is not None
+    assert inputs.profile.generate == ServiceTime(unit_s=1.0)
+    assert inputs.profile.train == ServiceTime(unit_s=0.5, cv=0.2)
+    assert inputs.profile.payload == Payload(trajectory=100, media=50, weights=300)
+    assert len({prompt.text for prompt in inputs.prompts}) == 1000
+    assert inputs.config.validation is None and inputs.validation_prompts == ()
+    assert inputs.notes == (
+        "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and validation are ignored",
+    )
+
+
+def test_a_real_job_replays_nothing(tmp_path):
+    inputs = preflight(write_world(tmp_path))
+    assert inputs.profile is None and inputs.notes == ()
+
+
+def test_emulated_devices_may_take_longer_than_real_ones_may(tmp_path):
+    config = emulated(tmp_path, rollout={"timeout_s": 1}, weights={"timeout_s": 1})
+    inputs = preflight(config)
+    assert inputs.config.rollout.timeout_s > 1e5 and inputs.config.weights.timeout_s > 1e5
+
+
+@pytest.mark.parametrize(
+    ("profile", "why"),
+    [
+        ("h800", "no profile 'h800'; shipped are "),
+        ("gone.json", "gone.json: cannot be read: No such file or directory"),
+        ("recipe.json", "recipe.json: not a profile: "),
+    ],
+)
+def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
+    (tmp_path / "recipe.json").write_text('{"name": "x"}')
+    message = refusal(emulated(tmp_path, emulation={"profile": profile}))
+    assert message.startswith("emulation.profile: ")
+    assert why in message
+
+
+def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_path):
+    message = refusal(emulated(tmp_path, "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000"))
+    assert message.startswith("emulation.payload_scale: the payloads of 12582912 live samples")
+    assert message.endswith("lower it")
+
+
+def test_one_emulated_rank_need_not_divide_a_group(tmp_path):
+    assert preflight(emulated(tmp_path, "trainer.workers=3")).config.trainer.workers == 3
+    assert "3 ranks do not divide" in refusal(write_world(tmp_path, trainer={"workers": 3}, run={"runtime": "ray"}))
+
+
+def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
+    assert "needs at least 2" in refusal(emulated(tmp_path, "rollout.group_size=1"))
+    assert "'on' cannot be had here" in refusal(emulated(tmp_path, "trainer.streaming=on", "trainer.steps_per_update=2"))
+
+
+def test_accelerators_are_shared_one_at_a_time(tmp_path):
+    placement = {"colocated": True, "trainer": {"gpus": 2}}
+    message = refusal(write_world(tmp_path, placement=placement, staleness={"max_updates": 0}))
+    assert message == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    assert preflight(emulated(tmp_path, placement=placement, staleness={"max_updates": 0})).profile is not None
 
 
 def test_looking_imports_no_torch(tmp_path):

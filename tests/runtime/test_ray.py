@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,8 @@ from runtime_world import write_world
 from tensordict import TensorDict
 
 from omni_async.config.schema import Resources
+from omni_async.performance.profile import Profile, write_profile
+from omni_async.performance.service import NOTHING
 from omni_async.runtime import ray_cluster
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster, StartError
@@ -25,6 +26,7 @@ from omni_async.types import Prompt, SdeWindow
 from tests.runtime import ray_roles
 
 ray = pytest.importorskip("ray")
+_QUICK = Profile(name="quick", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
@@ -173,7 +175,10 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         {
             "latents": torch.randn(3, 6, 4),
             "steps": torch.tensor([1, 2]),
-            "conditioning": TensorDict({"mask": torch.ones(2, dtype=torch.bool)}, []),
+            "none": torch.zeros(0, 3, dtype=torch.int64),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "transposed": torch.arange(6.0).reshape(2, 3).T,
+            "conditioning": TensorDict({"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()}, []),
         },
         batch_size=[],
     )
@@ -182,10 +187,10 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         store = RayStore()
         back = await store.get(await store.put(trajectory))
         assert back.batch_size == torch.Size([])
-        assert torch.equal(back["latents"], trajectory["latents"])
-        assert back["latents"].dtype == torch.float32
-        assert torch.equal(back["steps"], trajectory["steps"])
-        assert torch.equal(back["conditioning", "mask"], trajectory["conditioning", "mask"])
+        assert set(back.keys(include_nested=True, leaves_only=True)) == set(trajectory.keys(include_nested=True, leaves_only=True))
+        for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
+            assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
+        assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
         picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
         reference = await store.put(picture)
         assert np.array_equal(await store.get(reference), picture)
@@ -194,18 +199,48 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
     asyncio.run(main())
 
 
-def test_an_object_whose_owner_died_is_a_lookup_error():
-    class Lost:
-        """A reference whose object went with its owner."""
+def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_along(host):
+    async def main() -> None:
+        store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+        mine = await store.put(np.arange(3))
+        gone = (await keeper.phase([mine]))["reference"]
+        ray.kill(keeper._actor)
+        with pytest.raises(LookupError):
+            async with asyncio.timeout(60):
+                while True:  # until its death is known
+                    await store.get(gone)
+        lost, kept, again = await asyncio.gather(store.get(gone), store.get(mine), store.get(gone), return_exceptions=True)
+        assert isinstance(lost, LookupError) and isinstance(again, LookupError)
+        assert f"object {gone.object.hex()} is gone" in str(lost)
+        assert kept.tolist() == [0, 1, 2]
 
-        def hex(self) -> str:
-            return "c0ffee"
+    asyncio.run(main())
 
-        def __await__(self) -> Any:
-            raise ray.exceptions.OwnerDiedError(self.hex(), b"", "")
 
-    with pytest.raises(LookupError, match="object c0ffee is gone"):
-        asyncio.run(RayStore().get(Lost()))
+def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_not(local_ray):
+    async def main() -> None:
+        store = RayStore()
+        small = [np.full(1000, number, np.uint8) for number in range(5)]
+        places = await store.put_all(small)
+        assert len({place.object for place in places}) == 1
+        large = [np.full(5 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(5 * 2**20, 9, np.uint8)]
+        places += await store.put_all(large)
+        assert len({place.object for place in places[5:]}) == 3
+        back = await asyncio.gather(*(store.get(place) for place in reversed(places)))
+        assert [len(value) for value in reversed(back)] == [1000] * 5 + [5 * 2**20, 10, 5 * 2**20]
+        assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
+        assert await store.put_all([]) == []
+
+    asyncio.run(main())
+
+
+def test_what_is_neither_array_nor_tensor_is_stored_too(local_ray):
+    async def main() -> None:
+        store = RayStore()
+        values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
+        assert [await store.get(place) for place in await store.put_all(values)] == values
+
+    asyncio.run(main())
 
 
 def make_cluster(folder: Path, **sections: Any) -> RayCluster:
@@ -219,7 +254,7 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
 
     async def main() -> None:
         with pytest.raises(StartError) as failed:
-            await cluster._reserve({"rollout-0": Resources(cpus=500, gpus=2), "trainer": Resources(cpus=12)})
+            await cluster._reserve([Resources(cpus=500, gpus=2), Resources(cpus=12)])
         message = str(failed.value)
         assert message.startswith("placement: the run needs 512 CPUs and 2 GPUs, the cluster has 4 and ")
         assert "lower placement.* or the numbers of workers" in message
@@ -228,19 +263,58 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
     ray.util.remove_placement_group(cluster._group)
 
 
-def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(local_ray, tmp_path):
-    cluster = make_cluster(tmp_path)  # a Ray runs here already, so a second one cannot be started
-    with pytest.raises(StartError, match=r"run\.ray_address"):
-        cluster._connect(1)
+def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def refuses(**_: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", refuses)
+    with pytest.raises(StartError, match=r"run\.ray_address: cannot start or join Ray at this machine: nobody answers"):
+        make_cluster(tmp_path)._connect(1)
 
 
-def test_every_role_has_its_bundle(tmp_path):
-    placement = {"rollout": {"cpus": 2, "gpus": 1}, "trainer": {"cpus": 3}}
-    cluster = make_cluster(tmp_path, placement=placement, rollout={"workers": 2}, reward={"workers": 2}, trainer={"workers": 2})
-    bundles = cluster._bundles()
-    assert list(bundles) == ["coordinator", "publisher", "rollout-0", "rollout-1", "reward-0", "reward-1", "trainer", "trainer-1"]
-    assert msgspec.to_builtins(bundles["rollout-1"]) == {"cpus": 2, "gpus": 1}
-    assert bundles["trainer-1"].cpus == 3
+def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
+    """Two runs one after the other: neither leaves an actor or a placement group behind."""
+    write_profile(tmp_path / "profile.json", _QUICK)
+
+    async def main(number: int) -> None:
+        run = RunDirectory(tmp_path / f"run-{number}")
+        run.path.mkdir()
+        config = write_world(tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1})
+        cluster = RayCluster(preflight(config), run)
+        try:
+            await cluster.start()
+            services = [asyncio.ensure_future(work) for work in cluster.services().values()]
+            await asyncio.gather(*cluster.work().values())
+            kinds = [event.kind for event in await cluster.coordinator.events()]
+            assert "ended" in kinds
+            for service in services:
+                service.cancel()
+            await asyncio.gather(*services, return_exceptions=True)
+        finally:
+            await cluster.close()
+        assert ray.is_initialized()
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(f"run-{number}/trainer")
+
+    for number in range(2):
+        asyncio.run(main(number))
+    assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
+    """Ray grants every share that `seating` gives out."""
+    placement = {"colocated": True, "rollout": {"cpus": 1}, "reward": {"cpus": 1}, "trainer": {"cpus": 1}}
+    cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
+
+    async def main() -> None:
+        await cluster._reserve(cluster._seating.bundles)
+        proxies = [cluster._spawn(name, ray_roles.Echo) for name in cluster._seating.seats]
+        assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
+        await cluster.close()
+
+    asyncio.run(main())
 
 
 def test_closing_a_cluster_that_never_started_changes_nothing(local_ray, tmp_path):

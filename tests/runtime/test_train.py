@@ -15,6 +15,7 @@ import pytest
 from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
 
 from omni_async.control.supervisor import TaskFailed
+from omni_async.performance.profile import load_profile
 from omni_async.runtime import train as runtime
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.train import Ending, Interrupted, _first, _interrupts, _unless, train
@@ -170,7 +171,16 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypa
     summary, console = play(tmp_path, monkeypatch, {"trainer": ends_well, "rollout-0": until_the_end}, {"publisher": forever})
     assert (summary.status, summary.reason) == ("done", None)
     folder = tmp_path / "runs" / summary.run
-    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "summary.json", "trace.json", "samples", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.yaml",
+        "summary.json",
+        "profile.json",
+        "trace.json",
+        "samples",
+        "checkpoints",
+    }
+    profile = load_profile(str(folder / "profile.json"))
+    assert profile.name == summary.run and profile.source.startswith(f"run {summary.run}, 0 updates; ")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
     assert any(str(folder / "trace.json") in note for note in console.notes)
 

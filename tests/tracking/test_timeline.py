@@ -79,6 +79,19 @@ def test_lanes_hold_after_rounding_to_microseconds(times: list[tuple[float, floa
         assert all(end <= start for (_, end), (start, _) in pairwise(own))
 
 
+def test_a_trace_holds_every_span_and_its_time(tmp_path: Path) -> None:
+    path, spans = tmp_path / "trace.json", concurrent_spans()
+    timeline.write_trace(path, spans)
+    read = timeline.read_trace(path)
+
+    def key(span: Span) -> tuple[str, str, float]:
+        return span.actor, span.kind, span.start
+
+    for found, written in zip(sorted(read, key=key), sorted(spans, key=key), strict=True):
+        assert (found.actor, found.kind, found.args) == (written.actor, written.kind, written.args)
+        assert (found.start, found.end) == pytest.approx((written.start, written.end), abs=2e-6)
+
+
 def test_an_empty_trace_and_odd_arguments_are_written(tmp_path: Path) -> None:
     assert timeline.trace_events([])["traceEvents"] == []
     timeline.write_trace(tmp_path / "t.json", [Span("a", "k", 1.0, 0.5, {"nan": float("nan"), "object": int})])

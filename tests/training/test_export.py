@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
+from omni_async.types import WeightManifest
 from omni_async.weights.buckets import digest_tensors, unpack, verify
 from omni_async.weights.lora import merged_weights
 from tests.fakes import TinyPolicy, tiny_group
@@ -97,3 +99,28 @@ def test_impossible_lora_settings_name_their_key(make_config: MakeConfig) -> Non
         trained(make_config(**{"weights.payload": "lora"}))
     with pytest.raises(ValueError, match=r"model\.lora\.target_modules: .*nowhere"):
         trained(make_config(**{"model.lora": {"rank": 2, "alpha": 1.0, "target_modules": ["nowhere"]}}))
+
+
+@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("payload", ["full", "lora"])
+def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(
+    make_config: MakeConfig, backend: str, lora: dict[str, object] | None, payload: str
+) -> None:
+    if payload == "lora" and lora is None:
+        pytest.skip("there are no adapters")
+    engine = trained(make_config(**{"model.lora": lora, "model.dtype": "bfloat16", "trainer.backend": backend, "weights.payload": payload}))
+    buckets = engine.bucket_set()
+    digests = []
+    for version in (1, 2):
+        snapshot = engine.snapshot(version, buckets)
+        manifest = snapshot.manifest()
+        assert (manifest, [bucket.tobytes() for bucket in snapshot.buckets]) == _as_bytes(engine.export(version))
+        digests.append(manifest.digest)
+        engine.accumulate(tiny_group(TinyPolicy(), engine.config, 10 + version), 1 / 8)
+        engine.step()
+    assert digests[0] != digests[1]
+
+
+def _as_bytes(exported: tuple[WeightManifest, list[np.ndarray]]) -> tuple[WeightManifest, list[bytes]]:
+    return exported[0], [bucket.tobytes() for bucket in exported[1]]

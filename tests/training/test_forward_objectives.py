@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni_async.algorithms.forward_process import num_draws
+from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError

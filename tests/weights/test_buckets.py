@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import weakref
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.types import WeightManifest
-from omni_async.weights.buckets import ALIGNMENT, WeightError, digest, digest_tensors, pack, unpack, verify
+from omni_async.weights import buckets
+from omni_async.weights.buckets import (
+    ALIGNMENT,
+    BucketSet,
+    WeightError,
+    digest,
+    digest_tensors,
+    dtype_name,
+    dtype_of,
+    pack,
+    unpack,
+    verify,
+)
+from omni_async.weights.digest import item_bytes
+from omni_async.weights.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -133,3 +151,100 @@ def test_a_manifest_survives_messagepack() -> None:
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
     verify(received, buckets)
     assert received == manifest
+
+
+# ---- memory that is used again ----------------------------------------------------------------------------------------------------
+
+
+def filled(packed: BucketSet, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    packed.fill(tensors.items(), dtype)
+    snapshot = Snapshot(1, "full", packed.specs, packed.buckets)
+    return {name: tensor.clone() for name, tensor in unpack(snapshot.manifest(), snapshot.buckets)}
+
+
+def test_the_next_version_is_copied_over_the_last_one() -> None:
+    packed, later = BucketSet(256), {name: tensor + 1 for name, tensor in example().items()}
+    assert all(torch.equal(got, example()[name]) for name, got in filled(packed, example()).items())
+    before = packed.buckets
+    assert all(torch.equal(got, later[name]) for name, got in filled(packed, later).items())
+    assert [bucket.ctypes.data for bucket in packed.buckets] == [bucket.ctypes.data for bucket in before]
+
+
+def test_a_version_has_the_digest_of_its_tensors_whatever_lay_there_before() -> None:
+    packed = BucketSet(256)
+    packed.fill((name, tensor + 1) for name, tensor in example().items())
+    packed.fill(example().items())
+    assert Snapshot(1, "full", packed.specs, packed.buckets).manifest().digest == digest_tensors(example().items())
+
+
+def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_GATHERED_BYTES", 1000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(20):
+            tensor = torch.full((100,), float(number))
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield f"t{number}", tensor
+            del tensor
+
+    packed = BucketSet(4096)
+    packed.fill(gathered())
+    assert most <= 4  # of 400 bytes each: three fill a batch, and one more has been made
+    contents = unpack(Snapshot(1, "full", packed.specs, packed.buckets).manifest(), packed.buckets)
+    assert [tensor.unique().tolist() for _, tensor in contents] == [[float(number)] for number in range(20)]
+
+
+def test_the_copy_converts() -> None:
+    converted = filled(BucketSet(256), example(), torch.bfloat16)
+    assert all(torch.equal(got, example()[name].to(torch.bfloat16)) for name, got in converted.items())
+
+
+def test_bucket_memory_comes_from_whom_it_should() -> None:
+    asked: list[int] = []
+
+    def allocate(nbytes: int) -> np.ndarray:
+        asked.append(nbytes)
+        return np.zeros(nbytes, np.uint8)
+
+    packed = BucketSet(256, allocate)
+    for _ in range(3):
+        packed.fill(example().items())
+    assert asked == [256, 256, 1200]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"other": torch.ones(5)}, "tensor 1 of the weights was 'b' (2, 2), and is 'other' (5,)"),
+        ({"b": torch.ones(4)}, "tensor 1 of the weights was 'b' (2, 2), and is 'b' (4,)"),
+        ({}, "the weights had 2 tensors, and have 1"),
+        ({"b": torch.ones(2, 2), "c": torch.ones(1)}, "tensor 2 of the weights was 'absent' (0,), and is 'c' (1,)"),
+    ],
+)
+def test_versions_are_of_the_same_tensors(change: dict[str, torch.Tensor], message: str) -> None:
+    packed, first = BucketSet(64), {"a": torch.ones(3)}
+    packed.fill({**first, "b": torch.ones(2, 2)}.items())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        packed.fill({**first, **change}.items())
+
+
+def test_a_bucket_holds_at_least_a_byte() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes: expected >= 1, got 0"):
+        BucketSet(0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+)
+def test_every_dtype_has_its_item_size(dtype: torch.dtype) -> None:
+    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
+    assert dtype_of(dtype_name(dtype)) is dtype
+
+
+def test_an_unknown_dtype_is_an_error() -> None:
+    with pytest.raises(WeightError, match="unknown tensor dtype 'float7'"):
+        item_bytes("float7")

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.algorithms.forward_process import draw_sigmas, mean_square, noised, num_draws, target
+from omni_async.algorithms.forward_process import draw_sigmas, mean_square, noised, target
+from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.algorithm import Forward
 
 torch.set_num_threads(1)
@@ -157,5 +158,5 @@ def test_impossible_draws_are_refused():
 
 
 def test_the_number_of_draws_is_known_without_torch():
-    code = "import sys, omni_async.algorithms.forward_process, omni_async.algorithms.decay; print('torch' in sys.modules)"
+    code = "import sys, omni_async.algorithms.timesteps, omni_async.algorithms.decay; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

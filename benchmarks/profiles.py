@@ -1,0 +1,300 @@
+"""The shipped profiles, built from published figures: `python -m benchmarks.profiles` writes them and prints what they give back.
+
+A published step is one number. What is published beside it fixes some of its stages; the rest is split by counting the transformer's passes
+(g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, each of which the profile lists under `assumed`:
+
+    generation                                       N g   forward
+    log-probs of the samples, before an update       W g   forward
+    an update, gradient checkpointing                W g   forward, recomputed forward, and backward: as long as one forward through frozen
+                                                           weights, as two where these have gradients of their own
+
+`REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is what the law makes of each. The
+reader is `docs/profiles.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from msgspec.structs import replace
+
+from omni_async.config import load
+from omni_async.performance.law import async_step
+from omni_async.performance.profile import Payload, Profile, load_profile, write_profile
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.times import times_of
+
+ROOT = Path(__file__).parents[1]
+PROFILES = ROOT / "omni_async" / "performance" / "profiles"
+RECIPES = ROOT / "recipes" / "emulated"
+
+_SAMPLES = 512  # a step's, in every published run: 32 prompts of 16 images, or 64 of 8 videos
+_HAND_OVER_S = 12.0  # a GPU unloads one role's model and loads another's (20 to 55 GB between host and device)
+_JUDGE_BATCH = 8
+
+# Qwen-Image's transformer and what a 512 x 512 sample of it carries; conditioning in bfloat16.
+_PARAMETERS = 20_430_401_088
+_LORA_PARAMETERS = 424_673_280  # rank 64 on the 720 linear layers that the recipe names
+_LATENTS = (2 + 1) * 1024 * 64 * 4  # two trained steps: three float32 latents of 1024 tokens x 64 channels
+_TOKEN = 3584 * 2
+_PROMPT_TOKENS, _NEGATIVE_TOKENS = 64, 6
+_IMAGE = 512 * 512 * 3
+
+_FIGURES = "verl-project/verl-omni, docs/algo/performance.md"
+_VARIATION = "Coefficients of variation are assumed: 0.03 of generation and training (fixed numbers of denoising steps), 0.2 of scoring, 0.1 of what moves weights. "
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """A published step, and the recipe with the overrides that arrange it as published. `hand_overs`: times a GPU changes roles in a step
+    that the arrangement has and the keys cannot say."""
+
+    profile: str
+    title: str
+    seconds: float
+    overrides: tuple[str, ...]
+    hand_overs: int = 0
+
+
+_IN_STEP = ("schedule=null", "staleness.max_updates=0", "trainer.streaming=off", "buffer.groups=512", "buffer.trajectories=512")
+_ON_FOUR = ("rollout.workers=4", "trainer.workers=4")
+
+REPRODUCED = (
+    Reproduced(
+        "qwen_image_lora_h800",
+        "4 H800, reward on the same GPUs",
+        420.0,
+        (*_IN_STEP, *_ON_FOUR, "rollout.max_batch=1", "reward.workers=4", "reward.streaming=false", "placement.colocated=true"),
+    ),
+    Reproduced(
+        "qwen_image_lora_h800",
+        "4 H800, reward on a fifth while samples are generated",
+        360.0,
+        (*_IN_STEP, *_ON_FOUR, "rollout.max_batch=1", "reward.workers=1", "reward.streaming=true"),
+        hand_overs=2,
+    ),
+    Reproduced(
+        "qwen_image_full_h200",
+        "4 H200, reward on the same GPUs",
+        250.0,
+        (*_IN_STEP, *_ON_FOUR, "reward.workers=4", "reward.streaming=false", "placement.colocated=true"),
+    ),
+    Reproduced(
+        "qwen_image_full_h100_64",
+        "64 H100, reward on the same GPUs",
+        100.0,
+        (*_IN_STEP, "rollout.workers=8", "trainer.workers=8", "reward.workers=8", "reward.streaming=false", "placement.colocated=true"),
+    ),
+    Reproduced(
+        "wan22_dance",
+        "8 NPUs, one reward worker beside them",
+        2160.4,
+        (
+            *_IN_STEP,
+            "rollout.workers=8",
+            "rollout.max_batch=1",
+            "trainer.workers=8",
+            "reward.workers=1",
+            "reward.streaming=true",
+            "placement.colocated=true",
+        ),
+    ),
+)
+
+
+def law_s(arrangement: Reproduced, profile: Profile | None = None) -> float:
+    """The law's seconds per step of a published arrangement."""
+    config = load(RECIPES / f"{arrangement.profile}.yaml", arrangement.overrides)
+    profile = profile or load_profile(arrangement.profile)
+    return async_step(times_of(config, profile), 0) + arrangement.hand_overs * profile.switch.mean()
+
+
+def shipped() -> tuple[Profile, ...]:
+    lora, full = qwen_image_lora_h800(), qwen_image_full_h200()
+    return lora, full, qwen_image_full_h100_64(full), wan22_dance(), remote_judge(lora)
+
+
+def qwen_image_lora_h800() -> Profile:
+    """Two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and what is left for training."""
+    gpus, sync, async_reward, one_by_one, in_batches = 4, 420.0, 360.0, 226.4, 107.9
+    single, batch = one_by_one * gpus / _SAMPLES, 32 * in_batches * gpus / _SAMPLES
+    unit = (batch - single) / 31
+    # Scoring hides behind generation on a GPU of its own, but for its last batch, and costs no hand-over there.
+    score = (sync - async_reward - _HAND_OVER_S) / (_SAMPLES / gpus - _JUDGE_BATCH)
+    export, publish, swap, step = 1.0, 2.0, 0.5, 0.5
+    passes = sync - one_by_one - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
+    return Profile(
+        name="qwen_image_lora_h800",
+        source=(
+            f"{_FIGURES}: Qwen-Image, LoRA rank 64, guidance, 512 images of 512 x 512 a step; 420 s on 4 H800, 360 s with the reward on a fifth "
+            "(one worker here is one GPU). docs/start/rollout_batching.md of the same repository: generating them takes 226.4 s one by one and 107.9 s in batches of 32."
+        ),
+        assumed=(
+            "Both steps generate images one by one: their table is older than batching. Generation is linear between batches of 1 and 32. A GPU changes hands in 12 s. "
+            "A version takes 1 s to copy out, 2 s to reach the engines and 0.5 s to merge, an optimizer step 0.5 s. Then the "
+            f"two steps leave {score:.2g} s to score an image and {passes:.1f} s for passes of the trainer, split 1 : 3 between log-probs and the update. "
+            f"{_VARIATION}Payloads are computed: 64 prompt and 6 negative tokens of conditioning."
+        ),
+        generate=ServiceTime(_rounded(single - unit), _rounded(unit), cv=0.03),
+        score=ServiceTime(unit_s=_rounded(score), cv=0.2),
+        assess=ServiceTime(unit_s=_rounded(passes / 4 * gpus / _SAMPLES), cv=0.03),
+        train=ServiceTime(unit_s=_rounded(passes * 3 / 4 * gpus / _SAMPLES), cv=0.03),
+        step=ServiceTime(step),
+        export=ServiceTime(export, cv=0.1),
+        publish=ServiceTime(publish, cv=0.1),
+        swap=ServiceTime(swap, cv=0.1),
+        switch=ServiceTime(_HAND_OVER_S, cv=0.1),
+        payload=Payload(_LATENTS + (_PROMPT_TOKENS + _NEGATIVE_TOKENS) * _TOKEN, _IMAGE, 4 * _LORA_PARAMETERS),
+    )
+
+
+def qwen_image_full_h200() -> Profile:
+    """What scoring, hand-overs, optimizer and weights leave of the step, split by passes: 10 to generate, 2 for log-probs, 8 to train."""
+    gpus, seconds, score, step = 4, 250.0, 0.4, 4.0
+    export, publish, swap = 4.0, 8.0, 1.0
+    passes = seconds - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
+    each = passes / 20 * gpus / _SAMPLES
+    return Profile(
+        name="qwen_image_full_h200",
+        source=(
+            f"{_FIGURES}: Qwen-Image, all weights, no guidance, 512 images of 512 x 512 a step; 250 s on 4 H200, 0.510 images/GPU/s "
+            "(one worker here is one GPU)."
+        ),
+        assumed=(
+            "An image is scored in 0.4 s as on H800 (profile qwen_image_lora_h800). A GPU changes hands in 12 s. A version of 41 GB takes 4 s to copy out, 8 s to reach the "
+            f"engines, 1 s to switch to; an optimizer step 4 s (its state lies on the host). The other {passes:.1f} s are split by passes, all equally long: 10 to generate, 2 for "
+            f"log-probs, 8 to train a sample. Batches save no time. {_VARIATION}Payloads are computed: 64 prompt tokens of conditioning."
+        ),
+        generate=ServiceTime(unit_s=_rounded(10 * each), cv=0.03),
+        score=ServiceTime(unit_s=score, cv=0.2),
+        assess=ServiceTime(unit_s=_rounded(2 * each), cv=0.03),
+        train=ServiceTime(unit_s=_rounded(8 * each), cv=0.03),
+        step=ServiceTime(step),
+        export=ServiceTime(export, cv=0.1),
+        publish=ServiceTime(publish, cv=0.1),
+        swap=ServiceTime(swap, cv=0.1),
+        switch=ServiceTime(_HAND_OVER_S, cv=0.1),
+        payload=Payload(_LATENTS + _PROMPT_TOKENS * _TOKEN, _IMAGE, 2 * _PARAMETERS),
+    )
+
+
+def qwen_image_full_h100_64(four: Profile) -> Profile:
+    """The same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink with the number of GPUs."""
+    seconds, groups, node = 100.0, 32, 8
+    step = four.step.mean() * 4 / 64
+    weights = four.export.mean() + four.publish.mean() + four.swap.mean()
+    work = (four.generate.unit_s + four.score.unit_s + four.assess.unit_s + four.train.unit_s) * _SAMPLES / 64
+    fixed = (seconds - work - 2 * step - weights - 3 * _HAND_OVER_S) / groups
+
+    def shared(service: ServiceTime, fixed_s: float = 0.0) -> ServiceTime:
+        return replace(service, fixed_s=_rounded(fixed_s), unit_s=_rounded(service.unit_s / node))
+
+    return replace(
+        four,
+        name="qwen_image_full_h100_64",
+        source=(
+            f"{_FIGURES}: the same job as in profile qwen_image_full_h200 on 64 H100; 100 s a step, 0.079 images/GPU/s. One worker here is a node of 8 GPUs."
+        ),
+        assumed=(
+            "A sample takes as long on one H100 as on one H200 of profile qwen_image_full_h200, and a node is 8 times as fast as a GPU; weights and hand-overs take as long as "
+            f"there, an optimizer step a sixteenth. The {groups * fixed:.1f} s that are then missing are communication of the trainer's passes, however many nodes take part: "
+            f"{fixed:.1f} s for each group, split 1 : 4 between log-probs (weights gathered once) and the update (twice, and float32 gradients scattered). {_VARIATION}Payloads are those of that profile."
+        ),
+        generate=shared(four.generate),
+        score=shared(four.score),
+        assess=shared(four.assess, fixed / 5),
+        train=shared(four.train, fixed * 4 / 5),
+        step=ServiceTime(step),
+    )
+
+
+def wan22_dance() -> Profile:
+    """The log's stages; its generation phase ends long after the last video is made and scored."""
+    npus, phase, log_probs, update, weights = 8, 869.4, 548.9, 735.3, 6.8
+    generated, last_score = 403.6, 246.5
+    unit = generated * npus / _SAMPLES
+    # One worker scores first come, first served, from the first video on.
+    score = (generated + last_score - unit) / _SAMPLES
+    rest = phase - generated - last_score
+    steps, step = 4, 2.0
+    scaled = npus / _SAMPLES
+    latents = (2 + 1) * 48 * 2 * 44 * 80 * 4
+    conditioning = 2 * 512 * 4096 * 2
+    return Profile(
+        name="wan22_dance",
+        source=(
+            "verl-project/verl-omni, issue 402, a step's log of Wan2.2-TI2V-5B with DanceGRPO, 512 videos (735.3 s of 1.436 s each) of 8 frames of 704 x 1280 (one worker here is one NPU): generation "
+            "phase 869.4 s, old log-probs 548.9 s, update 735.3 s, weights 6.8 s, step 2160.4 s; the slowest video took 403.6 s to be made and 246.5 s more to be scored. "
+            "The first took 5.9 s, as long as generation here: 6.3 s."
+        ),
+        assumed=(
+            "8 NPUs and one reward worker, as in the script of that recipe. All videos are requested at once and each NPU makes them one by one; the reward worker scores in "
+            f"order of arrival, so a video takes {score:.2f} s. The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 3 of {rest / 3:.1f} s. Of the "
+            f"update 4 x 2 s are optimizer steps; of the 6.8 s a version takes 2 s to copy out and 0.5 s to switch to. {_VARIATION}Payloads are computed: latents of 48 channels x 2 frames x 44 x 80, conditioning of "
+            "2 x 512 tokens."
+        ),
+        generate=ServiceTime(unit_s=_rounded(unit), cv=0.03),
+        score=ServiceTime(unit_s=_rounded(score), cv=0.2),
+        assess=ServiceTime(unit_s=_rounded(log_probs * scaled), cv=0.03),
+        train=ServiceTime(unit_s=_rounded((update - steps * step) * scaled), cv=0.03),
+        step=ServiceTime(step),
+        export=ServiceTime(2.0, cv=0.1),
+        publish=ServiceTime(_rounded(weights - 2.5), cv=0.1),
+        swap=ServiceTime(0.5, cv=0.1),
+        switch=ServiceTime(_rounded(rest / 3), cv=0.1),
+        payload=Payload(latents + conditioning, 8 * 704 * 1280 * 3, 2 * 4_999_787_712),
+    )
+
+
+def remote_judge(lora: Profile) -> Profile:
+    """The judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99 % quantile."""
+    median, slow, count = 3.0, 60.0, 50
+    sigma = math.log(slow / median) / NormalDist().inv_cdf(0.99)
+    seconds = [median * math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+    mean = sum(seconds) / count
+    return replace(
+        lora,
+        name="remote_judge",
+        source=f"Engine and trainer: profile qwen_image_lora_h800 ({_FIGURES}). The judge follows no published run.",
+        assumed=(
+            "The judge, a model behind an API: a request takes 3 s in the median and 60 s in one of a hundred, log-normal, whatever other requests it has; a reward worker is one "
+            f"request at a time, on no GPU. The rest as in profile qwen_image_lora_h800. {lora.assumed}"
+        ),
+        score=ServiceTime(fixed_s=_rounded(mean), quantiles=tuple(round(s / mean, 4) for s in seconds)),
+    )
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
+
+
+def table(profiles: dict[str, Profile] | None = None) -> str:
+    """Published steps beside the law's, as markdown."""
+    lines = ["| profile | published arrangement | published s | law s | difference |", "|---|---|---|---|---|"]
+    for arrangement in REPRODUCED:
+        seconds = law_s(arrangement, (profiles or {}).get(arrangement.profile))
+        difference = abs(seconds / arrangement.seconds - 1)
+        lines.append(f"| {arrangement.profile} | {arrangement.title} | {arrangement.seconds:g} | {seconds:.1f} | {difference:.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profiles", description="Write the shipped profiles and print what they reproduce."
+    )
+    parser.add_argument("--out", type=Path, default=PROFILES, help="folder to write to (default: the package's own)")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    profiles = {profile.name: profile for profile in shipped()}
+    for name, profile in profiles.items():
+        write_profile(out / f"{name}.json", profile)
+    sys.stdout.write(table(profiles) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The pictures of docs/tuning.md, from simulations of one recipe: what S buys, what buffers have to hold, and the front that tuning finds.
+
+Waits for nothing but the simulator; the same recipe and profile always give the same pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from omni_async.config import Config, ConfigError, load
+from omni_async.config.schedule import SCHEDULES, num_devices
+from omni_async.performance.law import async_step
+from omni_async.performance.profile import Profile, load_profile
+from omni_async.simulation.result import Simulated
+from omni_async.simulation.simulate import simulate
+from omni_async.simulation.times import times_of
+from omni_async.simulation.tune import tune
+from omni_async.simulation.tune_keys import ENGINES, GROUPS, RANKS, REWARDERS, TRAJECTORIES, Keys, S, keys_of, roomy, with_keys
+from omni_async.simulation.tune_plot import picture
+from omni_async.simulation.tune_trials import Point
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
+_HELP = """\
+Draw the pictures of docs/tuning.md:
+
+  python -m benchmarks.tuning_plots                  # writes docs/tuning_staleness.png, docs/tuning_buffers.png and docs/tuning_front.png
+  python -m benchmarks.tuning_plots --recipe recipes/emulated/remote_judge.yaml --out pictures
+
+The recipe needs emulation.profile. About a minute on one core; nothing is measured, so a busy machine changes nothing.
+"""
+_UPDATES = 60
+_BUDGETS = range(5)
+_LAW, _SIMULATED, _SCHEDULE = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito's colours, which colour-blind readers tell apart
+
+Say = Callable[[str], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--recipe", type=Path, default=RECIPE, help="an emulated recipe (default: recipes/emulated/qwen_image_lora_h800.yaml)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the pictures (default: docs)")
+    options = parser.parse_args(arguments)
+    try:
+        config = load(options.recipe, ["schedule=async"])
+        if config.emulation is None:
+            raise ConfigError(f"{options.recipe}: emulation.profile: required")
+        profile = load_profile(config.emulation.profile)
+        options.out.mkdir(parents=True, exist_ok=True)
+        pictures = {"staleness": staleness(options.recipe, config, profile, _say), "buffers": buffers(config, profile, _say)}
+        tuned = tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
+        for name, figure in {**pictures, "front": picture(tuned)}.items():
+            figure.savefig(options.out / f"tuning_{name}.png", dpi=110)
+            _say(f"wrote {options.out / f'tuning_{name}.png'}")
+    except (ConfigError, OSError) as error:
+        sys.stderr.write(f"tuning_plots: {error}\n")
+        return 2
+    return 0
+
+
+def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figure:
+    """Seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the trained groups are."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    steps, ages = figure.subplots(1, 2)
+    split = _split(config)
+    jobs = [with_keys(config, roomy(config, split, budget)) for budget in _BUDGETS]
+    found = [_simulated(job, profile, say) for job in jobs]
+    steps.plot(_BUDGETS, [async_step(times_of(job, profile), job.staleness.max_updates) for job in jobs], color=_LAW, label="law")
+    steps.plot(_BUDGETS, [one.step_s for one in found], color=_SIMULATED, marker="o", linestyle="none", label="simulated")
+    for name in (name for name in SCHEDULES if name != "async"):
+        job = load(recipe, [f"schedule={name}"])
+        one = _simulated(job, profile, say)
+        steps.plot([job.staleness.max_updates], [one.step_s], color=_SCHEDULE, marker="_", markersize=14)
+        steps.annotate(
+            name, (job.staleness.max_updates, one.step_s), xytext=(10, -3), textcoords="offset points", fontsize=8, color=_SCHEDULE
+        )
+    _label(steps, "staleness.max_updates (S)", "seconds per update", _BUDGETS)
+    ages.plot(_BUDGETS, [one.staleness_max for one in found], color=_LAW, marker="s", label="maximum")
+    ages.plot(_BUDGETS, [one.staleness_mean for one in found], color=_SIMULATED, marker="o", label="mean")
+    _label(ages, "staleness.max_updates (S)", "staleness of trained groups, updates", _BUDGETS)
+    return figure
+
+
+def buffers(config: Config, profile: Profile, say: Say) -> Figure:
+    """Images per second against the places of either buffer, at S = 1 and S = 2, the other buffer holding everything."""
+    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+    by_groups, by_samples = figure.subplots(1, 2, sharey=True)
+    per_update, batch = config.trainer.groups_per_update, config.rollout.max_batch
+    for budget, colour in ((1, _LAW), (2, _SIMULATED)):
+        keys = roomy(config, _split(config), budget)
+        groups = [per_update * eighths // 8 for eighths in range(2, 8 * (budget + 1) + 1, 2)]
+        samples = [config.rollout.workers * batch * quarters // 4 for quarters in range(1, 17)]
+        for axes, path, places in ((by_groups, GROUPS, groups), (by_samples, TRAJECTORIES, samples)):
+            speeds = [_simulated(with_keys(config, {**keys, path: value}), profile, say).images_per_s for value in places]
+            axes.plot(places, speeds, color=colour, marker=".", label=f"S = {budget}")
+    _label(by_groups, f"buffer.groups (an update has {per_update})", "images/s")
+    _label(by_samples, f"buffer.trajectories (engines compute {config.rollout.workers * batch} together)", None)
+    return figure
+
+
+def _split(config: Config) -> Keys:
+    return keys_of(config, (ENGINES, REWARDERS, RANKS))
+
+
+def _simulated(config: Config, profile: Profile, say: Say) -> Simulated:
+    found = simulate(config, profile, updates=_UPDATES)
+    keys = keys_of(config, (S, GROUPS, TRAJECTORIES))
+    say(f"{config.schedule} {', '.join(f'{path} {value}' for path, value in keys.items())}: {found.step_s:.4g} s per update")
+    return found
+
+
+def _label(axes: Axes, x: str, y: str | None, ticks: Sequence[int] | None = None) -> None:
+    axes.set_xlabel(x)
+    if y is not None:
+        axes.set_ylabel(y)
+    if ticks is not None:
+        axes.set_xticks(list(ticks))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+
+
+def _tuning(made: int, point: Point) -> None:
+    _say(f"tuning: simulation {made}: {point.images_per_s:.3g} images/s")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from generation.
+
+Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of each size
+(`weights_model`, `weights_roles`); all transports, and plain copies of the same bytes, take turns within a repeat (`weights_measure`).
+Generation is the quickstart's. What a difference of versions would save is computed on the quickstart's weights (`weights_delta`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from benchmarks.weights_report import Results, show, write
+from omni_async.benchmark.machine import describe_machine
+from omni_async.config import Config, ConfigError, load
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
+TRANSPORTS = ("object_store", "disk", "collective")
+_RATES = (1e-5, 3e-5, 1e-4)
+_HELP = """\
+Trainer-blocked time and publish-to-swapped latency by payload size and transport, against plain memory copies; generation during publishes.
+
+  python -m benchmarks.weights                                     # 10 MB to 2 GB, all transports; about ten minutes on two cores
+  python -m benchmarks.weights --max-mb 100 --repeats 3            # what fits a small machine
+  python -m benchmarks.weights --sizes --window 0                  # neither publishes nor generation: the differences alone
+  python -m benchmarks.weights --engine vllm_omni --sizes 10       # generation by the production engine
+
+OUT gets results.json; the tables are printed. A `!` marks a missed target: blocked <= 1.5 copies, generation >= 95 % of that without publishes.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
+    try:
+        config = load(options.recipe, [f"rollout.engine={options.engine}", f"weights.transport={options.generation_transport}"])
+    except ConfigError as error:
+        sys.stderr.write(f"weights: {error}\n")
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = _measure(config, options, console)
+    path = write(results, options.out)
+    show(results, console)
+    console.print(f"written: {path}", markup=False, highlight=False)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.weights", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--sizes",
+        type=_positive,
+        nargs="*",
+        default=[10, 100, 1000, 2000],
+        metavar="MB",
+        help="float32 payloads (default: 10 100 1000 2000)",
+    )
+    add("--max-mb", type=_positive, default=2000, metavar="MB", help="leave out larger ones (default: 2000)")
+    add("--transports", choices=TRANSPORTS, nargs="+", default=TRANSPORTS, help="(default: all)")
+    add("--repeats", type=int, default=5, metavar="N", help="of every arm, taken in turns (default: 5)")
+    add("--engines", type=int, default=1, metavar="N", help="engines that receive (default: 1)")
+    add(
+        "--lora-rank",
+        type=int,
+        default=32,
+        metavar="R",
+        help="also publish adapters of this rank, for sizes from 100 MB on; 0: not (default: 32)",
+    )
+    add("--window", type=_natural, default=10.0, metavar="S", help="seconds of a window of generation; 0: no generation (default: 10)")
+    add("--every", type=_positive, default=3.0, metavar="S", help="seconds between periodic publishes (default: 3)")
+    add("--engine", choices=("diffusers", "vllm_omni"), default="diffusers", help="what generates (default: diffusers)")
+    add("--generation-transport", choices=TRANSPORTS, default="object_store", help="of publishes during generation (default: object_store)")
+    add("--delta-steps", type=int, default=20, metavar="N", help="AdamW steps before versions are compared; 0: not (default: 20)")
+    add("--recipe", type=Path, default=RECIPE, help="whose model generates (default: the quickstart)")
+    add("--out", type=Path, default=Path("runs/bench/weights"), help="folder for results.json (default: runs/bench/weights)")
+    return parser.parse_args(arguments)
+
+
+def _measure(config: Config, options: argparse.Namespace, console: Console) -> Results:
+    from benchmarks.weights_delta import measure_delta
+    from benchmarks.weights_measure import measure_publishes, measure_throughput, ray_session
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    sizes, notes = _sizes(options)
+    results = Results(describe_machine(), _settings(options), [], [], [], notes)
+    if sizes or options.window:
+        with tempfile.TemporaryDirectory(prefix="weights-", dir=options.out) as name, ray_session(int(3e6 * max(sizes, default=0.0))):
+            folder = Path(name)
+            for megabytes, rank in [(size, rank) for size in sizes for rank in _ranks(size, options.lora_rank)]:
+                tell(f"{megabytes:g} MB{f', adapters of rank {rank}' if rank else ''}: starting a trainer and {options.engines} engines")
+                publishes = measure_publishes(
+                    megabytes,
+                    options.transports,
+                    repeats=options.repeats,
+                    engines=options.engines,
+                    lora_rank=rank,
+                    folder=folder,
+                    tell=tell,
+                )
+                results.publishes.extend(asyncio.run(publishes))
+            if options.window:
+                tell(f"generation: starting a trainer and a {options.engine} engine")
+                throughput = measure_throughput(
+                    config,
+                    options.generation_transport,
+                    repeats=options.repeats,
+                    window_s=options.window,
+                    every_s=options.every,
+                    folder=folder,
+                    tell=tell,
+                )
+                results.throughput.extend(asyncio.run(throughput))
+    if options.delta_steps:
+        results.deltas.extend(measure_delta(config, _RATES, options.delta_steps))
+    return results
+
+
+def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
+    """The sizes that fit, the smallest first; and what was left out."""
+    from benchmarks.weights_measure import needed_bytes
+
+    available = psutil.virtual_memory().available
+    fit = [size for size in sorted(options.sizes) if size <= options.max_mb and needed_bytes(size) <= available]
+    notes = [
+        f"left out: {size:g} MB (--max-mb is {options.max_mb:g}; it needs {needed_bytes(size) / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free)"
+        for size in options.sizes
+        if size not in fit
+    ]
+    return fit, notes
+
+
+def _ranks(megabytes: float, lora_rank: int) -> list[int | None]:
+    """None is the full payload."""
+    return [None, lora_rank] if lora_rank and megabytes >= 100 else [None]
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
+
+
+def _natural(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

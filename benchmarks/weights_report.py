@@ -1,0 +1,128 @@
+"""Tables and results file of the weight benchmark. Ratios are taken within a repeat, so that a slow moment is in both of their terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.weights_delta import DeltaRecord
+from benchmarks.weights_measure import PublishRecord, ThroughputRecord
+from omni_async.benchmark.machine import Machine
+from omni_async.benchmark.result import Spread, spread
+from omni_async.tracking.files import write_atomic
+
+BLOCKED_TARGET = 1.5  # plain copies of the same tensors
+THROUGHPUT_TARGET = 0.95
+R = TypeVar("R")
+
+
+class Results(msgspec.Struct, frozen=True):
+    """`engine`: what generated. `notes`: what was left out, and why."""
+
+    machine: Machine
+    settings: dict[str, Any]
+    publishes: list[PublishRecord]
+    throughput: list[ThroughputRecord]
+    deltas: list[DeltaRecord]
+    notes: list[str]
+
+
+def write(results: Results, folder: Path) -> Path:
+    """`results.json`, whole or not at all."""
+    path = folder / "results.json"
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return path
+
+
+def show(results: Results, console: Console) -> None:
+    console.print(str(results.machine), markup=False, highlight=False)
+    if results.publishes:
+        console.print(_publishes(results.publishes))
+    if results.throughput:
+        console.print(_throughput(results.throughput))
+    if results.deltas:
+        console.print(_deltas(results.deltas))
+    for note in results.notes:
+        console.print(note, markup=False, highlight=False)
+
+
+def _publishes(records: Sequence[PublishRecord]) -> Table:
+    table = Table(
+        "payload", "MB", "transport", "copy", "in blocks", "to new memory", "blocked", "/ copy", "/ in blocks", "swapped", "stage", "swap",
+        title="A publish, ms: median (quartiles). `copy` is a plain copy of the same tensors; the trainer is blocked for `blocked`; all engines "
+        "compute with the version after `swapped`.",
+    )  # fmt: skip
+    for (payload, _, transport), group in _by(records, lambda r: (r.payload, r.model_mb, r.transport)):
+        ratio = spread([r.blocked / r.copy_tensors for r in group])
+        of_blocks = spread([r.blocked / r.copy_blocks for r in group])
+        columns = [
+            [r.copy_tensors for r in group],
+            [r.copy_blocks for r in group],
+            [r.copy_new for r in group],
+            [r.blocked for r in group],
+            [r.swapped for r in group],
+            [r.staged for r in group],
+            [r.swap for r in group],
+        ]
+        times = [_text(spread([1e3 * second for second in column])) for column in columns]
+        met = "" if ratio.median <= BLOCKED_TARGET else " !"
+        table.add_row(payload, f"{group[0].nbytes / 1e6:.1f}", transport, *times[:4], _text(ratio) + met, _text(of_blocks), *times[4:])
+    return table
+
+
+def _throughput(records: Sequence[ThroughputRecord]) -> Table:
+    table = Table(
+        "publishes", "per second", "samples/s", "of quiet", title="Generation while versions are published and swapped in (swap: step)"
+    )
+    quiet = {r.repeat: _rate(r) for r in records if r.arm == "quiet"}
+    for (arm,), group in _by(records, lambda r: (r.arm,)):
+        share = spread([_rate(r) / quiet[r.repeat] for r in group])
+        met = "" if share.median >= THROUGHPUT_TARGET else " !"
+        per_second = spread([r.publishes / r.seconds for r in group])
+        table.add_row(arm.replace("_", " "), _text(per_second), _text(spread([_rate(r) for r in group])), _text(share) + met)
+    return table
+
+
+def _deltas(records: Sequence[DeltaRecord]) -> Table:
+    table = Table(
+        "lr", "AdamW step", "elements changed", "bits + values", "zlib of xor", "pack + apply / copy", "zlib / copy", "worth it below",
+        title="A difference instead of all bf16 weights: size as a share of all bytes, time in plain copies, and the link on which it breaks even",
+    )  # fmt: skip
+    for r in records:
+        link = 2 * r.num_elements * (1 - r.packed_bytes) / (r.pack_s + r.apply_s)
+        table.add_row(
+            f"{r.lr:g}",
+            str(r.steps),
+            f"{r.changed:.1%}",
+            f"{r.packed_bytes:.1%}",
+            f"{r.zlib_bytes:.1%}",
+            f"{(r.pack_s + r.apply_s) / r.copy_s:.0f}",
+            f"{r.zlib_s / r.copy_s:.0f}",
+            f"{8e-9 * link:.2g} Gbit/s",
+        )
+    return table
+
+
+def _by(records: Sequence[R], key: Callable[[R], tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], list[R]]]:
+    """Records of one key together, keys in the order in which they first appear."""
+    order = {k: number for number, k in enumerate(dict.fromkeys(map(key, records)))}
+    for k, group in groupby(sorted(records, key=lambda r: order[key(r)]), key):
+        yield k, list(group)
+
+
+def _rate(record: ThroughputRecord) -> float:
+    return record.samples / record.seconds
+
+
+def _text(value: Spread) -> str:
+    return f"{_number(value.median)} ({_number(value.low)}..{_number(value.high)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,212 @@
+"""Reward worker, trainer rank and update rule that replay a profile: they fetch what the real ones would and are busy for as long.
+
+One device each, one job at a time, slept on the event loop and not in a thread, so they run on a loop of virtual time too. Imports no torch.
+Waits for the object store and the device; unblocked by those alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.plan import Plan
+from omni_async.actors.rewarder import Rewarder
+from omni_async.actors.tracer import Tracer
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.performance.device import Device
+from omni_async.performance.media import random_bytes
+from omni_async.performance.profile import Profile
+from omni_async.performance.service import ServiceTime
+from omni_async.rewards.replay import ReplayScorer
+from omni_async.store import ObjectStore
+from omni_async.types import ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
+from omni_async.weights.digest import Bucket
+from omni_async.weights.snapshot import Snapshot
+
+_STATE = "state.json"
+# A version's number is written into its first bucket, so no two versions are the same bytes.
+_VERSION_BYTES = 8
+
+
+class EmulatedRewarder(Rewarder):
+    """Takes the profile's time over every batch. Where roles share devices, the first batch of an update waits for the device to be handed
+    over."""
+
+    def __init__(self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
+        self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
+        super().__init__(name, config, self._replay, coordinator, store, clock)
+        self._device = Device()
+        self._switch = profile.switch if config.placement.colocated else None
+        self._random = random.Random(f"{config.run.seed}/{name}/switch")
+        self._turn = -1
+
+    async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
+        turn = int(jobs[0].sample_id[1:].split(".")[0]) // self._config.trainer.groups_per_update
+        if self._switch is not None and turn != self._turn:
+            self._turn = turn
+            with self._tracer.span("switch"):
+                await self._device.busy(self._switch.sample(self._random), self._device.now())
+        return await super()._score_all(jobs)
+
+    async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
+        since = self._device.now()
+        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
+        await self._device.busy(self._replay.seconds(len(jobs)), since)
+        return self._replay.score(pictures, [job.prompt for job in jobs])
+
+
+class EmulatedRank:
+    """The only rank of an emulated trainer, whatever `trainer.workers`: a group's samples are divided by it. See `RankApi`."""
+
+    def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
+        self._config = config
+        self._profile = profile
+        self._store = store
+        self._device = Device()
+        self._random = random.Random(f"{config.run.seed}/trainer")
+        self._units = config.rollout.group_size / config.trainer.workers
+        self._free: list[list[Bucket]] = []
+        self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
+
+    async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
+        if resume is None:
+            return {}
+        stored: dict[str, Any] = msgspec.json.decode((Path(resume) / _STATE).read_bytes())["extra"]
+        return stored
+
+    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+        """Nothing is known of a drift that was not computed: an empty list."""
+        await self._pass(batch, self._profile.assess)
+        return []
+
+    async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
+        await self._pass(batch, self._profile.train)
+
+    async def step(self, grad_scale: float) -> dict[str, float]:
+        await self._device.busy(self._profile.step.sample(self._random), self._device.now())
+        return {}
+
+    async def discard(self) -> None:
+        """No gradients, nothing to forget."""
+
+    async def switch(self) -> None:
+        """The device is handed over to the trainer."""
+        await self._device.busy(self._profile.switch.sample(self._random), self._device.now())
+
+    async def export(self, version: int) -> Snapshot | None:
+        """Copying the payload, into memory that an earlier version no longer needs, is part of the profile's time for it."""
+        since = self._device.now()
+        size = self._config.weights.bucket_mb * 2**20
+        pieces = [self._weights[start : start + size] for start in range(0, len(self._weights), size)]
+        buckets = self._free.pop() if self._free else [np.empty_like(piece) for piece in pieces]
+        for bucket, piece in zip(buckets, pieces, strict=True):
+            np.copyto(bucket, piece)
+        buckets[0][:_VERSION_BYTES] = np.frombuffer(version.to_bytes(_VERSION_BYTES, "little"), np.uint8)
+        specs = tuple(TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), i, 0, len(bucket)) for i, bucket in enumerate(buckets))
+        await self._device.busy(self._profile.export.sample(self._random), since)
+        return Snapshot(version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets))
+
+    async def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """What a resumed run needs to go on counting; there are no weights."""
+        _write_state(Path(folder), extra)
+
+    async def _pass(self, batch: TrainGroup, service: ServiceTime) -> None:
+        """Fetching the group is part of the profile's time. RuntimeError if a trajectory is not of the payload's size."""
+        since = self._device.now()
+        expected = self._profile.payload.trajectory
+        for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in batch.trajectories)):
+            if trajectory.nbytes != expected:
+                raise RuntimeError(f"group {batch.group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}")
+        await self._device.busy(service.sample(self._random, self._units), since)
+
+
+class EmulatedRule:
+    """Updates that take time and change nothing: an `UpdateRule`."""
+
+    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank) -> None:
+        self._config = config
+        self._plan = plan
+        self._rank = rank
+
+    def begin(self, version: int, tracer: Tracer) -> EmulatedUpdate:
+        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing is remembered."""
+
+
+class EmulatedUpdate:
+    """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
+
+    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer) -> None:
+        self._config = config
+        self._plan = plan
+        self._rank = rank
+        self._version = version
+        self._tracer = tracer
+        self._steps = 0
+        self.groups: list[ReadyGroup] = []
+
+    @property
+    def places(self) -> int:
+        return self._config.trainer.groups_per_update - len(self.groups)
+
+    async def add(self, group: ReadyGroup) -> None:
+        self.groups.append(group)
+        if self._plan.mode != "collect":
+            await self._begin_turn(first=len(self.groups) == 1)
+            await self._assess(group)
+            await self._accumulate(group)
+
+    async def finish(self) -> dict[str, float]:
+        if self._plan.mode == "collect":
+            await self._begin_turn(first=True)
+            for group in self.groups:
+                await self._assess(group)
+            for number, group in enumerate(self.groups, start=1):
+                await self._accumulate(group)
+                if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
+                    await self._step()
+        else:
+            await self._step()
+        return {}
+
+    async def _begin_turn(self, first: bool) -> None:
+        if first and self._config.placement.colocated:
+            with self._tracer.span("switch", version=self._version):
+                await self._rank.switch()
+
+    async def _assess(self, group: ReadyGroup) -> None:
+        if self._plan.assess:
+            with self._tracer.span("assess", version=self._version, group=group.group):
+                await self._rank.assess(_batch(group))
+
+    async def _accumulate(self, group: ReadyGroup) -> None:
+        with self._tracer.span("train", version=self._version, group=group.group):
+            await self._rank.accumulate(_batch(group), 1.0)
+
+    async def _step(self) -> None:
+        with self._tracer.span("train", version=self._version, step=self._steps):
+            await self._rank.step(1.0)
+        self._steps += 1
+
+
+def _write_state(folder: Path, extra: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _STATE).write_bytes(msgspec.json.encode({"extra": extra}))
+
+
+def _batch(group: ReadyGroup) -> TrainGroup:
+    """Every sample of the group; nothing of the rest is computed."""
+    return TrainGroup(group.group, tuple(sample.trajectory for sample in group.samples), (), (), ())

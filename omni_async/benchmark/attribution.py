@@ -1,0 +1,109 @@
+"""Where an update's time goes, seen from the trainer: every moment belongs to exactly one category, so they sum to the step time.
+
+What the trainer does comes first. A moment in which it does nothing belongs to the first of these that is under way: generation (on every
+engine, or as the `tail` of it on some), a device changing hands, scoring, weights on their way (with devices that engines have to be handed
+first); if none is, it is `idle`: messages, bookkeeping, scheduling.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from omni_async.tracking import intervals
+from omni_async.tracking.intervals import Interval
+from omni_async.tracking.timeline import role_of
+from omni_async.types import Span
+
+# Category -> what a reader is told it is.
+CATEGORIES = {
+    "training": "training",
+    "recompute": "recomputed log-probs",
+    "export": "weight export",
+    "generation": "waiting for generation",
+    "tail": "waiting for its tail",
+    "switch": "devices changing hands",
+    "reward": "waiting for rewards",
+    "weights": "waiting for weights",
+    "idle": "idle",
+}
+# What is gained where a category shrinks.
+_GAINS = CATEGORIES | {
+    "generation": "generation overlapped",
+    "tail": "tail",
+    "reward": "reward wait",
+    "weights": "weight-sync drain",
+    "switch": "switching",
+}
+_WEIGHTS = ("publish", "stage", "swap")
+
+
+def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> dict[str, float]:
+    """Seconds of [start, end) per category. `engines`: how many there are, idle ones included."""
+    trainer, engine_times, scoring, switching, weights = _sort(spans, start, end)
+    claimed: list[Interval] = []
+
+    def claim(times: Iterable[Interval]) -> float:
+        nonlocal claimed
+        before = intervals.length(claimed)
+        claimed = intervals.union([*claimed, *times])
+        return intervals.length(claimed) - before
+
+    result = {
+        "training": claim(trainer["train"]),
+        "recompute": claim(trainer["assess"]),
+        "export": claim(trainer["export"]),
+        "generation": claim(intervals.at_least(engines, engine_times)),
+        "tail": claim(interval for times in engine_times for interval in times),
+        "switch": claim(switching),
+        "reward": claim(scoring),
+        "weights": claim(weights),
+    }
+    return {**result, "idle": max(0.0, end - start - intervals.length(claimed))}
+
+
+def _sort(
+    spans: Sequence[Span], start: float, end: float
+) -> tuple[dict[str, list[Interval]], list[list[Interval]], list[Interval], list[Interval], list[Interval]]:
+    """The trainer's times by kind, each engine's generation, and everybody's scoring, switching and weights, inside [start, end)."""
+    trainer: dict[str, list[Interval]] = defaultdict(list)
+    engines: dict[str, list[Interval]] = defaultdict(list)
+    scoring: list[Interval] = []
+    switching: list[Interval] = []
+    weights: list[Interval] = []
+    for span in spans:
+        inside = intervals.clip([(span.start, span.end)], start, end)
+        if span.kind == "generate":
+            engines[span.actor] += inside
+        elif span.kind == "score":
+            scoring += inside
+        elif span.kind == "switch":
+            switching += inside
+        elif span.kind in _WEIGHTS:
+            weights += inside
+        elif role_of(span.actor) == "trainer":
+            trainer[span.kind] += inside
+    return trainer, list(engines.values()), scoring, switching, weights
+
+
+def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
+    """Of the seconds by which the arm is faster, the share each category gives; they sum to 1. A negative share is a category that takes the
+    arm longer. Empty where both are equally fast."""
+    saved = sum(baseline.values()) - sum(arm.values())
+    if abs(saved) < 1e-9:
+        return {}
+    return {name: (baseline[name] - arm[name]) / saved for name in CATEGORIES}
+
+
+def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
+    """`1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`; shares below 1 %, and all of a difference that is below 1 % of
+    the baseline's step, are left out."""
+    text = f"{ratio:.2f}x over {baseline_name}"
+    saved = sum(baseline.values()) - sum(arm.values())
+    if abs(saved) < 0.01 * sum(baseline.values()):
+        return text
+    shares = sorted(differences(baseline, arm).items(), key=lambda item: -abs(item[1]))
+    parts = [f"{_GAINS[name]} {share:.0%}".replace("%", " %") for name, share in shares if abs(share) >= 0.01]
+    if not parts:
+        return text
+    return f"{text}: {', '.join(parts)}" if saved > 0 else f"{text}; of what it loses: {', '.join(parts)}"

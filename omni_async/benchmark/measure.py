@@ -1,0 +1,112 @@
+"""One run's numbers, from the folder it left behind: step times from `metrics.jsonl`, everything between them from `trace.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from omni_async.benchmark.attribution import attribute
+from omni_async.benchmark.result import Measured, Stage
+from omni_async.config import Config, ConfigError
+from omni_async.config.schedule import num_devices
+from omni_async.performance.profile import Profile, load_profile
+from omni_async.simulation.simulate import Steady
+from omni_async.tracking import intervals
+from omni_async.tracking.summary import read_summary
+from omni_async.tracking.timeline import busy_fractions, read_trace, role_of
+from omni_async.types import Span
+
+# A mean over fewer updates says little.
+_FEWEST = 4
+# Stage -> the role whose devices it keeps busy, the kinds of its spans, and its name in a profile.
+_STAGES = {
+    "generation": ("rollout", ("generate",), "generate"),
+    "reward": ("reward", ("score",), "score"),
+    "training": ("trainer", ("train", "assess"), "train"),
+    "export": ("trainer", ("export",), "export"),
+    "publish": ("publisher", ("publish",), "publish"),
+}
+
+
+class NotMeasurableError(ValueError):
+    """A run's folder does not hold what is to be measured; the text says what is missing."""
+
+
+def enough_updates(max_updates: int) -> int:
+    """Updates of a run whose steady part is a whole period of S + 1 updates, and no shorter than the shortest that is measured."""
+    return max(2, max_updates + 2) + max(_FEWEST, max_updates + 1) + max_updates
+
+
+def steady_part(config: Config) -> tuple[int, int]:
+    """The updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2, S + 2) updates fill the pipeline, the
+    last S drain it, and between them lie whole periods. ConfigError if too few are left."""
+    updates, budget = config.trainer.updates, config.staleness.max_updates
+    needed = max(2, budget + 2) + _FEWEST + budget
+    if updates < needed:
+        raise ConfigError(
+            f"trainer.updates: {updates} are too few: with a staleness budget of {budget} the first {max(2, budget + 2)} and the last {budget} are not "
+            f"measured, and {_FEWEST} must be left; at least --updates {needed}"
+        )
+    steady = Steady(config, updates)
+    return steady.first, steady.last
+
+
+def measure(run: Path, config: Config) -> Measured:
+    """`run` is the folder of a run that is done, `config` what it ran with. NotMeasurableError if something is missing there."""
+    try:
+        summary = read_summary(run / "summary.json")
+        finished = _finished(run / "metrics.jsonl")
+        spans = read_trace(run / "trace.json")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotMeasurableError(f"{run}: {type(error).__name__}: {error}") from error
+    updates = config.trainer.updates
+    if sorted(finished) != list(range(1, updates + 1)):
+        raise NotMeasurableError(f"{run / 'metrics.jsonl'}: expected updates 1 to {updates}, found {len(finished)}")
+    first, last = steady_part(config)
+    steps = tuple(after - before for before, after in pairwise(finished[update] for update in range(first, last + 1)))
+    step = sum(steps) / len(steps)
+    start, end = finished[first], finished[last]
+    categories = attribute(spans, start, end, config.rollout.workers)
+    images = config.trainer.groups_per_update * config.rollout.group_size / step
+    return Measured(
+        updates=len(steps),
+        step_s=step,
+        steps_s=steps,
+        images_per_s=images,
+        images_per_s_per_device=images / num_devices(config),
+        attribution={name: seconds / len(steps) for name, seconds in categories.items()},
+        stages=_stages(spans, start, end, len(steps), config, run_profile(run)),
+        busy=busy_fractions(spans, start, end),
+        staleness=summary.staleness,
+        peak_memory_bytes=summary.peak_memory_bytes,
+    )
+
+
+def run_profile(run: Path) -> Profile | None:
+    """The service times that the run itself observed, if it wrote them down."""
+    try:
+        return load_profile(str(run / "profile.json"))
+    except ConfigError:
+        return None
+
+
+def _finished(metrics: Path) -> dict[int, float]:
+    """When each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return {line["update"]: line["finished"] for line in lines if "finished" in line}
+
+
+def _stages(spans: Sequence[Span], start: float, end: float, updates: int, config: Config, profile: Profile | None) -> dict[str, Stage]:
+    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers}
+    result = {}
+    for stage, (role, kinds, profiled) in _STAGES.items():
+        per_actor: dict[str, list[tuple[float, float]]] = {}
+        for span in spans:
+            if span.kind in kinds and role_of(span.actor) == role:
+                per_actor.setdefault(span.actor, []).append((span.start, span.end))
+        busy = sum(intervals.length(intervals.clip(intervals.union(times), start, end)) for times in per_actor.values())
+        variation = profile.stages()[profiled].variation if profile is not None else None
+        result[stage] = Stage(busy / workers.get(role, 1) / updates, variation)
+    return result

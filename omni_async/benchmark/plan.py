@@ -1,0 +1,106 @@
+"""What an overlap benchmark runs, in which order, and what of it is complete already. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from omni_async.benchmark.arms import Arm, arm_config, base_config
+from omni_async.benchmark.measure import enough_updates, steady_part
+from omni_async.config import Config, ConfigError
+from omni_async.config.load import to_yaml
+from omni_async.runtime.preflight import RunInputs, preflight
+from omni_async.tracking.redact import redact
+from omni_async.tracking.summary import read_summary
+
+
+@dataclass(frozen=True)
+class PlannedArm:
+    """An arm with what its runs are given or, `skipped`, why there is nothing to give."""
+
+    arm: Arm
+    inputs: RunInputs | None = None
+    skipped: str | None = None
+
+    @property
+    def config(self) -> Config | None:
+        return self.inputs.config if self.inputs is not None else None
+
+
+@dataclass(frozen=True)
+class Job:
+    arm: Arm
+    round: int
+    inputs: RunInputs
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Path
+    out: Path
+    repeats: int
+    base: Config
+    arms: tuple[PlannedArm, ...]
+
+    def jobs(self) -> Iterator[Job]:
+        """Round by round, every arm once in each. A round starts one arm later than the one before it, so that no arm always follows the same
+        one. Arms of a round share its seed: the same prompts and the same noise."""
+        runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
+        for number in range(self.repeats):
+            first = number % len(runnable) if runnable else 0
+            for arm, inputs in runnable[first:] + runnable[:first]:
+                yield Job(arm, number, self._of_round(arm, number, inputs))
+
+    def _of_round(self, arm: Arm, number: int, inputs: RunInputs) -> RunInputs:
+        folder = self.out.absolute() / "runs" / f"{arm.folder}-r{number + 1}"
+        run = structs.replace(inputs.config.run, name=arm.folder, dir=str(folder), seed=self.base.run.seed + number)
+        return replace(inputs, config=structs.replace(inputs.config, run=run))
+
+
+def make_plan(
+    recipe: Path,
+    overrides: Sequence[str],
+    arms: Sequence[Arm],
+    *,
+    out: Path,
+    repeats: int,
+    updates: int | None,
+) -> Plan:
+    """ConfigError, one line, where nothing can be measured; an arm that the recipe rules out is skipped with the reason."""
+    base = base_config(recipe, overrides, updates, fewest=max(enough_updates(arm.max_updates) for arm in arms))
+    preflight(base)
+    planned = [_planned(recipe, overrides, base, arm) for arm in arms]
+    for config in sorted((p.config for p in planned if p.config), key=lambda config: -config.staleness.max_updates):
+        steady_part(config)  # the most demanding arm first
+    reasons = [f"{p.arm.name}: {p.skipped}" for p in planned if p.skipped]
+    if len(reasons) == len(planned):
+        raise ConfigError(f"no arm can be run; {reasons[0]}")
+    return Plan(recipe, out, repeats, base, tuple(planned))
+
+
+def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> PlannedArm:
+    try:
+        return PlannedArm(arm, preflight(arm_config(recipe, overrides, base, arm)))
+    except ConfigError as error:
+        return PlannedArm(arm, skipped=str(error).removeprefix(f"{recipe}: "))
+
+
+def finished_run(config: Config) -> Path | None:
+    """The newest run folder in `run.dir` that was done with exactly this configuration and left a timeline."""
+    wanted = to_yaml(redact(msgspec.to_builtins(config)))
+    for run in sorted(Path(config.run.dir).glob("*/"), reverse=True):
+        try:
+            same = (run / "config.yaml").read_text(encoding="utf-8") == wanted
+            if same and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
+                return run
+        except (OSError, ValueError):  # cut off while it was written
+            continue
+    return None

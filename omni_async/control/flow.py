@@ -1,0 +1,115 @@
+"""Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping but for two waits.
+
+| call    | made for      | waits for                                    | unblocked by                                            |
+|---------|---------------|----------------------------------------------|---------------------------------------------------------|
+| `lease` | a producer    | a queued sample and a place for a trajectory | `add`, and whatever frees a place: `release`, `forget`  |
+| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `retry_score`, `answered`, `forget`        |
+
+A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time of training samples comes
+when none is at an engine and none could be: none is queued, or no place is free. What is full is therefore emptied, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Iterable
+
+from omni_async.config import Config
+from omni_async.control.buffer import BufferStatistics, TrajectoryBuffer
+from omni_async.control.leasing import WorkQueue
+from omni_async.control.waiting import Line
+from omni_async.types import SampleRequest, ScoreJob
+
+
+class SampleFlow:
+    def __init__(self, config: Config) -> None:
+        self._streaming = config.reward.streaming
+        self._engines = len(config.engine_names)
+        self._places = math.ceil(config.buffer.trajectories / self._engines)  # of the buffer, for each engine
+        self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
+        self._buffer = TrajectoryBuffer(config.buffer.trajectories)
+        self._producers = Line(self._may_lease)
+        self._rewarders = Line(self._may_score)
+        self._closed = False
+
+    # ---- generation ---------------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[SampleRequest]) -> None:
+        for request in requests:
+            self._queue.add(request)
+        self._producers.ring()
+
+    def lease(self, engine: str, free: int, capacity: int) -> Awaitable[list[SampleRequest]]:
+        """Up to `free` samples for an engine that holds `capacity` at most; none when closed."""
+        return self._producers.take(lambda: self._lease(engine, free, capacity))
+
+    def _may_lease(self) -> bool:
+        return self._closed or (self._queue.waiting and self._buffer.free > 0)
+
+    def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        if self._closed:
+            return []
+        leased = self._queue.lease(engine, min(free, self._buffer.free), min(capacity, self._places), self._engines)
+        for request in leased:
+            self._buffer.reserve(request.sample_id)
+        return leased
+
+    def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
+        """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its place."""
+        request = self._queue.end_lease(engine, sample_id)
+        self._rewarders.ring()
+        return request
+
+    # ---- scoring ------------------------------------------------------------------------------------------------------------------
+
+    def generated(self, job: ScoreJob) -> None:
+        self._buffer.put(job)
+        self._rewarders.ring()
+
+    def jobs(self, limit: int) -> Awaitable[list[ScoreJob]]:
+        """Up to `limit` samples to score, as many as there are; none when closed."""
+        return self._rewarders.take(lambda: self._jobs(limit))
+
+    def _may_score(self) -> bool:
+        return self._closed or self._buffer.queued("validation") or (self._buffer.queued("train") and self._may_score_training())
+
+    def _may_score_training(self) -> bool:
+        if self._streaming:
+            return True
+        return self._queue.num_training_leases == 0 and (self._queue.num_training == 0 or self._buffer.free == 0)
+
+    def _jobs(self, limit: int) -> list[ScoreJob]:
+        if self._closed:
+            return []
+        return self._buffer.take(limit, ("validation", "train") if self._may_score_training() else ("validation",))
+
+    def being_scored(self, sample_id: str) -> bool:
+        """With a reward worker that has not answered yet, and still of use."""
+        return self._buffer.being_scored(sample_id)
+
+    def retry_score(self, job: ScoreJob) -> None:
+        self._buffer.retry(job)
+        self._rewarders.ring()
+
+    # ---- ends ---------------------------------------------------------------------------------------------------------------------
+
+    def release(self, sample_id: str) -> None:
+        """The sample's place is free: it was scored, or will not be."""
+        self._buffer.release(sample_id)
+        self._producers.ring()
+
+    def forget(self, group: int, sample_ids: Iterable[str]) -> None:
+        """The group ended. Leased samples keep their place until their engine answers; everything else of the group is gone."""
+        self._queue.forget(group)
+        self._buffer.discard({sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)})
+        self._producers.ring()
+        self._rewarders.ring()
+
+    def close(self) -> None:
+        """The run is over: everybody who waits, or asks, gets nothing."""
+        self._closed = True
+        self._producers.ring()
+        self._rewarders.ring()
+
+    def statistics(self) -> BufferStatistics:
+        return self._buffer.statistics()

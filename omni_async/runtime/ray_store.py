@@ -1,0 +1,166 @@
+"""The data plane over Ray's object store: a value is written to shared memory once, and read there by whoever has its reference.
+
+Two things cost far more than the bytes. Every object costs the store's daemon a conversation, when it is made and when it is read: so values that
+are put together share an object while they are small, and reads of one process that come together are one. And a tensor is pickled by copying
+it twice: so tensors travel as views of their memory, which Ray maps into the reader's process as it does with arrays.
+
+Waits for Ray alone, in threads, so that the event loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import ray
+
+from omni_async.control.coalescing import Coalescer
+from omni_async.store import nbytes
+
+if TYPE_CHECKING:
+    import torch
+
+# Values share an object up to this size: beyond it copying takes longer than what an object costs.
+_SHARED_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value's place in an object of the store."""
+
+    object: Any
+    index: int
+
+
+class RayStore:
+    def __init__(self) -> None:
+        self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(_read)
+
+    async def put(self, value: Any) -> Place:
+        (place,) = await self.put_all([value])
+        return place
+
+    async def put_all(self, values: Sequence[Any]) -> list[Place]:
+        """Values share objects in their order."""
+        shares = list(_shares(values))
+        objects = await asyncio.gather(*(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares))
+        return [Place(made, index) for made, share in zip(objects, shares, strict=True) for index in range(len(share))]
+
+    async def get(self, reference: Place) -> Any:
+        values = await self._reads.send(reference.object)
+        if isinstance(values, ray.exceptions.RayError):
+            raise LookupError(f"object {reference.object.hex()} is gone: {values}") from values
+        return _to_tensors(values[reference.index])
+
+    def __reduce__(self) -> tuple[Callable[[], RayStore], tuple[()]]:
+        return RayStore, ()
+
+
+def _shares(values: Sequence[Any]) -> Iterator[list[Any]]:
+    share: list[Any] = []
+    size = 0
+    for value in values:
+        more = _size(value)
+        if share and size + more > _SHARED_BYTES:
+            yield share
+            share, size = [], 0
+        share.append(value)
+        size += more
+    if share:
+        yield share
+
+
+def _size(value: Any) -> int:
+    """What can't be measured gets an object of its own."""
+    try:
+        return nbytes(value)
+    except (AttributeError, TypeError):
+        return _SHARED_BYTES
+
+
+async def _read(objects: list[Any]) -> list[Any]:
+    return await asyncio.to_thread(_read_now, objects)
+
+
+def _read_now(objects: list[Any]) -> list[Any]:
+    """The objects' values, or what is wrong with each."""
+    different = list(dict.fromkeys(objects))
+    try:
+        found = dict(zip(different, ray.get(different), strict=True))
+    except ray.exceptions.RayError:
+        found = {one: _read_one(one) for one in different}
+    return [found[one] for one in objects]
+
+
+def _read_one(one: Any) -> Any:
+    try:
+        return ray.get(one)
+    except ray.exceptions.RayError as error:
+        return error
+
+
+# ---- tensors as arrays ----------------------------------------------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    """A tensor's bytes; numpy knows neither bfloat16 nor the shape () as a view."""
+
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _TensorDict(NamedTuple):
+    leaves: dict[str, Any]
+    batch_size: tuple[int, ...]
+
+
+def _to_arrays(value: Any) -> Any:
+    """A tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
+    if type(value).__module__.partition(".")[0] not in ("torch", "tensordict"):
+        return value
+    import torch
+    from tensordict import TensorDict
+
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _Tensor(data, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if type(value) is TensorDict:
+        return _TensorDict({name: _to_arrays(leaf) for name, leaf in value.items()}, tuple(value.batch_size))
+    return value
+
+
+def _to_tensors(value: Any) -> Any:
+    if isinstance(value, _Tensor):
+        return _shared_tensor(value)
+    if isinstance(value, _TensorDict):
+        from tensordict import TensorDict
+
+        return TensorDict({name: _to_tensors(leaf) for name, leaf in value.leaves.items()}, batch_size=value.batch_size)
+    return value
+
+
+def _shared_tensor(value: _Tensor) -> torch.Tensor:
+    torch = _torch()
+    dtype = getattr(torch, value.dtype)
+    if value.data.size == 0:
+        return torch.empty(value.shape, dtype=dtype)
+    return torch.from_numpy(value.data).view(dtype).reshape(value.shape)
+
+
+@cache
+def _torch() -> Any:
+    """torch, after its one warning a process that it can't keep anybody from writing to read-only memory: `ObjectStore.get` forbids it."""
+    import torch
+
+    read_only = np.zeros(1, np.uint8)
+    read_only.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(read_only)
+    return torch

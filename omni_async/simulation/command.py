@@ -1,0 +1,204 @@
+"""`omni-async simulate`: its arguments, its help, its progress, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omni_async.config import Config, ConfigError, load
+
+if TYPE_CHECKING:
+    from omni_async.performance.profile import Profile
+    from omni_async.simulation.result import Simulated
+
+_SIMULATE = """\
+Predict a job before anything runs: its real control plane (admission, buffers, staleness, publishing) in virtual time, with devices that take a
+profile's time. Neither the model nor prompt files nor scorers need to exist:
+
+  omni-async simulate recipes/emulated/qwen_image_lora_h800.yaml
+  omni-async simulate recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --sweep
+  omni-async simulate recipe.yaml --profile qwen_image_lora_h800 staleness.max_updates=4 rollout.workers=8
+
+A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with `emulation` names its own. Seconds are
+the profile's; emulation.time_scale plays no role. Validation rounds and checkpoints are left out, and no group is rejected.
+
+Printed are the law of overlap beside the simulation, images/s over all devices, what each role does (starved: it waits for input; backpressured:
+the staleness budget or a full buffer holds it up), how old the samples are that are trained on, and how full the buffers are. law / simulated
+close to 1: nothing but the law's bottleneck holds the job up. Below 1: buffers, publishes, uneven batches or varying service times cost
+something. With --sweep: a row per schedule, and for async one per staleness budget.
+
+Very large jobs are simulated in lots, samples of a group that stay together; --lot sets how many (1: every sample alone).
+"""
+
+_QUIET_S = 5.0
+_SYNC_UPDATES = 40
+_NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than cutting numbers off
+
+
+def add_simulate(commands: Any) -> None:
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict a job's throughput and staleness in virtual time",
+        description=_SIMULATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
+    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+    add("--profile", metavar="P", help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)")
+    add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
+    add("--seed", type=int, default=0, help="of the service times (default: 0)")
+    add("--lot", type=_positive, metavar="N", help="samples of a group simulated as one (default: as few as finish in about a minute)")
+    add("--sweep", action="store_true", help="compare all schedules, and staleness budgets 0, 1, 2, 4 and 8")
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def simulate_recipe(options: argparse.Namespace) -> int:
+    """The exit code. ConfigError, one line, for what is wrong with the arguments."""
+    config, profile = _read(options)
+
+    from rich.console import Console
+
+    from omni_async.simulation.report import show, show_sweep
+
+    console = Console(width=max(_NARROWEST, Console().width), highlight=False)
+    console.print(f"{options.recipe}: profile {profile.name}; {_size(config)}")
+    if config.validation is not None:
+        console.print("validation rounds are left out")
+    jobs, problems = _jobs(config, options)
+    if options.json is not None:
+        _write(options.json, b"")  # better refused now than after minutes
+    for problem in problems:
+        console.print(problem)
+    results = [(name, job, _simulate(name, job, profile, updates, options)) for name, job, updates in jobs]
+    if options.sweep:
+        show_sweep(console, results)
+    else:
+        (_, _, found), (_, _, in_step) = results
+        show(console, config, found, in_step)
+    if lots := {found.lot for _, _, found in results} - {1}:
+        console.print(f"simulated in lots of {max(lots)} samples; --lot 1 simulates every sample alone")
+    if options.json is not None:
+        _write(options.json, _as_json(options.recipe, profile, results))
+    return 0
+
+
+def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
+    from omni_async.actors.plan import plan_updates
+    from omni_async.algorithms.validation import problems
+    from omni_async.performance.profile import load_profile, shipped_profiles
+
+    named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
+    config = load(options.recipe, [*options.overrides, *named])
+    if config.emulation is None:
+        raise ConfigError(
+            "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of "
+            f"{', '.join(shipped_profiles())}"
+        )
+    try:
+        profile = load_profile(config.emulation.profile)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1) if named else str(error)) from None
+    try:
+        problem = next(problems(config), None)
+    except ValueError as error:  # no such algorithm
+        raise ConfigError(str(error)) from None
+    if problem is not None:
+        raise ConfigError(problem)
+    plan = plan_updates(config)
+    if config.trainer.streaming == "on" and plan.mode == "collect":
+        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+    return config, profile
+
+
+def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
+    """What to simulate, each for how many updates; and what cannot be, with the reason. ConfigError if an option does not fit."""
+    from omni_async.simulation.lots import in_lots
+    from omni_async.simulation.simulate import Steady, default_updates
+    from omni_async.simulation.sweep import arms, synchronous
+
+    found = arms(config) if options.sweep else []
+    problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]
+    chosen = [(arm.name, arm.config, options.updates or default_updates(arm.config)) for arm in found if arm.problem is None]
+    if not options.sweep:
+        chosen = [("this recipe", config, options.updates or default_updates(config)), ("sync", synchronous(config), _SYNC_UPDATES)]
+    try:
+        in_lots(config, 1 if options.lot is None else options.lot)
+        for _, job, updates in chosen:
+            Steady(job, updates)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
+    return chosen, problems
+
+
+def _size(config: Config) -> str:
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    workers = f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
+    return f"{samples} samples an update; {workers}"
+
+
+def _simulate(name: str, config: Config, profile: Profile, updates: int, options: argparse.Namespace) -> Simulated:
+    from omni_async.simulation.simulate import simulate
+
+    with _progress(name, updates) as progress:
+        return simulate(config, profile, updates=updates, seed=options.seed, lot=options.lot, progress=progress)
+
+
+@contextmanager
+def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("updates"), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(name, total=updates)
+            yield lambda version: bar.update(task, completed=version)
+        return
+    told = time.monotonic()
+
+    def tell(version: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > _QUIET_S:
+            told = time.monotonic()
+            sys.stderr.write(f"{name}: update {version} of {updates}\n")
+
+    yield tell
+
+
+def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Simulated]]) -> bytes:
+    import msgspec
+
+    rows = [
+        {
+            "name": name,
+            "staleness_budget": config.staleness.max_updates,
+            "bound_fraction": found.bound_fraction,
+            **msgspec.to_builtins(found),
+        }
+        for name, config, found in results
+    ]
+    content = msgspec.json.encode({"recipe": str(recipe), "profile": profile.name, "results": rows})
+    return msgspec.json.format(content, indent=2) + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None

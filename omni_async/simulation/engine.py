@@ -1,0 +1,199 @@
+"""A rollout engine in virtual time: what a producer and an emulated engine do together, without making anything.
+
+Leases samples whenever it has a place free, and generates them batch after batch; a batch is formed when everything else of that instant has
+happened. Waits for a lease (unblocked by admission and by free trajectory places), for room (a batch's end), and, before a batch, for the end
+of a pause. A staged version takes effect
+
+  step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause later
+  request  when all samples in the engine, running or queued for its next batch, are done
+  drain    when all leased samples are done; nothing is leased meanwhile
+
+There are many engines and they do most of what happens, so only leasing is a coroutine; the rest is called by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+
+from omni_async.control.waiting import Bell
+from omni_async.simulation.world import World, at_once
+from omni_async.types import SampleRequest, SampleResult, SdeWindow
+
+# Two instants closer than this are one.
+_INSTANT_S = 1e-9
+
+
+class Batch:
+    """Samples that are generated together. `swaps`: the denoising steps from which on a newer version took them, oldest first."""
+
+    __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
+
+    def __init__(self, requests: list[SampleRequest], start: float, seconds: float, steps: int, version: int) -> None:
+        self.requests = requests
+        self.start = start
+        self.end = start + seconds
+        self.steps = steps
+        self.step_s = seconds / steps
+        self.paused = 0.0
+        self.swaps = [(0, version)]
+
+    def next_boundary(self, now: float) -> int:
+        """The first denoising step that has not begun; `steps` if none is left."""
+        if self.step_s <= 0:
+            return self.steps
+        return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
+
+    def swap(self, step: int, version: int, pause: float) -> None:
+        self.swaps.append((step, version))
+        self.paused += pause
+        self.end += pause
+
+    def version_at(self, step: int) -> int:
+        return next(version for first, version in reversed(self.swaps) if step >= first)
+
+    def versions(self, window: SdeWindow | None) -> tuple[int, ...]:
+        """Of the trained steps: the window's, or all."""
+        steps = window.steps if window else range(self.steps)
+        if len(self.swaps) == 1:
+            return (self.swaps[0][1],) * len(steps)
+        return tuple(self.version_at(step) for step in steps)
+
+
+class EngineStation:
+    """`swapped` is called when the engine holds a version that `stage` could not tell the time of."""
+
+    def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
+        self.name = name
+        self._world = world
+        self._loop = world.loop
+        self._draws = world.draws(name)
+        self._swapped = swapped
+        self._rollout = world.config.rollout
+        self._drains = world.config.weights.swap == "drain"
+        self._leased: deque[SampleRequest] = deque()
+        self._held = 0  # leased, running ones included
+        self._version = -1
+        self._batch: Batch | None = None
+        self._working = False  # on a batch or a swap
+        self._woken = False
+        self._paused_until = 0.0
+        self._pending: int | None = None  # a version that waits for `_owed` more samples
+        self._owed = 0
+        self._room = Bell()
+        self._turn: asyncio.Task[None] | None = None
+        self._idle_since = self._loop.now
+        self._waiting, self._busy = world.meters.waiting["rollout"], world.meters.busy["rollout"]
+        self._places = world.meters.places["trajectories"]
+
+    async def lease(self) -> None:
+        """Until the run is over."""
+        coordinator, capacity = self._world.coordinator, self._rollout.max_inflight
+        while True:
+            while self._held >= capacity or (self._drains and self._pending is not None):
+                await self._room.wait()
+            requests = await coordinator.next_samples(self.name, capacity - self._held, capacity)
+            if not requests:
+                break
+            self._places.add(len(requests))
+            if not self._held:
+                self._waiting.add(self._idle_since, self._loop.now)
+            self._held += len(requests)
+            self._leased.extend(requests)
+            self._wake()
+        if not self._held:
+            self._waiting.add(self._idle_since, self._loop.now)
+
+    def _wake(self) -> None:
+        """There may be something to do, once everything else of this instant has happened."""
+        if not self._woken:
+            self._woken = True
+            self._loop.when_settled(self._act)
+
+    def _act(self) -> None:
+        self._woken = False
+        if self._working:
+            return
+        if self._pending is not None and not self._owed:
+            self._working = True
+            self._loop.call_when(self._loop.now + self._draws.seconds(self._world.profile.swap), self._swap)
+        elif self._leased and self._loop.now < self._paused_until - _INSTANT_S:
+            self._loop.call_when(self._paused_until, self._wake)
+        elif self._leased:
+            self._working = True
+            if self._world.shared is None:
+                self._begin()
+            else:
+                self._turn = asyncio.create_task(self._begin_in_turn())
+
+    async def _begin_in_turn(self) -> None:
+        if self._world.shared is not None:
+            await self._world.shared.take("rollout", self._draws)
+        self._begin()
+
+    def _begin(self) -> None:
+        world, leased = self._world, self._leased
+        room = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
+        requests = [leased.popleft() for _ in range(min(room, len(leased)))]
+        seconds = self._draws.seconds(world.profile.generate, len(requests) * world.lot)
+        self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
+        self._loop.call_when(self._batch.end, self._finish, self._batch)
+
+    def _finish(self, batch: Batch) -> None:
+        now, requests = self._loop.now, batch.requests
+        if batch.end > now + _INSTANT_S:
+            self._loop.call_when(batch.end, self._finish, batch)  # a swap came in between
+            return
+        self._batch, self._working = None, False
+        self._busy.add(batch.start, now)
+        if self._world.shared is not None:
+            self._world.shared.leave()
+        if self._pending is not None:
+            self._owed -= len(requests)
+        self._held -= len(requests)
+        if not self._held:
+            self._idle_since = now
+        first = batch.version_at(0)
+        at_once(
+            self._world.coordinator.samples_done(
+                self.name,
+                [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), batch.start, now) for r in requests],
+            )
+        )
+        self._room.ring()
+        self._wake()
+
+    # ---- weights ------------------------------------------------------------------------------------------------------------------
+
+    def stage(self, version: int) -> float | None:
+        """The version is here. When the engine will hold it, if that is certain; None: when it has finished what it must, which it tells."""
+        now, batch = self._loop.now, self._batch
+        in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
+        if self._world.config.weights.swap != "step" and in_engine:
+            self._pending, self._owed = version, in_engine
+            return None
+        pause = self._draws.seconds(self._world.profile.swap)
+        self._version = version
+        if batch is None:
+            self._paused_until = now + pause
+            return self._paused_until
+        step = batch.next_boundary(now)
+        if step == batch.steps:
+            self._paused_until = batch.end + pause
+            return self._paused_until
+        begins = max(now, batch.start + batch.paused + step * batch.step_s)
+        batch.swap(step, version, pause)
+        return begins + pause
+
+    def _swap(self) -> None:
+        """The pause at the boundary that `request` and `drain` waited for is over."""
+        if self._pending is None:
+            raise ValueError(f"{self.name} has nothing to swap to")
+        self._version, self._pending, self._working = self._pending, None, False
+        at_once(self._world.coordinator.engine_holds(self._world.report(self.name, self._version)))
+        self._world.count_groups()
+        self._room.ring()
+        self._swapped()
+        self._wake()

@@ -1,0 +1,135 @@
+"""What a simulation found, as tables for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from omni_async.config import Config
+from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget, sync_step
+from omni_async.simulation.result import Simulated
+
+_BAR = 40
+_ROLES = ("rollout", "reward", "trainer")
+
+
+def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
+    """One job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job, one stage after the other."""
+    console.print(_steps(config, found, sync))
+    console.print(_stages(found))
+    rate, per_device = found.images_per_s, found.images_per_s_per_device
+    console.print(f"{_number(rate)} images/s over {found.devices:g} devices, {_number(per_device)} each\n")
+    console.print(_roles(found))
+    console.print(_staleness(found))
+    console.print(_buffers(found))
+    for remark in remarks(config, found):
+        console.print(remark, style="bold")
+
+
+def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
+    """A row per schedule and budget; the first is what the others' speed-up is against."""
+    columns = ("s/update", "law", "law/sim", "speed-up", "images/s", "each", "rollout", "reward", "trainer", "stale", "most")
+    table = _table(
+        "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles, staleness", "schedule"
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, _, found in rows:
+        table.add_row(
+            name,
+            _number(found.step_s),
+            _number(found.law_s),
+            f"{found.bound_fraction:.3f}",
+            f"{_ratio(rows[0][2].step_s, found.step_s):.2f}",
+            _number(found.images_per_s),
+            _number(found.images_per_s_per_device),
+            *(f"{found.busy[role]['busy']:.0%}" for role in _ROLES),
+            f"{found.staleness_mean:.2f}",
+            str(found.staleness_max),
+        )
+    console.print(table)
+
+
+def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:
+    budget = config.staleness.max_updates
+    name, seconds = found.times.bottleneck
+    table = _table("seconds per update", "", "law", "simulated", "law / simulated")
+    table.add_row("one stage after the other", _number(sync_step(sync.times)), _number(sync.step_s), f"{sync.bound_fraction:.3f}")
+    table.add_row(f"this recipe, S = {budget}", _number(found.law_s), _number(found.step_s), f"{found.bound_fraction:.3f}")
+    law, simulated = _ratio(sync_step(sync.times), found.law_s), _ratio(sync.step_s, found.step_s)
+    table.add_row("speed-up", f"{law:.2f}", f"{simulated:.2f}", "")
+    table.add_row(f"bottleneck: {name}", _number(seconds), "", "")
+    return table
+
+
+def _stages(found: Simulated) -> str:
+    t = found.times
+    return (
+        f"stages by the law: generate {_number(t.generate)} + pauses {_number(t.pause)}, score {_number(t.score)}, train {_number(t.train)} "
+        f"+ copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from admission to weights {_number(t.latency)}"
+    )
+
+
+def _roles(found: Simulated) -> Table:
+    table = _table("what the roles do", "", "busy", "starved", "backpressured")
+    for role in _ROLES:
+        shares = found.busy[role]
+        table.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
+    return table
+
+
+def _staleness(found: Simulated) -> Table:
+    table = _table(f"groups by staleness in updates, mean {found.staleness_mean:.2f}", "", "groups")
+    table.add_column("")
+    total = sum(found.staleness.values())
+    for age in range(found.staleness_max + 1):
+        count = found.staleness.get(age, 0)
+        table.add_row(str(age), f"{count / total:.1%}", "█" * round(_BAR * count / total))
+    return table
+
+
+def _buffers(found: Simulated) -> Table:
+    table = _table("places taken in the buffers", "", "of", "mean", "most")
+    for name, places in found.buffers.items():
+        table.add_row(name, str(places.capacity), f"{places.mean:.1f}", str(places.largest))
+    return table
+
+
+def remarks(config: Config, found: Simulated) -> list[str]:
+    """What holds the job up, and which key would change that."""
+    times, budget = found.times, config.staleness.max_updates
+    name, seconds = times.bottleneck
+    needed = smallest_useful_budget(times)
+    said = []
+    if async_step(times, budget) > seconds * (1 + 1e-9) and needed > budget:
+        said.append(
+            f"The staleness budget holds it up: with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s."
+        )
+    elif found.busy[name]["busy"] > 0.97:
+        said.append(f"{name} is busy {found.busy[name]['busy']:.0%} of the time: only more of it makes updates faster.")
+    full = {"trajectories": "buffer.trajectories", "replay": "buffer.groups"}
+    for buffer, key in full.items():
+        places = found.buffers[buffer]
+        if places.mean > 0.95 * places.capacity and found.bound_fraction < 0.97:
+            said.append(f"{key} = {places.capacity} is full most of the time: a larger one may help.")
+    said.append(f"No overlap makes it more than {max_speedup(times):.2f} times as fast as the sum of its stages.")
+    return said
+
+
+def _table(title: str, first: str, *numbers: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else float("inf")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10_000 else f"{value:.4g}"

@@ -1,0 +1,189 @@
+"""A job in virtual time: the real coordinator, stations in place of the roles, a profile's time in place of devices.
+
+Validation rounds and checkpoints take no time here. Waits for nothing real; a job that cannot go on raises DeadlockError at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from msgspec.structs import replace
+
+from omni_async.actors.plan import plan_updates
+from omni_async.config import Config
+from omni_async.config.schedule import num_devices
+from omni_async.control.coordinator import Coordinator
+from omni_async.performance.law import async_step
+from omni_async.performance.profile import Profile
+from omni_async.simulation.engine import EngineStation
+from omni_async.simulation.lots import choose_lot, in_lots
+from omni_async.simulation.meters import Meters
+from omni_async.simulation.result import Simulated
+from omni_async.simulation.stations import PublisherStation, TrainerStation, reward_worker, watch
+from omni_async.simulation.times import times_of
+from omni_async.simulation.virtual_time import VirtualTimeLoop, run
+from omni_async.simulation.world import SharedDevices, World
+from omni_async.types import Prompt
+
+_UPDATES = 200
+_PROMPTS = (Prompt(0, "simulated"),)
+
+
+class Steady:
+    """Updates whose steps count: after the first `first`, up to number `last`. Left out are the warm-up, until the pipeline has filled and turned
+    over once, and the drain, from where nothing more is admitted; in between whole periods of publishes and waves."""
+
+    def __init__(self, config: Config, updates: int) -> None:
+        budget, every = config.staleness.max_updates, config.weights.publish_every
+        self.first, last = max(2, budget + 2), updates - budget
+        if last <= self.first:
+            raise ValueError(
+                f"updates: a simulation with a budget of {budget} updates needs at least {self.first + budget + 1}, got {updates}"
+            )
+        length = last - self.first
+        periods = (math.lcm(budget + 1, every), every)
+        period = next((period for period in periods if period <= length), 1)
+        self.last = self.first + length // period * period
+
+
+def default_updates(config: Config) -> int:
+    """The recipe's, or more where those would hardly leave a steady part."""
+    return max(_UPDATES, config.trainer.updates)
+
+
+def simulate(
+    config: Config,
+    profile: Profile,
+    *,
+    updates: int | None = None,
+    seed: int = 0,
+    lot: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Simulated:
+    """The job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates (None: the recipe's, at least 200).
+
+    `lot`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told of every update. Groups
+    are never rejected, validation and checkpoints are left out. ValueError for too few updates or a lot that does not divide a group;
+    RuntimeError if the run fails, which would be a bug.
+    """
+    started = time.perf_counter()
+    updates = default_updates(config) if updates is None else updates
+    lot = choose_lot(config, updates) if lot is None else lot
+    steady = Steady(config, updates)
+    ends: list[float] = []
+
+    async def play() -> World:
+        world = _world(config, profile, updates, seed, lot)
+
+        def updated(version: int) -> None:
+            ends.append(world.loop.now)
+            if version == steady.first:
+                world.meters.open()
+            elif version == steady.last:
+                world.meters.close()
+            if progress is not None:
+                progress(version)
+
+        await _play(world, updated)
+        return world
+
+    with _rarely_collecting():
+        world = run(play())
+    steps = [
+        after - before for before, after in zip(ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True)
+    ]
+    step = statistics.fmean(steps)
+    times = times_of(config, profile)
+    devices = num_devices(config)
+    images = config.trainer.groups_per_update * config.rollout.group_size
+    rate = images / step if step > 0 else math.inf
+    staleness = dict(sorted(world.coordinator.ledger.staleness.items()))
+    return Simulated(
+        updates=updates,
+        virtual_s=ends[-1],
+        wall_s=time.perf_counter() - started,
+        step_s=step,
+        step_spread_s=statistics.pstdev(steps),
+        images_per_s=rate,
+        images_per_s_per_device=rate / devices,
+        devices=devices,
+        busy={role: world.meters.fractions(role) for role in world.meters.busy},
+        staleness=staleness,
+        staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
+        staleness_max=max(staleness),
+        buffers={buffer: world.meters.occupancy(buffer) for buffer in world.meters.places},
+        counters=world.coordinator.ledger.counters(),
+        times=times,
+        law_s=async_step(times, config.staleness.max_updates),
+        lot=lot,
+    )
+
+
+def _world(config: Config, profile: Profile, updates: int, seed: int, lot: int) -> World:
+    plan = plan_updates(config)
+    config = _bare(in_lots(config, lot), updates)
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualTimeLoop):
+        raise TypeError("a simulation runs on a loop of virtual time")
+    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
+    capacities = {
+        "slots": (config.staleness.max_updates + 1) * config.trainer.groups_per_update,
+        "trajectories": config.buffer.trajectories,
+        "replay": config.buffer.groups,
+    }
+    return World(
+        config=config,
+        profile=profile,
+        plan=plan,
+        coordinator=Coordinator(config, "simulated", _PROMPTS, (), lambda entry: None),
+        loop=loop,
+        meters=Meters(loop.time, workers, capacities),
+        seed=seed,
+        lot=lot,
+        shared=SharedDevices(profile.switch, loop) if config.placement.colocated else None,
+    )
+
+
+def _bare(config: Config, updates: int) -> Config:
+    """Without what takes no virtual time: validation, pictures, and the rejection of groups whose samples all earn the same."""
+    advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
+    return replace(
+        config,
+        algorithm=replace(config.algorithm, advantage=advantage),
+        trainer=replace(config.trainer, updates=updates),
+        tracking=replace(config.tracking, images_every=updates, images=1),
+        validation=None,
+    )
+
+
+async def _play(world: World, updated: Callable[[int], None]) -> None:
+    publisher = PublisherStation(world)
+    engines = [EngineStation(name, world, publisher.swapped) for name in world.config.engine_names]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(world), name="watcher")
+            tasks.create_task(publisher.run(engines), name="publisher")
+            tasks.create_task(TrainerStation(world, publisher, updated).run(), name="trainer")
+            for engine in engines:
+                tasks.create_task(engine.lease(), name=engine.name)
+            for number in range(world.config.reward.workers):
+                tasks.create_task(reward_worker(f"reward-{number}", world), name=f"reward-{number}")
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # one is enough to end the run, and to tell why
+
+
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """A simulation makes millions of small objects and hardly a cycle: looking for cycles as often as usual takes a fifth of its time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(1_000_000, usual[1], usual[2])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

@@ -1,0 +1,172 @@
+"""The other roles in virtual time: light coroutines around the real coordinator that take a profile's time for what they would do.
+
+| station   | waits for                                                   | unblocked by                                     |
+|-----------|-------------------------------------------------------------|--------------------------------------------------|
+| reward    | generated samples (starved)                                 | `samples_done` of an engine                      |
+| trainer   | the next group (starved)                                    | the group's last score                           |
+| publisher | a version; then until every engine holds it                 | the trainer's export; swaps of the engines       |
+| watcher   | the run's end                                               | the coordinator                                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from omni_async.control.waiting import Bell
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.engine import EngineStation
+from omni_async.simulation.world import World, digest_of
+from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport
+
+# What samples earn has no influence on how long anything takes; groups without variance are not rejected here.
+_SCORE = Score(0.0)
+
+
+async def reward_worker(name: str, world: World) -> None:
+    """One batch at a time, of whatever is there. Until the run is over."""
+    coordinator, loop, draws, shared = world.coordinator, world.loop, world.draws(name), world.shared
+    busy, starved, places = world.meters.busy["reward"], world.meters.waiting["reward"], world.meters.places["trajectories"]
+    while True:
+        asked = loop.now
+        jobs = await coordinator.next_to_score(name, world.config.reward.batch)
+        starved.add(asked, loop.now)
+        if not jobs:
+            return
+        if shared is not None:
+            await shared.take("reward", draws)
+        started = loop.now
+        await loop.sleep_until(started + draws.seconds(world.profile.score, len(jobs) * world.lot))
+        busy.add(started, loop.now)
+        if shared is not None:
+            shared.leave()
+        places.add(-len(jobs))
+        await coordinator.scored(name, {job.sample_id: job.kind for job in jobs}, [ScoreResult(job.sample_id, _SCORE) for job in jobs])
+
+
+class TrainerStation:
+    """`updated` is called after every update with its number, before the version is exported."""
+
+    def __init__(self, world: World, publisher: PublisherStation, updated: Callable[[int], None]) -> None:
+        self._world = world
+        self._publisher = publisher
+        self._updated = updated
+        self._draws = world.draws("trainer")
+        config = world.config
+        self._units = config.rollout.group_size * world.lot / config.trainer.workers
+
+    async def run(self) -> None:
+        """Until all updates are made, or the run is over."""
+        config = self._world.config
+        every, last = config.weights.publish_every, config.trainer.updates
+        await self._publish(0)
+        for version in range(1, last + 1):
+            if not await self._update(version):
+                return
+            self._updated(version)
+            if version % every == 0 or version == last:
+                await self._publish(version)
+
+    async def _update(self, version: int) -> bool:
+        world, places = self._world, self._world.config.trainer.groups_per_update
+        streams, started = world.plan.mode != "collect", world.loop.now
+        groups: list[ReadyGroup] = []
+        while len(groups) < places:
+            asked = world.loop.now
+            group = await world.coordinator.next_group(version - 1, places - len(groups))
+            world.meters.waiting["trainer"].add(asked, world.loop.now)
+            if group is None:
+                return False
+            world.count_groups(taken=1)
+            groups.append(group)
+            if streams:
+                await self._work(self._passes())
+        passes = 0.0 if streams else sum(self._passes() for _ in groups)
+        await self._work(passes + sum(self._seconds(world.profile.step) for _ in range(world.config.trainer.steps_per_update)))
+        finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
+        await world.coordinator.update_done(finished)
+        return True
+
+    def _seconds(self, stage: ServiceTime, units: float = 1) -> float:
+        return self._draws.seconds(stage, units)
+
+    def _passes(self) -> float:
+        """Seconds of one group."""
+        profile = self._world.profile
+        assess = self._seconds(profile.assess, self._units) if self._world.plan.assess else 0.0
+        return assess + self._seconds(profile.train, self._units)
+
+    async def _work(self, seconds: float) -> None:
+        shared = self._world.shared
+        if shared is not None:
+            await shared.take("trainer", self._draws)
+        await self._busy(seconds)
+        if shared is not None:
+            shared.leave()
+
+    async def _busy(self, seconds: float) -> None:
+        loop = self._world.loop
+        started = loop.now
+        await loop.sleep_until(started + seconds)
+        self._world.meters.busy["trainer"].add(started, loop.now)
+
+    async def _publish(self, version: int) -> None:
+        self._publisher.withdraw()
+        await self._busy(self._seconds(self._world.profile.export))
+        self._publisher.publish(version)
+
+
+class PublisherStation:
+    """One version is on its way at a time; the newest of those that come meanwhile is next."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._draws = world.draws("publisher")
+        self._next: int | None = None
+        self._missing = 0
+        self._changed = Bell()
+
+    def withdraw(self) -> None:
+        """A newer version is about to be copied out: one that has not left is not sent any more."""
+        self._next = None
+
+    def publish(self, version: int) -> None:
+        self._next = version
+        self._changed.ring()
+
+    def swapped(self) -> None:
+        """An engine that could not say when it would has the version."""
+        self._missing -= 1
+        self._changed.ring()
+
+    async def run(self, engines: Sequence[EngineStation]) -> None:
+        """Until every engine holds the last version."""
+        world, version = self._world, 0
+        while version < world.config.trainer.updates:
+            while self._next is None:
+                await self._changed.wait()
+            version, self._next = self._next, None
+            await world.coordinator.announce(version, digest_of(version))
+            await world.loop.sleep_until(world.loop.now + self._draws.seconds(world.profile.publish))
+            await self._deliver(version, engines)
+
+    async def _deliver(self, version: int, engines: Sequence[EngineStation]) -> None:
+        world = self._world
+        swaps = [(engine.stage(version), number) for number, engine in enumerate(engines)]
+        self._missing = sum(when is None for when, _ in swaps)
+        for when, number in sorted((when, number) for when, number in swaps if when is not None):
+            if when > world.loop.now:
+                await world.loop.sleep_until(when)
+            await world.coordinator.engine_holds(world.report(engines[number].name, version))
+        world.count_groups()
+        while self._missing:
+            await self._changed.wait()
+
+
+async def watch(world: World) -> None:
+    """Until the run is over. RuntimeError if it did not end as it should."""
+    while True:
+        for event in await world.coordinator.events():
+            if event.kind == "ended":
+                if event.data["status"] != "done":
+                    raise RuntimeError(f"the simulated run {event.data['status']}: {event.data['reason']}")
+                return

@@ -1,0 +1,151 @@
+"""Tuning: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as they can be at that rate.
+
+The law ranks the splits, simulations of the real control plane find the rest. Pure computation: waits for nothing, and is the same for the
+same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+from msgspec.structs import replace
+
+from omni_async.actors.plan import plan_updates
+from omni_async.algorithms.validation import problems
+from omni_async.config import Config, ConfigError
+from omni_async.config.checks import check
+from omni_async.config.schedule import apply_schedule, num_devices
+from omni_async.config.schema import ScheduleName
+from omni_async.performance.law import StageTimes
+from omni_async.performance.profile import Profile
+from omni_async.simulation.tune_explain import reasons
+from omni_async.simulation.tune_front import front
+from omni_async.simulation.tune_keys import INFLIGHT, RANKS, SWAP, TUNED, Value, keys_of, with_keys
+from omni_async.simulation.tune_search import fastest, search
+from omni_async.simulation.tune_split import device_kind, devices_each, ranked_splits, split_by_law, worth_simulating
+from omni_async.simulation.tune_trials import Point, Simulate, Trials
+
+# A search that cannot scan one split says nothing.
+SMALLEST_BUDGET = 12
+IN_STEP: tuple[ScheduleName, ...] = ("sync", "sync_colocated")
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found. Seconds and rates are the profile's.
+
+    devices_each: what one worker of each role takes. keys: what to write into the recipe, and `reasons` why, a sentence per key. chosen,
+    fastest: the recommended point, and the one that makes the most images. points: everything that was simulated of the search; front: see
+    `omni_async.simulation.tune_front`. recipe: the recipe as it is, on `recipe_devices`. in_step: schedules without overlap on the chosen
+    devices, by name. times: of the chosen split, by the law. noise: what
+    another seed changes, as a fraction of images/s. spent: the budget ended the search.
+    """
+
+    devices: int
+    kind: str
+    devices_each: dict[str, float]
+    profile: str
+    keys: dict[str, Value]
+    reasons: dict[str, str]
+    chosen: Point
+    fastest: Point
+    front: list[Point]
+    points: list[Point]
+    recipe: Point
+    recipe_devices: float
+    in_step: dict[str, Point]
+    times: StageTimes
+    noise: float
+    simulations: int
+    spent: bool
+
+
+def tune(
+    config: Config,
+    profile: Profile,
+    devices: int,
+    simulate: Simulate,
+    *,
+    budget: int,
+    seed: int = 0,
+    keep: Collection[str] = (),
+    progress: Callable[[int, Point], None] | None = None,
+) -> Tuned:
+    """`config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. ConfigError if there is nothing to tune."""
+    if config.data.preferences is not None:
+        raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
+    if budget < SMALLEST_BUDGET:
+        raise ConfigError(f"--budget: expected at least {SMALLEST_BUDGET} simulations, got {budget}")
+    _require_trainable(config, keep)
+    base = overlapped(config)
+    kept = keys_of(base, keep)
+    trials = Trials(base, profile, simulate, kept=kept, budget=budget - len(IN_STEP), seed=seed, progress=progress)
+    ranked = ranked_splits(base, profile, devices, kept)
+    if ranked[0].step_s == 0:
+        raise ConfigError(f"--profile: nothing takes any time in profile {profile.name!r}, so there is nothing to tune")
+    recipe = trials.run(config, keys_of(config, TUNED))
+    chosen = search(trials, worth_simulating(base, ranked))
+    spent = trials.spent
+    explained = reasons(trials, chosen, ranked, devices)
+    in_step = _in_step(trials, chosen)
+    return Tuned(
+        devices=devices,
+        kind=device_kind(base),
+        devices_each=devices_each(base),
+        profile=profile.name,
+        keys=_to_write(config, base, chosen, kept),
+        reasons=explained,
+        chosen=chosen,
+        fastest=fastest(trials.points),
+        front=front(trials.points, chosen),
+        points=trials.points,
+        recipe=recipe,
+        recipe_devices=num_devices(config),
+        in_step=in_step,
+        times=split_by_law(base, profile, chosen.keys).times,
+        noise=trials.noise,
+        simulations=trials.made,
+        spent=spent,
+    )
+
+
+def _require_trainable(config: Config, keep: Collection[str]) -> None:
+    """What tuning does not change: an objective that is unknown or does not fit the rest."""
+    if config.emulation is not None or (RANKS not in keep and devices_each(config)[RANKS]):
+        config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen, or one stands for all
+    try:
+        for problem in problems(config):
+            raise ConfigError(problem)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    plan = plan_updates(config)
+    if config.trainer.streaming == "on" and plan.mode == "collect":
+        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+
+
+def overlapped(config: Config) -> Config:
+    """The recipe itself if its roles may overlap, else with `schedule: async`."""
+    in_turns = config.placement.colocated or not config.reward.streaming or config.trainer.streaming == "off"
+    if config.schedule is None and not in_turns:
+        return config
+    return apply_schedule(replace(config, schedule="async"))
+
+
+def _in_step(trials: Trials, chosen: Point) -> dict[str, Point]:
+    """What the synchronous schedules make of the chosen devices, where the schema allows them."""
+    found: dict[str, Point] = {}
+    for schedule in IN_STEP:
+        config = apply_schedule(replace(with_keys(trials.config, chosen.keys), schedule=schedule))
+        if check(config) is None:
+            found[schedule] = trials.run(config, keys_of(config, TUNED))
+    return found
+
+
+def _to_write(config: Config, base: Config, chosen: Point, kept: dict[str, Value]) -> dict[str, Value]:
+    keys: dict[str, Value] = {} if base.schedule == config.schedule else {"schedule": "async"}
+    keys |= {path: value for path, value in chosen.keys.items() if path not in kept}
+    if keys.get(INFLIGHT) == config.rollout.max_inflight:
+        del keys[INFLIGHT]
+    if base.schedule is not None:
+        keys.pop(SWAP, None)  # the schedule decides it
+    return keys

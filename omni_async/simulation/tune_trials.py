@@ -1,0 +1,146 @@
+"""The simulations of a search: each setting once, all with the same seed, at most as many as the budget says.
+
+Owns every setting that was simulated and what came of it. Waits for nothing but the simulator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from omni_async.actors.plan import plan_updates
+from omni_async.config import Config
+from omni_async.config.checks import check
+from omni_async.performance.profile import Profile
+from omni_async.simulation.result import Simulated
+from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
+
+# Updates of the steady part of a run: enough that the mean of the stage that varies most is known to _PRECISION, within these bounds.
+_FEWEST_UPDATES = 16
+_MOST_UPDATES = 160
+_PRECISION = 0.005
+_MOST_LOTS = 10_000
+_SEEDS = 3
+
+
+class Simulate(Protocol):
+    """`omni_async.simulation.simulate.simulate`, or a stand-in for it."""
+
+    def __call__(self, config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None) -> Simulated: ...
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A setting and what came of it; images per second of the profile's time, over all devices together."""
+
+    keys: dict[str, Value]
+    images_per_s: float
+    simulated: Simulated
+
+
+class Trials:
+    def __init__(
+        self,
+        config: Config,
+        profile: Profile,
+        simulate: Simulate,
+        *,
+        kept: Keys,
+        budget: int,
+        seed: int = 0,
+        progress: Callable[[int, Point], None] | None = None,
+    ) -> None:
+        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been made, and the last one."""
+        self.config = config
+        self.profile = profile
+        self.kept = kept
+        self.made = 0
+        self.noise = 0.0
+        self._simulate = simulate
+        self._budget = budget
+        self._seed = seed
+        self._progress = progress
+        self._steady = steady_updates(config, profile)
+        self._lot = _lot(config, self._steady)
+        self._points: dict[tuple[tuple[str, Value], ...], Point | None] = {}
+
+    @property
+    def spent(self) -> bool:
+        return self.made >= self._budget
+
+    @property
+    def points(self) -> list[Point]:
+        return [point for point in self._points.values() if point is not None]
+
+    def moved(self, here: Point, path: str, value: Value) -> Point | None:
+        """With one key changed, and what depends on it."""
+        return self.at(moved(self.config, here.keys, path, value))
+
+    def compared(self, here: Point, path: str) -> dict[Value, Point]:
+        """Everything simulated so far that differs from `here` by that key alone, by its value."""
+        found = {}
+        for point in self.points:
+            value = point.keys[path]
+            if value != here.keys[path] and {**moved(self.config, here.keys, path, value), **self.kept} == point.keys:
+                found[value] = point
+        return found
+
+    def at(self, keys: Keys) -> Point | None:
+        """What these keys lead to; None if the schema refuses them, or if they have not been simulated and the budget is spent."""
+        keys = {**keys, **self.kept}
+        name = tuple(sorted(keys.items()))
+        if name not in self._points:
+            if not self.allows(keys):
+                self._points[name] = None
+            elif self.spent:
+                return None
+            else:
+                self._points[name] = self.run(with_keys(self.config, keys), keys)
+        return self._points[name]
+
+    def allows(self, keys: Keys) -> bool:
+        """Neither the schema refuses them, nor the algorithm to stream as `trainer.streaming: on` demands, which also depends on S."""
+        config = with_keys(self.config, {**keys, **self.kept})
+        return check(config) is None and (config.trainer.streaming != "on" or plan_updates(config).mode != "collect")
+
+    def measure_noise(self, point: Point) -> None:
+        """What another seed changes, as a fraction of images per second: half the range over a few. Smaller differences mean nothing."""
+        if any(stage.variation for stage in self.profile.stages().values()):
+            config = with_keys(self.config, point.keys)
+            speeds = [point.images_per_s, *(self.run(config, point.keys, self._seed + i).images_per_s for i in range(1, _SEEDS))]
+            self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
+
+    def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
+        """Simulate any configuration of the same job, whatever the budget says."""
+        seed = self._seed if seed is None else seed
+        updates = self._steady + 2 * (config.staleness.max_updates + 1)
+        simulated = self._simulate(config, self.profile, updates=updates, seed=seed, lot=self._lot)
+        simulated = replace(simulated, wall_s=0.0)  # what the search took is not what it found
+        point = Point(keys, simulated.images_per_s, simulated)
+        self.made += 1
+        if self._progress is not None:
+            self._progress(self.made, point)
+        return point
+
+
+def steady_updates(config: Config, profile: Profile) -> int:
+    """Of a run: the more the service times vary and the fewer jobs average that out, the more."""
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    jobs = (
+        (profile.generate, samples / config.rollout.max_batch),
+        (profile.score, samples / config.reward.batch),
+        (profile.train, config.trainer.groups_per_update),
+    )
+    needed = max((stage.variation / _PRECISION) ** 2 / max(1.0, count) for stage, count in jobs)
+    return math.ceil(min(max(needed, _FEWEST_UPDATES), _MOST_UPDATES))
+
+
+def _lot(config: Config, updates: int) -> int:
+    """Samples simulated as one, the same in every run: as few as let a run take about a second, and none that a batch would have to split."""
+    rollout = config.rollout
+    whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
+    samples = updates * config.trainer.groups_per_update * rollout.group_size
+    return next((lot for lot in range(1, whole + 1) if whole % lot == 0 and samples / lot <= _MOST_LOTS), whole)

@@ -1,0 +1,206 @@
+"""An asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting for it.
+
+Owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and `VirtualClock` for code that takes a
+`Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is reproducible. It waits for nothing outside:
+a function handed to a thread (`asyncio.to_thread`, `run_in_executor`) is called on the spot and takes no virtual time, and there are no
+sockets, signals or child processes. When every task is blocked and no timer is pending, nothing can unblock them: `DeadlockError` says who
+waits where. (A periodic task, or one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# Timers no further apart fire together, as they do on a real clock of this resolution: sums of floats that should be equal may differ.
+_RESOLUTION_S = 1e-9
+_LISTED_TASKS = 20
+_FEW_TIMERS = 100
+
+
+class DeadlockError(RuntimeError):
+    """Every task waits for something that only another waiting task could do."""
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """See the module. Time starts at `start` seconds."""
+
+    # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here, as tuples, because those
+    # compare much faster than its TimerHandles.
+    _ready: Any
+    _stopping: bool
+    _closed: bool
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.now = start
+        self._instant = start + _RESOLUTION_S  # what is due by then is due now
+        # (when, number, callback, arguments), or (when, number, TimerHandle, None)
+        self._timers: list[tuple[float, int, Any, tuple[Any, ...] | None]] = []
+        self._num_timers = 0
+        self._num_cancelled = 0
+        self._settling: list[Callable[[], object]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]  # else its cancellation is not counted
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, timer, None))
+        return timer
+
+    def call_later(
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
+        """Like `call_at`, for the many and simple: cheaper, cannot be cancelled, and what the callback raises ends the loop."""
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, callback, args))
+
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Call it when nothing else is ready at this instant: for whoever should act on all that happens in it, in whatever order it happens.
+        What it raises ends the loop."""
+        self._settling.append(callback)
+
+    def sleep_until(self, when: float) -> asyncio.Future[None]:
+        """Done at that time, or now if it has passed. Cheaper than `asyncio.sleep`."""
+        future: asyncio.Future[None] = self.create_future()
+        self.call_when(when, _complete, future)
+        return future
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        """Calls the function at once, in this thread: what it returns or raises is in the future."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 (it belongs to whoever awaits the future)
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        super().close()
+        self._timers.clear()
+
+    def _run_once(self) -> None:
+        """Until `stop`, which BaseEventLoop looks for between calls of this method."""
+        ready, timers = self._ready, self._timers
+        while True:
+            if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
+                if self._settling:
+                    self._settle()
+                else:
+                    self._jump()
+            while timers and timers[0][0] <= self._instant:
+                self._fire(*heapq.heappop(timers)[2:])
+            for _ in range(len(ready)):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+            if self._stopping:
+                return
+
+    def _settle(self) -> None:
+        callbacks, self._settling = self._settling, []
+        for callback in callbacks:
+            callback()
+
+    def _jump(self) -> None:
+        """To the next timer."""
+        timers = self._timers
+        while timers and timers[0][3] is None and timers[0][2].cancelled():
+            self._drop(heapq.heappop(timers)[2])
+        if not timers:
+            raise DeadlockError(_who_waits(asyncio.all_tasks(self)))
+        self.now = max(self.now, timers[0][0])
+        self._instant = self.now + _RESOLUTION_S
+
+    def _fire(self, timer: Any, args: tuple[Any, ...] | None) -> None:
+        if args is not None:
+            timer(*args)
+        elif timer.cancelled():
+            self._drop(timer)
+        else:
+            timer._scheduled = False
+            self._ready.append(timer)
+
+    def _drop(self, timer: Any) -> None:
+        """A cancelled one was taken from the heap."""
+        timer._scheduled = False
+        self._num_cancelled -= 1
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        """A TimerHandle tells its loop when it is cancelled. Timeouts that were not needed must not pile up."""
+        if not timer._scheduled:  # type: ignore[attr-defined]
+            return
+        self._num_cancelled += 1
+        if len(self._timers) > _FEW_TIMERS and 2 * self._num_cancelled > len(self._timers) + 2:
+            # The one being cancelled says so only after this call.
+            self._timers[:] = [entry for entry in self._timers if entry[3] is not None or not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._num_cancelled = 1
+
+    def _write_to_self(self) -> None:
+        """`call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
+
+
+class VirtualClock:
+    """A `Clock` that shows the time of a loop (default: the running one)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
+
+    def now(self) -> float:
+        return self._loop.time()
+
+
+def run(main: Coroutine[Any, Any, T], *, start: float = 0.0) -> T:
+    """`asyncio.run` in virtual time, from `start` seconds on. Raises DeadlockError as soon as nothing can go on."""
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("run() cannot be called from a running event loop")
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start)) as runner:
+        return runner.run(main)
+
+
+def _complete(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _who_waits(tasks: set[asyncio.Task[Any]]) -> str:
+    waiting = sorted((task for task in tasks if not task.done()), key=lambda task: (len(task.get_name()), task.get_name()))
+    lines = [f"  {task.get_name()}: {_where(task)}" for task in waiting[:_LISTED_TASKS]]
+    if len(waiting) > _LISTED_TASKS:
+        lines.append(f"  and {len(waiting) - _LISTED_TASKS} more")
+    return "\n".join([f"all {len(waiting)} tasks wait and no timer is pending:", *lines])
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """The chain of coroutines a task is in, outermost first, each with its file and line."""
+    places: list[str] = []
+    coroutine: Any = task.get_coro()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        places.append(f"{coroutine.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        coroutine = coroutine.cr_await
+    return " > ".join(places)

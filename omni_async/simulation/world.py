@@ -1,0 +1,112 @@
+"""What the stations of one simulation share: the job, the service times, the coordinator, the clock, the meters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from omni_async.actors.plan import Plan
+from omni_async.config import Config
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.waiting import Bell
+from omni_async.performance.profile import Profile
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.meters import Meters
+from omni_async.simulation.virtual_time import VirtualTimeLoop
+from omni_async.types import WeightReport
+
+T = TypeVar("T")
+
+
+def digest_of(version: int) -> str:
+    """Of a version that has no weights."""
+    return f"version {version}"
+
+
+def at_once(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call of the coordinator that does not wait: for those who cannot. RuntimeError if it would."""
+    try:
+        call.send(None)
+    except StopIteration as finished:
+        return finished.value
+    call.close()
+    raise RuntimeError(f"{call} waits")
+
+
+class Draws:
+    """The service times of one worker, from a random stream of its own: they do not depend on who works when."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name = name
+        self._random = random.Random(f"{seed}/{name}")
+
+    def seconds(self, stage: ServiceTime, units: float = 1) -> float:
+        if stage.cv == 0 and not stage.quantiles:
+            return stage.mean(units)
+        return stage.sample(self._random, units)
+
+
+class SharedDevices:
+    """Devices that the roles use in turns. A role has them while any of its workers works; then whichever asked first gets them. Every worker
+    pays `switch` when it first works after its role got the devices back.
+
+    `take` waits for the other roles' work to end; unblocked by `leave`.
+    """
+
+    def __init__(self, switch: ServiceTime, loop: VirtualTimeLoop) -> None:
+        self._switch = switch
+        self._loop = loop
+        self._holder = "rollout"
+        self._working = 0
+        self._turn = 0
+        self._last_turn: dict[Draws, int] = {}
+        self._left = Bell()
+
+    async def take(self, role: str, worker: Draws) -> None:
+        while self._working and self._holder != role:
+            await self._left.wait()
+        if self._holder != role:
+            self._holder = role
+            self._turn += 1
+        self._working += 1
+        if self._last_turn.get(worker, 0) != self._turn:
+            self._last_turn[worker] = self._turn
+            await self._loop.sleep_until(self._loop.now + worker.seconds(self._switch))
+
+    def leave(self) -> None:
+        self._working -= 1
+        if not self._working:
+            self._left.ring()
+
+
+@dataclass
+class World:
+    """`lot`: samples that are simulated as one; `config` counts in lots, service times in samples. `shared` is None where every role has
+    devices of its own."""
+
+    config: Config
+    profile: Profile
+    plan: Plan
+    coordinator: Coordinator
+    loop: VirtualTimeLoop
+    meters: Meters
+    seed: int
+    lot: int
+    shared: SharedDevices | None
+
+    taken: int = 0
+
+    def count_groups(self, taken: int = 0) -> None:
+        """After a call that may have admitted groups or freed slots; the trainer took `taken` more."""
+        self.taken += taken
+        admitted, released = self.coordinator.ledger.admitted, self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0)
+        self.meters.places["replay"].set(admitted - self.taken)
+        self.meters.places["slots"].set(admitted - released)
+
+    def report(self, engine: str, version: int) -> WeightReport:
+        return WeightReport(engine, version, digest_of(version))
+
+    def draws(self, name: str) -> Draws:
+        return Draws(name, self.seed)

@@ -1,0 +1,46 @@
+"""Ways for a published version to reach the engines: the sender is beside trainer rank 0, a receiver beside every engine.
+
+`weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omni_async.config import Config
+from omni_async.store import ObjectStore
+from omni_async.weights.transport.base import WeightReceiver, WeightSender
+
+
+def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "127.0.0.1") -> WeightSender:
+    """`folder` is where files of weights go, `host` the address under which other machines reach this one."""
+    match config.weights.transport:
+        case "object_store":
+            from omni_async.weights.transport.object_store import ObjectStoreSender
+
+            return ObjectStoreSender(store)
+        case "disk":
+            from omni_async.weights.transport.disk import DiskSender
+
+            return DiskSender(folder)
+        case "collective":
+            from omni_async.weights.transport.collective import CollectiveSender, backend_of
+
+            return CollectiveSender(host, backend_of(config), config.weights.timeout_s)
+
+
+def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:
+    """`name` is the engine's."""
+    match config.weights.transport:
+        case "object_store":
+            from omni_async.weights.transport.object_store import ObjectStoreReceiver
+
+            return ObjectStoreReceiver(store)
+        case "disk":
+            from omni_async.weights.transport.disk import DiskReceiver
+
+            return DiskReceiver()
+        case "collective":
+            from omni_async.weights.transport.collective import CollectiveReceiver
+
+            return CollectiveReceiver(name, config.weights.timeout_s)

@@ -1,0 +1,211 @@
+"""Weights by broadcast: a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every engine.
+
+The group is none of torch's registered ones, least of all the trainer's: it hangs on a TCP store that the sender serves. It is formed when
+every engine has started, so nobody holds up another's loading: the sender invites, and all join at once. Every step has the timeout, and a
+participant that is missing, or leaves, ends the others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an
+accelerator each; then gloo still makes sure that all are there before NCCL, which could wait for ever, is entered. All calls that
+wait run in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed
+
+from omni_async.config import Config
+from omni_async.types import WeightManifest
+from omni_async.weights.digest import Bucket
+from omni_async.weights.transport.base import Join, TransportError
+
+Backend = Literal["gloo", "nccl"]
+T = TypeVar("T")
+
+_POLL_S = 0.0005
+# What is used here of it, torch's annotations leave out.
+dist: Any = torch.distributed
+
+
+def backend_of(config: Config) -> Backend:
+    """NCCL wants a whole accelerator for every rank."""
+    placement = config.placement
+    return "nccl" if min(placement.trainer.gpus, placement.rollout.gpus) >= 1 else "gloo"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the group meets, and who the invited is there."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    backend: Backend
+
+
+class CollectiveSender:
+    """Rank 0. `host` is the address under which the engines' machines reach this one."""
+
+    def __init__(self, host: str, backend: Backend, timeout_s: float) -> None:
+        self._host = host
+        self._backend: Backend = backend
+        self._timeout_s = timeout_s
+        self._thread = _Thread()
+        self._group: Group | None = None
+
+    async def connect(self, engines: Mapping[str, Join]) -> None:
+        if not engines:
+            return
+        store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s))
+        mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
+        forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
+        joining = [join(replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
+        self._group, *_ = await asyncio.gather(forming, *joining)
+
+    @asynccontextmanager
+    async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[tuple[int, ...]]:
+        if self._group is None:
+            raise TransportError(f"weights.transport: collective: version {manifest.version} cannot be sent before the engines have joined")
+        group, what = self._group, f"the broadcast of version {manifest.version}"
+        broadcast = self._thread.run(lambda: group.broadcast(buckets, what))
+        try:
+            yield tuple(len(bucket) for bucket in buckets)
+        except BaseException:
+            broadcast.add_done_callback(_forget)  # it fails too, sooner or later; the first failure is the one to tell
+            raise
+        await broadcast
+
+
+class CollectiveReceiver:
+    """`name` is the engine's."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._thread = _Thread()
+        self._group: Group | None = None
+        self._memory: list[Bucket] = []
+
+    async def connect(self, invitation: Invitation) -> None:
+        self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
+
+    async def receive(self, manifest: WeightManifest, parcel: tuple[int, ...]) -> tuple[WeightManifest, list[Bucket]]:
+        if self._group is None:
+            raise TransportError(f"weights.transport: collective: {self._name} has not joined the trainer")
+        group, buckets, what = self._group, self._buckets(parcel), f"the broadcast of version {manifest.version}"
+        await self._thread.run(lambda: group.broadcast(buckets, what))
+        return manifest, buckets
+
+    def _buckets(self, sizes: Sequence[int]) -> list[Bucket]:
+        """Memory for this version, the last one's where it is large enough: its pages are there already."""
+        if len(self._memory) != len(sizes) or any(len(have) < size for have, size in zip(self._memory, sizes, strict=True)):
+            self._memory = [np.empty(size, np.uint8) for size in sizes]
+        return [have[:size] for have, size in zip(self._memory, sizes, strict=True)]
+
+
+class Group:
+    """A process group of its own. Made by all ranks at once; TransportError if one does not come within `timeout_s`."""
+
+    def __init__(self, place: Invitation, timeout_s: float, store: Any | None = None) -> None:
+        self._place = place
+        self._timeout_s = timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        with self._telling(f"joining the {place.size} ranks at {place.host}:{place.port}"):
+            self._store = store or dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(place.host, place.port))]
+            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), place.rank, place.size, options)
+            self._carrier = self._gloo if place.backend == "gloo" else _Nccl(self._store, place, timeout)
+
+    def broadcast(self, buckets: Sequence[Bucket], what: str) -> None:
+        """Rank 0's bytes are in everybody's `buckets` afterwards. TransportError, naming `what`, if not all take part in time."""
+        with self._telling(what):
+            if isinstance(self._carrier, _Nccl):
+                self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
+                self._carrier.broadcast(buckets, time.monotonic() + self._timeout_s)
+                return
+            for bucket in buckets:
+                self._gloo.broadcast(torch.from_numpy(bucket), 0).wait(timedelta(seconds=self._timeout_s))
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Any:
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:  # torch's distributed errors are RuntimeErrors
+            reason = str(error).partition("\n")[0]
+            raise TransportError(
+                f"weights.transport: collective: {what} failed on rank {self._place.rank}; a participant is gone or did not come within "
+                f"weights.timeout_s = {self._timeout_s:g} ({reason})"
+            ) from error
+
+
+class _Nccl:
+    """Buckets by way of device memory, on a stream of their own beside whatever the device computes."""
+
+    def __init__(self, store: Any, place: Invitation, timeout: timedelta) -> None:
+        self._root = place.rank == 0
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * timeout  # after this NCCL's watchdog ends the process; the deadline below is earlier and says why
+        self._group = dist.ProcessGroupNCCL(dist.PrefixStore("weights-nccl", store), place.rank, place.size, options)
+        self._device_memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+    def broadcast(self, buckets: Sequence[Bucket], deadline: float) -> None:
+        largest = max((len(bucket) for bucket in buckets), default=0)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if len(self._device_memory) < largest:
+                self._device_memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            for bucket in buckets:
+                host, device = torch.from_numpy(bucket), self._device_memory[: len(bucket)]
+                if self._root:
+                    device.copy_(host)
+                self._group.broadcast(device, 0).wait()  # the stream waits, not this thread
+                if not self._root:
+                    self._finish(deadline)
+                    host.copy_(device)
+            self._finish(deadline)
+
+    def _finish(self, deadline: float) -> None:
+        done = torch.cuda.Event()
+        done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise TimeoutError("NCCL did not finish")
+            time.sleep(_POLL_S)
+
+
+class _Thread:
+    """One at a time, in order."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to `host`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _forget(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,242 @@
+"""Emulated reward worker, rank and update rule: what they fetch, how long they take, what they hand on. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from actor_world import make_config, make_group
+
+from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
+from omni_async.actors.plan import plan_updates
+from omni_async.actors.tracer import Tracer
+from omni_async.config import Config
+from omni_async.performance.media import SEED_BYTES, random_bytes, with_seed
+from omni_async.performance.profile import Payload, Profile
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.virtual_time import VirtualClock, run
+from omni_async.types import Prompt, ReadyGroup, ScoreJob, ScoreResult, Span, TrainGroup
+from omni_async.weights.digest import verify
+
+PROFILE = Profile(
+    name="p",
+    source="a test",
+    generate=ServiceTime(),
+    score=ServiceTime(fixed_s=1.0, unit_s=0.5),
+    assess=ServiceTime(unit_s=0.25),
+    train=ServiceTime(unit_s=1.0),
+    step=ServiceTime(fixed_s=2.0),
+    export=ServiceTime(fixed_s=3.0),
+    switch=ServiceTime(fixed_s=10.0),
+    payload=Payload(trajectory=64, media=32, weights=2_500_000),
+)
+
+
+class Store:
+    """The store's own time to fetch something, and what was fetched."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.fetched: list[Any] = []
+
+    async def put(self, value: Any) -> Any:
+        return value
+
+    async def get(self, reference: Any) -> Any:
+        await asyncio.sleep(self.seconds)
+        self.fetched.append(reference)
+        return reference
+
+
+class Desk:
+    """Hands batches of jobs out and takes scores and spans in."""
+
+    def __init__(self, *batches: list[ScoreJob]) -> None:
+        self._batches = list(batches)
+        self.results: list[ScoreResult] = []
+        self.spans: list[Span] = []
+
+    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+        return self._batches.pop(0) if self._batches else []
+
+    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+        self.results += results
+
+    async def report_spans(self, spans: list[Span]) -> None:
+        self.spans += spans
+
+    def times(self, kind: str) -> list[tuple[float, float]]:
+        return [(span.start, span.end) for span in self.spans if span.kind == kind]
+
+
+def jobs(group: int, count: int, first: int = 0) -> list[ScoreJob]:
+    media = random_bytes(32, 0)
+    return [ScoreJob(f"g{group}.s{i}", "train", Prompt(0, "a cat"), with_seed(media, 100 * group + i)) for i in range(first, first + count)]
+
+
+def score(*batches: list[ScoreJob], store: Store | None = None, **changes: Any) -> Desk:
+    desk: Any = Desk(*batches)
+
+    async def main() -> None:
+        await EmulatedRewarder("reward-0", make_config(**changes), PROFILE, desk, store or Store(), VirtualClock()).run()
+
+    run(main())
+    return desk
+
+
+def test_scoring_fetches_its_media_and_takes_the_profiles_time_in_all() -> None:
+    batches = jobs(0, 4), jobs(0, 1, 4)
+    desk = score(*batches, store=(store := Store(seconds=0.4)))
+    assert desk.times("score") == [(0.0, 3.0), (3.0, 4.5)]
+    assert len(store.fetched) == 5
+    assert [result.sample_id for result in desk.results] == [f"g0.s{i}" for i in range(5)]
+
+
+def test_rewards_are_functions_of_the_seed_on_the_media() -> None:
+    rewards = [result.score.value for result in score(jobs(0, 4), jobs(1, 4), jobs(0, 4)).results if result.score]
+    assert rewards[:4] == rewards[8:]
+    assert len(set(rewards[:8])) == 8
+    assert all(0 <= reward < 1 for reward in rewards)
+
+
+def test_media_without_a_seed_cannot_be_scored() -> None:
+    short = msgspec.structs.replace(jobs(0, 1)[0], media=np.zeros(SEED_BYTES - 1, np.uint8))
+    (result,) = score([short]).results
+    assert result.score is None
+    assert result.error == "ValueError: emulated media has at least 8 bytes, got 7"
+
+
+def test_a_shared_device_is_handed_over_before_the_first_batch_of_an_update() -> None:
+    batches = jobs(0, 2), jobs(1, 2), jobs(2, 2)  # two groups per update
+    desk = score(*batches, **{"placement.colocated": True, "staleness.max_updates": 0})
+    assert desk.times("switch") == [(0.0, 10.0), (14.0, 24.0)]
+    assert desk.times("score") == [(10.0, 12.0), (12.0, 14.0), (24.0, 26.0)]
+    assert score(*batches).times("switch") == []
+
+
+# ---- the trainer's side -----------------------------------------------------------------------------------------------------------
+
+
+def trajectories(count: int = 4, size: int = 64) -> list[Any]:
+    return [np.zeros(size, np.uint8) for _ in range(count)]
+
+
+def batch(*stored: Any) -> TrainGroup:
+    return TrainGroup(3, stored, (), (), ())
+
+
+async def seconds(work: Coroutine[Any, Any, Any]) -> float:
+    before = asyncio.get_running_loop().time()
+    await work
+    return asyncio.get_running_loop().time() - before
+
+
+def test_a_pass_fetches_the_group_and_takes_the_profiles_time_for_a_ranks_share() -> None:
+    async def main() -> None:
+        store = Store(seconds=0.3)
+        rank = EmulatedRank(make_config(**{"trainer.workers": 2}), PROFILE, store)
+        assert await rank.setup(None, None) == {}
+        assert await seconds(rank.accumulate(batch(*trajectories()), 1.0)) == pytest.approx(2.0)
+        assert await seconds(rank.assess(batch(*trajectories()))) == pytest.approx(0.5)
+        assert await seconds(rank.step(1.0)) == pytest.approx(2.0)
+        assert len(store.fetched) == 8
+
+    run(main())
+
+
+def test_a_trajectory_of_another_size_is_an_error() -> None:
+    async def main() -> None:
+        rank = EmulatedRank(make_config(), PROFILE, Store())
+        with pytest.raises(RuntimeError, match="group 3: a trajectory of 63 bytes arrived, expected 64"):
+            await rank.accumulate(batch(*trajectories(1, 63)), 1.0)
+
+    run(main())
+
+
+def test_a_version_is_the_payload_in_buckets_and_no_two_are_the_same_bytes() -> None:
+    async def main() -> None:
+        rank = EmulatedRank(make_config(**{"weights.bucket_mb": 1}), PROFILE, Store())
+        loop = asyncio.get_running_loop()
+        exported: list[Any] = []
+        for version in (0, 1):
+            exported.append(await rank.export(version))
+            assert loop.time() == pytest.approx(3.0 * (version + 1))
+        manifests = []
+        for version, snapshot in enumerate(exported):
+            manifests.append(snapshot.manifest())
+            assert (manifests[-1].version, manifests[-1].nbytes) == (version, 2_500_000)
+            assert not np.shares_memory(snapshot.buckets[0], exported[1 - version].buckets[0])
+            assert [len(bucket) for bucket in snapshot.buckets] == [2**20, 2**20, 2_500_000 - 2**21]
+            verify(manifests[-1], snapshot.buckets)
+        assert manifests[0].digest != manifests[1].digest
+        exported[0].release()
+        third = await rank.export(2)
+        assert third is not None and third.buckets is exported[0].buckets, "memory that nobody reads any more is used again"
+        assert third.manifest().digest not in (manifests[0].digest, manifests[1].digest)
+
+    run(main())
+
+
+def test_a_checkpoint_is_what_a_resumed_run_goes_on_from(tmp_path: Path) -> None:
+    async def main() -> None:
+        rank = EmulatedRank(make_config(), PROFILE, Store())
+        await rank.save(str(tmp_path / "update-000002"), {"version": 2, "next_group": 9})
+        assert await rank.setup(str(tmp_path / "update-000002"), None) == {"version": 2, "next_group": 9}
+
+    run(main())
+
+
+def update(config: Config, groups: int) -> tuple[list[tuple[float, float]], Desk]:
+    """Give one update its groups, one every ten seconds from 10 on; (ready, taken over) of each, and the spans."""
+    desk: Any = Desk()
+
+    async def main() -> list[tuple[float, float]]:
+        loop, tracer = asyncio.get_running_loop(), Tracer("trainer", desk, VirtualClock())
+        rule = EmulatedRule(config, plan_updates(config), EmulatedRank(config, PROFILE, Store()))
+        made, times = rule.begin(5, tracer), []
+        assert rule.state() == {}
+        for number in range(groups):
+            await asyncio.sleep(max(0.0, 10.0 * (number + 1) - loop.time()))
+            assert made.places == groups - number
+            ready = loop.time()
+            await made.add(_group(number))
+            times.append((ready, loop.time()))
+        assert made.places == 0
+        assert await made.finish() == {}
+        assert [group.group for group in made.groups] == list(range(groups))
+        await tracer.flush()
+        return times
+
+    return run(main()), desk
+
+
+def _group(number: int) -> ReadyGroup:
+    return make_group(number, [0.1, 0.2, 0.3, 0.4], trajectories())
+
+
+def test_a_plan_that_streams_trains_every_group_when_it_comes() -> None:
+    times, desk = update(make_config(), 2)
+    assert times == [(10.0, 14.0), (20.0, 24.0)]
+    assert desk.times("train") == [(10.0, 14.0), (20.0, 24.0), (24.0, 26.0)]
+    assert [span.args for span in desk.spans] == [{"version": 5, "group": 0}, {"version": 5, "group": 1}, {"version": 5, "step": 0}]
+
+
+def test_a_plan_that_collects_does_everything_at_the_end() -> None:
+    changes = {"trainer.steps_per_update": 2, "algorithm.correction.mode": "none"}
+    times, desk = update(make_config(**changes), 2)
+    assert times == [(10.0, 10.0), (20.0, 20.0)]
+    assert desk.times("assess") == [(20.0, 21.0), (21.0, 22.0)]
+    assert desk.times("train") == [(22.0, 26.0), (26.0, 28.0), (28.0, 32.0), (32.0, 34.0)]
+
+
+@pytest.mark.parametrize("streaming", ["on", "off"])
+def test_a_shared_device_is_handed_over_once_per_update(streaming: str) -> None:
+    changes = {"placement.colocated": True, "staleness.max_updates": 0, "trainer.streaming": streaming}
+    _, desk = update(make_config(**changes), 2)
+    began = 10.0 if streaming == "on" else 20.0
+    assert desk.times("switch") == [(began, began + 10.0)]

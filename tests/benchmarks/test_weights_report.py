@@ -1,0 +1,113 @@
+"""What the weight benchmark says of numbers: ratios within a repeat, missed targets marked, differences that can be applied."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks import weights
+from benchmarks.weights_delta import DeltaRecord, apply, pack
+from benchmarks.weights_measure import PublishRecord, ThroughputRecord
+from benchmarks.weights_report import Results, show, write
+from omni_async.benchmark.machine import describe_machine
+
+
+def publish(repeat: int, blocked: float, copy: float, transport: str = "disk") -> PublishRecord:
+    return PublishRecord("full", 10.0, transport, repeat, 10_000_000, copy, copy / 2, 3 * copy, blocked, 5 * blocked, 0.002, 0.003)
+
+
+def window(arm: str, repeat: int, seconds: float, publishes: int = 0) -> ThroughputRecord:
+    return ThroughputRecord(arm, repeat, 48, seconds, publishes)
+
+
+def text(**records: Any) -> list[str]:
+    given = {"publishes": [], "throughput": [], "deltas": [], "notes": [], **records}
+    console = Console(file=io.StringIO(), width=200)
+    show(Results(describe_machine(), {}, **given), console)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def line_with(lines: list[str], word: str) -> str:
+    [found] = [line for line in lines if word in line]
+    return found
+
+
+def test_blocked_time_is_compared_with_the_copy_of_its_own_repeat() -> None:
+    # A machine that is ten times slower in the second repeat changes neither ratio.
+    lines = text(publishes=[publish(0, 0.0012, 0.001), publish(1, 0.012, 0.010)])
+    assert "1.2 (1.2..1.2)" in line_with(lines, "disk")
+    assert "2.4 (2.4..2.4)" in line_with(lines, "disk")  # of the copy in blocks
+    assert "!" not in line_with(lines, "disk")
+
+
+def test_a_missed_target_is_marked() -> None:
+    lines = text(publishes=[publish(0, 0.0016, 0.001)], throughput=[window("quiet", 0, 1.0), window("periodic", 0, 1.06, 3)])
+    assert line_with(lines, "disk").count("!") == 1
+    assert "!" in line_with(lines, "periodic") and "!" not in line_with(lines, "│ quiet")
+
+
+def test_every_transport_has_a_line_in_the_order_of_measurement() -> None:
+    lines = text(publishes=[publish(n, 0.001, 0.001, t) for n in range(3) for t in ("object_store", "disk", "collective")])
+    rows = [word for line in lines for word in line.split() if word in weights.TRANSPORTS]
+    assert rows == ["object_store", "disk", "collective"]
+
+
+def test_generation_is_compared_with_the_quiet_window_of_its_own_repeat() -> None:
+    records = [window("quiet", 0, 1.0), window("back_to_back", 0, 2.0, 8), window("quiet", 1, 10.0), window("back_to_back", 1, 20.0, 80)]
+    line = line_with(text(throughput=records), "back to back")
+    assert "0.5 (0.5..0.5)" in line
+    assert "4 (4..4)" in line
+
+
+def test_the_link_on_which_a_difference_breaks_even_is_what_it_saves_in_the_time_it_takes() -> None:
+    record = DeltaRecord(1e-5, 1, 500_000_000, 0.1, 0.2, 0.15, 0.1, 0.5, 0.3, 9.0)
+    line = line_with(text(deltas=[record]), "1e-05")
+    assert "8 Gbit/s" in line  # 0.8 of 1 GB in 0.8 s
+
+
+def test_results_can_be_read_back(tmp_path: Path) -> None:
+    results = Results(describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], [], ["a note"])
+    assert msgspec.json.decode(write(results, tmp_path).read_bytes(), type=Results) == results
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_a_difference_that_is_applied_gives_the_later_weights(pairs: list[tuple[int, int]]) -> None:
+    before, after = np.array(pairs, np.uint16).T.copy()
+    mask, values = pack(before, after)
+    assert len(values) == np.count_nonzero(before != after)
+    assert mask.nbytes == -(-len(pairs) // 8)
+    assert np.array_equal(apply(before, mask, values), after)
+
+
+def options(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"sizes": [100.0, 10.0, 1e9], "max_mb": 50.0, **changes})
+
+
+def test_sizes_that_do_not_fit_are_left_out_and_named() -> None:
+    fit, notes = weights._sizes(options())
+    assert fit == [10.0]
+    assert [note.split(" (")[0] for note in notes] == ["left out: 100 MB", "left out: 1e+09 MB"]
+    assert weights._sizes(options(max_mb=1e12))[0] == [10.0, 100.0]
+
+
+@pytest.mark.parametrize("wrong", [["--sizes", "0"], ["--window", "-1"], ["--transports", "pigeon"], ["--every", "x"]])
+def test_wrong_usage_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        weights.main(wrong)
+    assert ended.value.code == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weights.main(["--recipe", str(tmp_path / "none.yaml"), "--out", str(tmp_path)]) == 2
+    assert "none.yaml" in capsys.readouterr().err

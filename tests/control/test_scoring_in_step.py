@@ -1,0 +1,221 @@
+"""`reward.streaming: false`: training samples are scored when none is being generated and none could be. Nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from control_world import Run, distinct, finish, hold, make_config, make_coordinator, make_result, now, play, report, score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.control.coordinator import Coordinator
+from omni_async.types import SampleRequest, ScoreJob
+
+
+def jobs(c: Coordinator, limit: int = 100) -> list[ScoreJob]:
+    """What a reward worker gets now; nothing if it would have to wait."""
+
+    async def ask() -> list[ScoreJob]:
+        try:
+            return now(c.next_to_score("reward-0", limit))  # type: ignore[no-any-return]
+        except AssertionError:
+            return []
+
+    return asyncio.run(ask())
+
+
+def make_in_step(**config: Any) -> tuple[Coordinator, list[Any]]:
+    c, entries = make_coordinator(make_config(score_at_once=False, **config))
+    asyncio.run(hold(c, 0, *(f"rollout-{i}" for i in range(config.get("engines", 1)))))
+    return c, entries
+
+
+def done(c: Coordinator, *requests: SampleRequest) -> None:
+    asyncio.run(finish(c, "rollout-0", list(requests), 0))
+
+
+def test_samples_are_scored_when_the_last_one_is_generated() -> None:
+    c, _ = make_in_step(S=0, P=2, group_size=2)
+    requests = now(c.next_samples("rollout-0", 16, 16))
+    for request in requests[:-1]:
+        done(c, request)
+        assert jobs(c) == []
+    done(c, requests[-1])
+    assert [job.sample_id for job in jobs(c, 3)] == ["g0.s0", "g0.s1", "g1.s0"]
+    assert [job.sample_id for job in jobs(c, 3)] == ["g1.s1"]
+
+
+def test_nothing_is_scored_while_a_queued_sample_has_a_place() -> None:
+    c, _ = make_in_step(S=0, P=2, group_size=2)
+    done(c, *now(c.next_samples("rollout-0", 3, 3)))
+    assert jobs(c) == [], "no engine works, but a sample waits for one"
+    done(c, *now(c.next_samples("rollout-0", 3, 3)))
+    assert len(jobs(c)) == 4
+
+
+def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
+    c, _ = make_in_step(S=0, P=2, group_size=2, trajectories=3)
+    done(c, *now(c.next_samples("rollout-0", 16, 16)))
+    first = jobs(c, 1)
+    assert len(first) == 1
+    asyncio.run(score(c, first, distinct))
+    assert jobs(c) == [], "there is a place again, and a sample for it"
+    done(c, *now(c.next_samples("rollout-0", 16, 16)))
+    assert len(jobs(c)) == 3
+
+
+def test_with_a_budget_the_samples_of_all_updates_ahead_are_waited_for() -> None:
+    c, _ = make_in_step(S=1, P=1, group_size=2)
+    requests = now(c.next_samples("rollout-0", 16, 16))
+    assert {request.group for request in requests} == {0, 1}
+    done(c, *requests[:2])
+    assert jobs(c) == []
+    done(c, *requests[2:])
+    assert len(jobs(c)) == 4
+
+
+def test_a_waiting_reward_worker_is_woken_by_the_last_answer_even_if_that_is_a_failure() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(score_at_once=False, S=0, P=2, group_size=2, retries=0, updates=1))
+        await hold(c, 0)
+        requests = await c.next_samples("rollout-0", 16, 16)
+        await finish(c, "rollout-0", requests[:3], 0)
+        worker = asyncio.create_task(c.next_to_score("reward-0", 8))
+        await asyncio.sleep(0)
+        await c.sample_failed("rollout-0", requests[3].sample_id, "boom")
+        assert [(e.group, e.event) for e in entries] == [(1, "dropped")]
+        await asyncio.sleep(0)
+        assert not worker.done(), "group 2 replaces group 1"
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), 0)
+        async with asyncio.timeout(1):
+            assert {job.sample_id for job in await worker} == {"g0.s0", "g0.s1", "g2.s0", "g2.s1"}
+
+    asyncio.run(main())
+
+
+def test_a_retried_sample_holds_scoring_back_until_it_is_made() -> None:
+    c, _ = make_in_step(S=0, P=1, group_size=2, retries=1)
+    first, second = now(c.next_samples("rollout-0", 16, 16))
+    done(c, first)
+    now(c.sample_failed("rollout-0", second.sample_id, "boom"))
+    assert jobs(c) == []
+    done(c, *now(c.next_samples("rollout-0", 16, 16)))
+    assert len(jobs(c)) == 2
+
+
+def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
+    c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2, validation={"every": 1}), validation_prompts=2)
+    asyncio.run(hold(c, 0))
+    requests = [r for _ in range(4) for r in now(c.next_samples("rollout-0", 1, 4))]
+    by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("train", "validation")}
+    assert Counter(r.kind for r in requests) == {"train": 2, "validation": 2}
+    done(c, by_kind["train"][0])
+    now(c.samples_done("rollout-0", [make_result(by_kind["validation"][0], "rollout-0", ())]))
+    assert [job.kind for job in jobs(c)] == ["validation"]
+    now(c.samples_done("rollout-0", [make_result(by_kind["validation"][1], "rollout-0", ())]))
+    done(c, by_kind["train"][1])
+    assert [job.kind for job in jobs(c, 2)] == ["validation", "train"]
+
+
+def test_the_next_update_is_generated_before_it_is_scored() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2))
+        await hold(c, 0)
+        for version in range(2):
+            await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
+            await score(c, await c.next_to_score("reward-0", 8), distinct)
+            group = await c.next_group(version, 1)
+            assert group is not None and group.group == version
+            await c.update_done(report(version + 1, [group]))
+            await hold(c, version + 1)
+
+    asyncio.run(main())
+
+
+class InStep(Run):
+    """A run whose reward workers note what they found under way at the moment of every hand-out."""
+
+    async def rewarder(self, worker: str) -> None:
+        while got := await self.coordinator.next_to_score(worker, 4):
+            if any(job.kind == "train" for job in got):
+                queue = self.coordinator._samples._queue
+                assert queue.num_training_leases == 0, "an engine works on a training sample"
+            await self.turns("score")
+            await score(self.coordinator, got, self._reward)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    S=st.sampled_from([0, 1, 2]),
+    P=st.integers(1, 3),
+    group_size=st.integers(1, 3),
+    trajectories=st.sampled_from([1, 2, 3, 5, 64]),
+    groups=st.sampled_from([1, 2, 16]),
+    window=st.integers(1, 3),
+    engines=st.integers(1, 3),
+    validation=st.booleans(),
+    trouble=st.sampled_from([0.0, 0.1, 0.3]),
+    dice=st.randoms(use_true_random=False),
+)
+def test_no_run_is_stranded(
+    S: int, P: int, group_size: int, trajectories: int, groups: int, window: int, engines: int, validation: bool, trouble: float, dice: Any
+) -> None:
+    """Small buffers, samples that fail and are made again, scores that fail, rejected groups: every run ends by itself."""
+    config = make_config(
+        S=S,
+        P=P,
+        group_size=group_size,
+        updates=3,
+        trajectories=trajectories,
+        groups=groups,
+        window=window,
+        engines=engines,
+        drop_zero_variance=False,
+        validation={"every": 1} if validation else None,
+        score_at_once=False,
+    )
+
+    def reward(job: ScoreJob) -> float | str:
+        return "HTTP 503" if dice.random() < trouble else distinct(job)
+
+    def generate(engine: str, request: SampleRequest) -> str | None:
+        return "CUDA out of memory" if dice.random() < trouble else None
+
+    async def main() -> Run:
+        return await InStep(config, reward=reward, generate=generate, seed=dice.randrange(2**16)).play()
+
+    run = asyncio.run(main())
+    assert run.outcome == ("done", None)
+    assert Counter(entry.event for entry in run.entries)["trained"] == 3 * P
+    assert max(run.staleness) <= S
+
+
+def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:
+    at_once, in_step = (
+        [(version, group) for version, group in play(make_config(S=0, P=3, updates=4, engines=2, score_at_once=streaming), seed=7).taken]
+        for streaming in (True, False)
+    )
+    assert at_once == in_step
+
+
+@pytest.mark.parametrize("engines", [1, 30])
+def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
+    """An engine without weights takes nothing and keeps nobody else from it."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(S=0, P=engines, group_size=1, engines=engines, groups=engines))
+        names = [f"rollout-{i}" for i in range(engines)]
+        producers = {name: asyncio.create_task(c.next_samples(name, 4, 4)) for name in names}
+        await asyncio.sleep(0)
+        for name in names:
+            assert not any(task.done() for task in producers.values())
+            await hold(c, 0, name)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(1):
+            leased = await asyncio.gather(*producers.values())
+        assert [len(requests) for requests in leased] == [1] * engines
+
+    asyncio.run(main())

@@ -1,0 +1,130 @@
+"""From spans back to the service times that made them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from omni_async.config.schema import Config
+from omni_async.performance.measure import measure
+from omni_async.performance.profile import Payload, Profile
+from omni_async.performance.service import NOTHING, ServiceTime
+from omni_async.types import Span
+
+
+def config(**rollout: Any) -> Config:
+    sections = {
+        "model": {"path": "m"},
+        "data": {"prompts": "p"},
+        "rollout": {"group_size": 8, "max_batch": 4, "num_inference_steps": 10} | rollout,
+        "trainer": {"workers": 2},
+    }
+    return msgspec.convert(sections, Config)
+
+
+def measured(spans: list[Span], **rollout: Any) -> Profile:
+    return measure(spans, config(**rollout), name="run-1", source="a test")
+
+
+def trained(*ends: float) -> list[Span]:
+    """An optimizer step of 0.5 s at the end of every update."""
+    return [Span("trainer", "train", end - 0.5, end, {"version": version, "step": 0}) for version, end in enumerate(ends)]
+
+
+def generated(engine: str, begin: float, end: float, samples: int, **args: Any) -> list[Span]:
+    return [Span(engine, "generate", begin, end, {"sample": f"g0.s{i}", **args}) for i in range(samples)]
+
+
+def test_batches_are_found_behind_samples_that_wait_inside_the_engine() -> None:
+    """Every engine holds two batches of four; a sample's span begins when it was handed over, a whole batch before it is computed."""
+    spans: list[Span] = []
+    for engine in ("rollout-0", "rollout-1"):
+        handed_over = 100.0
+        for job in range(6):
+            end = 100.0 + 3.0 * (job + 1)
+            spans += generated(engine, handed_over, end, 4)
+            handed_over = end - 3.0  # the places that the batch before freed
+    assert measured(spans).generate == ServiceTime(unit_s=0.75)
+
+
+def test_two_sizes_of_batches_tell_fixed_from_unit_time() -> None:
+    spans, now = [], 0.0
+    for samples in (4, 1, 4, 2, 3, 1) * 3:
+        now += 10.0  # idle between batches
+        spans += generated("rollout-0", now, now + 2.0 + 0.5 * samples, samples)
+        now += 2.0 + 0.5 * samples
+    found = measured(spans).generate
+    assert (found.fixed_s, found.unit_s) == pytest.approx((2.0, 0.5))
+
+
+def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> None:
+    """Continuous batching: four in flight, one done every second."""
+    spans = [Span("rollout-0", "generate", float(i), float(i + 4), {"sample": f"g0.s{i}"}) for i in range(40)]
+    assert measured(spans).generate.mean(4) == pytest.approx(4.0, rel=0.08)  # the first four overlap with nothing before them
+
+
+def test_a_pause_for_a_swap_is_no_generation_and_the_wait_for_its_boundary_is_no_pause() -> None:
+    spans = [s for job in range(8) for s in generated("rollout-0", 5.0 * job, 5.0 * job + 4.2, 4)]
+    # Each job is interrupted for 0.2 s, asked for between 0 and 0.3 s earlier.
+    spans += [Span("rollout-0", "swap", 5.0 * job + 1.0 - 0.1 * (job % 4), 5.0 * job + 1.2, {"version": job}) for job in range(8)]
+    found = measured(spans)
+    assert found.swap.fixed_s == pytest.approx(0.2)
+    assert found.generate.mean(4) == pytest.approx(4.0)
+
+
+def test_validation_samples_take_other_steps_and_do_not_count() -> None:
+    spans = [s for job in range(4) for s in generated("rollout-0", 10.0 * job, 10.0 * job + 4.0, 4)]
+    spans += [Span("rollout-0", "generate", 50.0, 90.0, {"sample": "v3.p0.s0"})]
+    assert measured(spans).generate.mean(4) == pytest.approx(4.0)
+
+
+def test_every_other_stage_is_what_its_spans_say() -> None:
+    spans = [Span("reward-0", "score", 10.0 * n, 10.0 * n + 1.0 + 0.25 * n, {"samples": n}) for n in (1, 2, 4, 8)]
+    spans += [Span("trainer", "train", 10.0 * g, 10.0 * g + 2.0, {"version": 0, "group": g}) for g in range(3)]
+    spans += [Span("trainer", "assess", 10.0 * g, 10.0 * g + 1.2, {"version": 0, "group": g}) for g in range(3)]
+    spans += trained(40.0)
+    spans += [Span("trainer", "export", 41.0, 41.7, {"version": 1}), Span("trainer", "switch", 42.0, 45.0, {"version": 1})]
+    spans += [Span("publisher", "publish", 42.0, 47.0, {"version": 1, "megabytes": 12.0})]
+    spans += [Span("rollout-0", "stage", 42.1, 43.0, {"version": 1}), Span("rollout-1", "stage", 42.1, 44.0, {"version": 1})]
+    spans += generated("rollout-0", 0.0, 1.0, 4, trajectory_bytes=1000, media_bytes=300)
+    found = measured(spans)
+    assert (found.score.fixed_s, found.score.unit_s) == pytest.approx((1.0, 0.25))
+    assert found.train.mean(4) == pytest.approx(2.0), "eight samples on two ranks are four units"
+    assert found.assess.mean(4) == pytest.approx(1.2)
+    assert found.step.mean() == pytest.approx(0.5)
+    assert found.export.mean() == pytest.approx(0.7)
+    assert found.publish.mean() == pytest.approx(2.0), "until the last engine has staged it"
+    assert found.switch.mean() == pytest.approx(3.0)
+    assert found.payload == Payload(trajectory=1000, media=300, weights=12_000_000)
+
+
+def test_the_first_of_four_updates_warms_up_and_does_not_count() -> None:
+    def spans(updates: int) -> list[Span]:
+        slow = [Span("reward-0", "score", 0.0, 9.0, {"samples": 1})]
+        steady = [Span("reward-0", "score", 10.0 + n, 10.5 + n, {"samples": 1}) for n in range(20)]
+        return [*slow, *steady, *trained(*(10.0 * (u + 1) for u in range(updates)))]
+
+    assert measured(spans(4)).score.unit_s == pytest.approx(0.5)
+    assert measured(spans(3)).score.unit_s == pytest.approx((9.0 + 20 * 0.5) / 21)
+
+
+def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
+    found = measured([Span("reward-0", "score", 0.0, 1.0, {"samples": 2})])
+    assert set(found.stages()) - {"score"} == {stage for stage, service in found.stages().items() if service == NOTHING}
+    assert found.assumed == "zero because the run shows nothing of it: generate, assess, train, step, export, publish, swap, switch"
+    assert found.name == "run-1" and found.source.startswith("a test")
+
+
+def test_a_run_that_never_began_has_a_profile_too() -> None:
+    assert measured([]).payload == Payload()
+
+
+def test_variation_is_kept() -> None:
+    drawn, service = random.Random(0), ServiceTime(unit_s=2.0, cv=0.3)
+    spans = [Span("reward-0", "score", 20.0 * i, 20.0 * i + service.sample(drawn, 4), {"samples": 4}) for i in range(400)]
+    found = measured(spans).score
+    assert found.mean(4) == pytest.approx(8.0, rel=0.05)
+    assert found.variation == pytest.approx(0.3, rel=0.15)

@@ -1,0 +1,125 @@
+"""Shipped profiles give back the published steps they are built from, by the law and in virtual time, and say what is assumed in them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped, table
+from omni_async.config import Config, load
+from omni_async.config.schedule import num_devices
+from omni_async.performance.profile import Profile, load_profile, shipped_profiles, write_profile
+from omni_async.simulation.simulate import simulate
+from omni_async.simulation.times import times_of
+
+NAMES = sorted(profile.name for profile in shipped())
+SAMPLES = 512
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load(RECIPES / f"{name}.yaml", overrides)
+
+
+def test_the_shipped_files_are_what_the_builder_writes(tmp_path: Path) -> None:
+    assert shipped_profiles() == NAMES
+    for profile in shipped():
+        write_profile(tmp_path / "profile.json", profile)
+        assert (tmp_path / "profile.json").read_bytes() == (PROFILES / f"{profile.name}.json").read_bytes()
+
+
+@pytest.mark.parametrize("arrangement", REPRODUCED, ids=lambda a: f"{a.profile}-{a.seconds:g}")
+def test_the_law_gives_back_a_published_step(arrangement: Reproduced) -> None:
+    assert law_s(arrangement) == pytest.approx(arrangement.seconds, rel=0.02)
+
+
+def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() -> None:
+    """512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and simulation agree."""
+    arrangement = REPRODUCED[0]
+    simulated = simulate(recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile), updates=8)
+    assert simulated.step_s == pytest.approx(420, rel=0.02)
+
+
+def test_every_published_step_belongs_to_a_profile_and_is_in_the_table() -> None:
+    assert {a.profile for a in REPRODUCED} == set(NAMES) - {"remote_judge"}  # which follows no published run
+    lines = table().splitlines()
+    assert [a.profile for a in REPRODUCED] == [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_says_where_it_is_from_and_what_is_assumed(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    assert "verl-project/verl-omni" in profile.source
+    assert "assumed" in profile.assumed
+    assert min(profile.payload.trajectory, profile.payload.media, profile.payload.weights) > 0
+
+
+def test_generation_with_lora_takes_what_is_published_one_by_one_and_in_batches() -> None:
+    generate = load_profile("qwen_image_lora_h800").generate
+    assert generate.mean(1) * SAMPLES / 4 == pytest.approx(226.4, rel=1e-4)
+    assert generate.mean(32) / 32 * SAMPLES / 4 == pytest.approx(107.9, rel=1e-4)
+
+
+def test_the_wan_log_is_split_into_its_own_stages() -> None:
+    profile, per_npu = load_profile("wan22_dance"), SAMPLES / 8
+    assert profile.assess.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
+    assert profile.train.mean(per_npu) + 4 * profile.step.mean() == pytest.approx(735.3, rel=1e-4)
+    assert profile.export.mean() + profile.publish.mean() + profile.swap.mean() == pytest.approx(6.8, rel=1e-4)
+
+
+def test_a_node_of_eight_gpus_does_the_work_of_eight_gpus() -> None:
+    gpu, node = load_profile("qwen_image_full_h200"), load_profile("qwen_image_full_h100_64")
+    for stage in ("generate", "score", "assess", "train"):
+        assert getattr(gpu, stage).unit_s / getattr(node, stage).unit_s == pytest.approx(8, rel=1e-4)
+    assert node.generate.fixed_s == gpu.train.fixed_s == 0 < node.assess.fixed_s < node.train.fixed_s
+
+
+def test_the_judge_takes_three_seconds_in_the_median_and_a_minute_once_in_a_hundred() -> None:
+    score = load_profile("remote_judge").score
+    seconds = sorted(score.fixed_s * factor for factor in score.quantiles)
+    assert (seconds[24] + seconds[25]) / 2 == pytest.approx(3, rel=0.01)
+    assert seconds[-1] == pytest.approx(60, rel=0.01)
+    assert sum(score.quantiles) / len(score.quantiles) == pytest.approx(1, abs=1e-3)
+    assert score.mean(8) == score.mean(1)  # other requests do not slow it down
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
+    config, profile = recipe(name), load_profile(name)
+    best = min(step_s(candidate, profile) for candidate in splits(config))
+    assert step_s(config, profile) <= best * 1.001
+
+
+def splits(config: Config) -> list[Config]:
+    """Every way to deal as many devices to the roles, where ranks divide a group; reward workers on no device stay."""
+    size, beside = config.placement.trainer.gpus, not config.placement.reward.gpus
+    devices = int(num_devices(config) / size)
+    found = []
+    for rollout, ranks in product(range(1, devices), repeat=2):
+        reward = config.reward.workers if beside else devices - rollout - ranks
+        if config.rollout.group_size % ranks or reward < 1 or (beside and rollout + ranks != devices):
+            continue
+        found.append(
+            replace(
+                config,
+                rollout=replace(config.rollout, workers=rollout),
+                reward=replace(config.reward, workers=reward),
+                trainer=replace(config.trainer, workers=ranks),
+            )
+        )
+    return found
+
+
+def step_s(config: Config, profile: Profile) -> float:
+    return times_of(config, profile).bottleneck[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
+    """With the recipe's own buffers."""
+    simulated = simulate(recipe(name), load_profile(name), updates=40)
+    assert simulated.bound_fraction >= 0.95
+    assert simulated.staleness_max == 2

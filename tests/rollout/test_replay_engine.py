@@ -1,0 +1,225 @@
+"""An engine that replays a profile, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from omni_async.performance.profile import Payload, Profile
+from omni_async.performance.service import ServiceTime
+from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.replay_engine import ReplayEngine
+from omni_async.simulation.virtual_time import run
+from omni_async.types import Prompt, SampleRequest, SdeWindow, TensorSpec, WeightManifest
+from omni_async.weights.snapshot import Snapshot
+
+T = TypeVar("T")
+STEPS = 10
+PROFILE = Profile(
+    name="p",
+    source="a test",
+    generate=ServiceTime(fixed_s=2.0, unit_s=2.0),
+    score=ServiceTime(),
+    train=ServiceTime(),
+    publish=ServiceTime(fixed_s=3.0),
+    swap=ServiceTime(fixed_s=0.5),
+    switch=ServiceTime(fixed_s=7.0),
+    payload=Payload(trajectory=5000, media=300, weights=100),
+)
+
+
+def request(number: int) -> SampleRequest:
+    return SampleRequest(
+        sample_id=f"g0.s{number}",
+        kind="train",
+        group=0,
+        sample=number,
+        prompt=Prompt(0, "a cat"),
+        seed=number * 1_000_003,
+        height=32,
+        width=32,
+        num_inference_steps=STEPS,
+        true_cfg_scale=1.0,
+        negative_prompt="",
+        noise_level=0.7,
+        sde_kind="flow",
+        window=SdeWindow(0, 2),
+    )
+
+
+def weights(version: int) -> tuple[WeightManifest, list[np.ndarray]]:
+    bucket = np.full(100, version, np.uint8)
+    snapshot = Snapshot(version, "full", (TensorSpec("bucket.0", "uint8", (100,), 0, 0, 100),), [bucket])
+    return snapshot.manifest(), [bucket]
+
+
+def play(work: Any, profile: Profile = PROFILE, **options: Any) -> Any:
+    """`work(engine)` on a started engine of at most four samples a job, which is closed afterwards."""
+
+    async def main() -> Any:
+        engine = ReplayEngine("rollout-0", profile, **{"max_batch": 4, "seed": 1} | options)
+        report = await engine.start()
+        assert (report.engine, report.version, report.digest) == ("rollout-0", 0, "")
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return run(main())
+
+
+async def ends(*works: Coroutine[Any, Any, Any]) -> list[float]:
+    """When each of them was done."""
+
+    async def end(work: Coroutine[Any, Any, Any]) -> float:
+        await work
+        return asyncio.get_running_loop().time()
+
+    return list(await asyncio.gather(*(end(work) for work in works)))
+
+
+def test_a_job_is_a_batch_of_what_waits_and_jobs_follow_one_another() -> None:
+    async def work(engine: ReplayEngine) -> list[float]:
+        return await ends(*(engine.generate(request(i)) for i in range(9)))
+
+    # Two full batches of 2 + 4 x 2 s, and one sample in 2 + 2 s.
+    assert play(work) == pytest.approx([10.0] * 4 + [20.0] * 4 + [24.0])
+
+
+def test_a_sample_that_comes_while_a_job_runs_waits_for_the_next() -> None:
+    async def work(engine: ReplayEngine) -> list[float]:
+        async def late() -> None:
+            await asyncio.sleep(1.0)
+            await engine.generate(request(1))
+
+        return await ends(engine.generate(request(0)), late())
+
+    assert play(work) == pytest.approx([4.0, 8.0])
+
+
+def test_samples_a_message_apart_are_one_batch_and_the_device_does_not_wait_for_them() -> None:
+    async def work(engine: ReplayEngine) -> list[float]:
+        async def soon() -> None:
+            await asyncio.sleep(0.004)
+            await engine.generate(request(1))
+
+        return await ends(engine.generate(request(0)), soon())
+
+    assert play(work) == pytest.approx([6.0, 6.0])
+
+
+def test_a_swap_waits_for_a_boundary_pauses_the_job_and_stamps_the_steps_after_it() -> None:
+    async def work(engine: ReplayEngine) -> tuple[Trajectory, float, float, float]:
+        loop = asyncio.get_running_loop()
+        manifest, buckets = weights(1)
+        making = asyncio.create_task(engine.generate(request(0)))
+        assert await engine.stage(manifest, buckets) == manifest.digest
+        staged = loop.time()
+        report = await engine.swap(1)
+        swapped = loop.time()
+        assert (report.version, report.digest, report.staged_s) == (1, manifest.digest, 3.0)
+        return await making, staged, swapped, loop.time()
+
+    trajectory, staged, swapped, made = play(work)
+    # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later than it would have.
+    assert (staged, swapped, made) == pytest.approx((3.0, 3.7, 4.5))
+    assert trajectory.versions == (0,) * 8 + (1,) * 2
+
+
+def test_a_swap_of_an_idle_engine_holds_the_next_job_up() -> None:
+    async def work(engine: ReplayEngine) -> list[float]:
+        await engine.stage(*weights(1))
+        return await ends(engine.swap(1), engine.generate(request(0)))
+
+    assert play(work) == pytest.approx([3.5, 7.5])
+    assert play(work, takes_turns=True) == pytest.approx([10.5, 14.5]), "and on a shared device includes the time to switch to this engine"
+
+
+def test_engines_draw_the_same_time_for_a_publish() -> None:
+    profile = msgspec.structs.replace(PROFILE, publish=ServiceTime(fixed_s=3.0, cv=0.5))
+
+    async def main() -> list[float]:
+        engines = [ReplayEngine(f"rollout-{i}", profile, max_batch=4, seed=1) for i in range(3)]
+        for engine in engines:
+            await engine.start()
+        times = await ends(*(engine.stage(*weights(1)) for engine in engines))
+        for engine in engines:
+            await engine.close()
+        return times
+
+    first, *others = run(main())
+    assert others == [first, first] and first != 3.0
+
+
+def test_weights_that_did_not_arrive_whole_are_refused() -> None:
+    async def work(engine: ReplayEngine) -> None:
+        manifest, buckets = weights(1)
+        damaged = buckets[0].copy()
+        damaged[50] ^= 1
+        with pytest.raises(EngineError, match=r"rollout-0: .*digest"):
+            await engine.stage(manifest, [damaged])
+        with pytest.raises(EngineError, match="asked for version 1, staged is None"):
+            await engine.swap(1)
+
+    play(work)
+
+
+def test_payloads_have_the_profiles_size_differ_between_samples_and_are_the_samples_alone() -> None:
+    async def work(engine: ReplayEngine) -> list[Trajectory]:
+        return list(await asyncio.gather(*(engine.generate(request(i % 2)) for i in range(3))))
+
+    zero, one, again = play(work)
+    for made in (zero, one):
+        assert (made.tensors.nbytes, made.image.nbytes, made.image.dtype) == (5000, 300, np.uint8)
+    assert not np.array_equal(zero.tensors, one.tensors) and not np.array_equal(zero.image, one.image)
+    assert np.array_equal(zero.tensors, again.tensors) and np.array_equal(zero.image, again.image)
+
+
+def test_without_a_payload_there_is_room_for_the_seed() -> None:
+    async def work(engine: ReplayEngine) -> Trajectory:
+        return await engine.generate(request(0))
+
+    made = play(work, msgspec.structs.replace(PROFILE, payload=Payload()))
+    assert (made.tensors.nbytes, made.image.nbytes) == (0, 8)
+
+
+def test_jobs_take_random_times_that_depend_on_seed_and_engine_alone() -> None:
+    profile = msgspec.structs.replace(PROFILE, generate=ServiceTime(unit_s=2.0, cv=0.5))
+
+    async def work(engine: ReplayEngine) -> list[float]:
+        return await ends(*(engine.generate(request(i)) for i in range(8)))
+
+    assert play(work, profile) == play(work, profile)
+    assert play(work, profile) != play(work, profile, seed=2)
+    expected = random.Random("1/rollout-0")
+    assert play(work, profile)[0] == pytest.approx(profile.generate.sample(expected, 4))
+
+
+def test_closing_fails_what_waits_and_what_runs() -> None:
+    async def work(engine: ReplayEngine) -> list[Any]:
+        tasks = [asyncio.create_task(engine.generate(request(i))) for i in range(6)]
+        await engine.stage(*weights(1))
+        tasks.append(asyncio.create_task(engine.swap(1)))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineError, match="not running"):
+            await engine.generate(request(9))
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [type(outcome) for outcome in play(work)] == [EngineError] * 7
+
+
+def test_samples_nobody_waits_for_any_more_do_not_hold_others_up() -> None:
+    async def work(engine: ReplayEngine) -> list[float]:
+        forsaken = asyncio.create_task(engine.generate(request(0)))
+        await asyncio.sleep(1.0)
+        forsaken.cancel()
+        return await ends(engine.generate(request(1)))
+
+    assert play(work) == pytest.approx([8.0])

@@ -1,0 +1,141 @@
+"""Configurations and profiles to simulate, and a coordinator that hands out what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, cast
+
+import msgspec
+
+from omni_async.actors.plan import plan_updates
+from omni_async.config import Config, check
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.ledger import Ledger
+from omni_async.control.versions import Versions
+from omni_async.performance.profile import Profile
+from omni_async.performance.service import ServiceTime
+from omni_async.simulation.meters import Meters
+from omni_async.simulation.virtual_time import VirtualTimeLoop
+from omni_async.simulation.world import SharedDevices, World
+from omni_async.types import Prompt, SampleRequest, SampleResult, ScoreJob, ScoreResult, SdeWindow, WeightReport
+
+
+def make_config(**changes: Any) -> Config:
+    """`rollout__workers=2` sets rollout.workers. Buffers are large unless a test says otherwise."""
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": "model"},
+        "data": {"prompts": "prompts.txt"},
+        "reward": {"scorers": [{"name": "ocr"}]},
+        "buffer": {"trajectories": 4096, "groups": 256},
+    }
+    for path, value in changes.items():
+        section, key = path.split("__")
+        tree.setdefault(section, {})[key] = value
+    config = msgspec.convert(tree, Config)
+    assert check(config) is None, check(config)
+    return config
+
+
+def make_profile(**stages: ServiceTime | float | tuple[float, ...]) -> Profile:
+    """A number is seconds per job, a pair also seconds per unit, a third its coefficient of variation."""
+    times = {"generate": 0.0, "score": 0.0, "train": 0.0, **stages}
+    made = {name: value if isinstance(value, ServiceTime) else ServiceTime(*_tuple(value)) for name, value in times.items()}
+    return Profile(name="made", source="a test", **made)
+
+
+def _tuple(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def request(sample: int, window: SdeWindow | None, group: int = 0) -> SampleRequest:
+    return SampleRequest(
+        sample_id=f"g{group}.s{sample}",
+        kind="train",
+        group=group,
+        sample=sample,
+        prompt=Prompt(0, "a prompt"),
+        seed=sample,
+        height=64,
+        width=64,
+        num_inference_steps=10,
+        true_cfg_scale=1.0,
+        negative_prompt="",
+        noise_level=0.7,
+        sde_kind="flow",
+        window=window,
+    )
+
+
+class Desk:
+    """What stations ask of a coordinator, answered by a test: `offer` requests or jobs, `end` the run; what they report is kept with its time."""
+
+    def __init__(self) -> None:
+        self._requests: deque[SampleRequest] = deque()
+        self._jobs: deque[ScoreJob] = deque()
+        self._changed = asyncio.Event()
+        self._over = False
+        self.done: list[tuple[float, SampleResult]] = []
+        self.held: list[tuple[float, str, int]] = []
+        self.scored_at: list[tuple[float, tuple[str, ...]]] = []
+        self.announced: list[tuple[float, int]] = []
+        self.ledger = Ledger(lambda entry: None)
+        self.versions = Versions()
+
+    def offer(self, *items: SampleRequest | ScoreJob) -> None:
+        for item in items:
+            (self._requests if isinstance(item, SampleRequest) else self._jobs).append(item)  # type: ignore[arg-type]
+        self._ring()
+
+    def end(self) -> None:
+        self._over = True
+        self._ring()
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        while not self._requests and not self._over:
+            await self._changed.wait()
+        return [self._requests.popleft() for _ in range(min(free, len(self._requests)))]
+
+    async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        self.done += [(_now(), result) for result in results]
+
+    async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
+        while not self._jobs and not self._over:
+            await self._changed.wait()
+        return [self._jobs.popleft() for _ in range(min(limit, len(self._jobs)))]
+
+    async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+        assert list(kinds) == [result.sample_id for result in results]
+        self.scored_at.append((_now(), tuple(kinds)))
+
+    async def announce(self, version: int, digest: str) -> None:
+        self.announced.append((_now(), version))
+
+    async def engine_holds(self, report: WeightReport) -> None:
+        self.held.append((_now(), report.engine, report.version))
+
+
+def _now() -> float:
+    return round(asyncio.get_running_loop().time(), 6)
+
+
+def make_world(config: Config, profile: Profile, desk: Desk, seed: int = 0) -> World:
+    """Call it on the running loop of virtual time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
+    return World(
+        config=config,
+        profile=profile,
+        plan=plan_updates(config),
+        coordinator=cast(Coordinator, desk),
+        loop=loop,
+        meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
+        seed=seed,
+        lot=1,
+        shared=SharedDevices(profile.switch, loop) if config.placement.colocated else None,
+    )

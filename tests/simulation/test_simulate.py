@@ -1,0 +1,297 @@
+"""A whole job in virtual time: what is counted, what is left out, and what the command makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from simulation_world import make_config, make_profile
+
+from omni_async.cli import main
+from omni_async.control.coordinator import Coordinator
+from omni_async.performance.profile import write_profile
+from omni_async.simulation import simulate as module
+from omni_async.simulation.lots import choose_lot, in_lots
+from omni_async.simulation.meters import Gauge, Stretches, Window
+from omni_async.simulation.simulate import Steady, simulate
+from omni_async.simulation.sweep import arms
+
+PROFILE = make_profile(
+    generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.0, 0.3), assess=(0.1, 0.0), step=1.0, export=0.4, publish=1.5, swap=0.2
+)
+VARIED = make_profile(generate=(1.0, 0.5, 0.3), score=(0.2, 0.1, 0.5), train=(0.0, 0.3, 0.1), step=1.0, publish=1.5, swap=0.2)
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(msgspec.structs.replace(a, wall_s=0.0) == msgspec.structs.replace(b, wall_s=0.0))
+
+
+# ---- what is counted ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_group_is_trained_and_nothing_is_lost() -> None:
+    found = simulate(make_config(rollout__workers=3, staleness__max_updates=2), VARIED, updates=40)
+    assert found.counters == {"admitted": 160, "trained": 160, "rejected": 0, "dropped": 0, "live": 0}
+    assert sum(found.staleness.values()) == 160
+    assert found.staleness_max <= 2
+    assert found.staleness_mean == pytest.approx(sum(age * n for age, n in found.staleness.items()) / 160)
+
+
+def test_with_no_staleness_allowed_nothing_is_stale() -> None:
+    found = simulate(make_config(staleness__max_updates=0), VARIED, updates=20)
+    assert found.staleness == {0: 80}
+
+
+def test_shares_of_time_add_up() -> None:
+    found = simulate(make_config(rollout__workers=2, reward__workers=2), VARIED, updates=60)
+    for role, shares in found.busy.items():
+        assert all(0 <= share <= 1 + 1e-9 for share in shares.values()), (role, shares)
+        assert sum(shares.values()) <= 1 + 1e-9
+    # Engines have no input to wait for, and what comes after a reward worker or the trainer never lacks room.
+    assert found.busy["rollout"]["starved"] == found.busy["reward"]["backpressured"] == found.busy["trainer"]["backpressured"] == 0
+    assert sum(found.busy["trainer"].values()) == pytest.approx(1.0)
+    assert sum(found.busy["reward"].values()) == pytest.approx(1.0)
+
+
+def test_busy_shares_are_the_work_there_is() -> None:
+    found = simulate(make_config(rollout__workers=2, staleness__max_updates=3), PROFILE, updates=60)
+    per_update = found.times.train + found.times.blocked
+    assert found.busy["trainer"]["busy"] == pytest.approx(per_update / found.step_s, rel=0.01)
+
+
+def test_throughput_counts_all_devices() -> None:
+    config = make_config(rollout__workers=2, reward__workers=3, placement__trainer={"cpus": 4})
+    found = simulate(config, PROFILE, updates=20)
+    assert found.devices == 2 + 3 + 4
+    assert found.images_per_s == pytest.approx(4 * 8 / found.step_s)
+    assert found.images_per_s_per_device == pytest.approx(found.images_per_s / 9)
+
+
+def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gauges follow the coordinator's own books: compared after every report of a score."""
+    seen = []
+
+    class Watched(Coordinator):
+        async def scored(self, *args: Any) -> None:
+            await super().scored(*args)
+            places = worlds[0].meters.places
+            asyncio.get_running_loop().call_soon(lambda: seen.append(({name: g.value for name, g in places.items()}, self._books())))
+
+        def _books(self) -> dict[str, int]:
+            buffers = self._buffer_statistics()
+            slots = buffers["slots"]
+            return {
+                "slots": slots["live"] + slots["awaiting_publication"],
+                "trajectories": buffers["trajectories"]["reserved"],
+                "replay": buffers["replay"]["reserved"],
+            }
+
+    worlds: list[Any] = []
+    make_world = module._world
+
+    def remember(*args: Any) -> Any:
+        worlds.append(make_world(*args))
+        return worlds[-1]
+
+    monkeypatch.setattr(module, "_world", remember)
+    monkeypatch.setattr(module, "Coordinator", Watched)
+    found = simulate(make_config(rollout__workers=2, buffer__trajectories=24, buffer__groups=10), VARIED, updates=20)
+    assert len(seen) > 100
+    # A handful of calls falls between a booking and its gauge, within one instant.
+    assert sum(gauges != books for gauges, books in seen) <= 0.02 * len(seen)
+    assert found.buffers["trajectories"].largest <= 24 and found.buffers["replay"].largest <= 10
+    assert found.buffers["slots"].capacity == 12
+    assert 0 < found.buffers["slots"].mean <= 12
+
+
+# ---- reproducible, steady, in lots ----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    config = make_config(rollout__workers=3)
+    first = simulate(config, VARIED, updates=20, seed=5)
+    assert same(first, simulate(config, VARIED, updates=20, seed=5))
+    assert first.step_s != simulate(config, VARIED, updates=20, seed=6).step_s
+
+
+def test_warm_up_and_drain_are_left_out() -> None:
+    steady = Steady(make_config(staleness__max_updates=2), 30)
+    assert steady.first == 4
+    assert steady.last == 28  # the last two updates admit nothing; 24 steps are eight periods of S + 1 = 3
+    steps = [simulate(make_config(staleness__max_updates=2), PROFILE, updates=updates).step_s for updates in (20, 60)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-3)
+
+
+def test_too_few_updates_are_refused_with_what_would_be_enough() -> None:
+    config = make_config(staleness__max_updates=2)
+    with pytest.raises(ValueError, match="updates: a simulation with a budget of 2 updates needs at least 7, got 6"):
+        simulate(config, PROFILE, updates=6)
+    assert simulate(config, PROFILE, updates=7).updates == 7
+
+
+def test_progress_is_told_of_every_update() -> None:
+    told: list[int] = []
+    simulate(make_config(), PROFILE, updates=12, progress=told.append)
+    assert told == list(range(1, 13))
+
+
+def test_by_default_there_are_enough_updates() -> None:
+    assert simulate(make_config(trainer__updates=3), PROFILE).updates == 200
+
+
+def test_lots_change_nothing_where_every_batch_holds_whole_lots() -> None:
+    config = make_config(rollout__group_size=8, rollout__max_batch=8, rollout__max_inflight=8, reward__batch=8)
+    single, lots = simulate(config, PROFILE, updates=20, lot=1), simulate(config, PROFILE, updates=20, lot=4)
+    assert (single.lot, lots.lot) == (1, 4)
+    assert lots.step_s == pytest.approx(single.step_s)
+
+
+def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> None:
+    huge: dict[str, Any] = {"rollout__group_size": 16, "trainer__groups_per_update": 256}
+    assert choose_lot(make_config(), 200) == 1
+    assert choose_lot(make_config(**huge), 1000) == 8
+    # No lots at all where an engine would not have enough of them, or where they do not divide what is computed together.
+    assert choose_lot(make_config(**huge, rollout__workers=4096), 1000) == 1
+    assert choose_lot(make_config(**huge, rollout__max_batch=15), 1000) == 1
+
+
+def test_a_configuration_in_lots_has_the_same_proportions() -> None:
+    config = in_lots(make_config(rollout__group_size=16, rollout__max_inflight=32, reward__batch=8, buffer__trajectories=64), 4)
+    assert (config.rollout.group_size, config.rollout.max_batch, config.rollout.max_inflight) == (4, 4, 8)
+    assert (config.reward.batch, config.buffer.trajectories) == (2, 16)
+    with pytest.raises(ValueError, match="lot: 3 samples do not divide"):
+        in_lots(make_config(), 3)
+
+
+def test_validation_and_rejections_are_left_out() -> None:
+    plain = simulate(make_config(), PROFILE, updates=12)
+    validated = simulate(make_config(validation__prompts="held-out.txt", validation__every=1), PROFILE, updates=12)
+    assert same(plain, validated)
+
+
+def test_only_time_in_the_window_counts() -> None:
+    now = 0.0
+    window = Window()
+    worked, gauge = Stretches(window), Gauge(window, lambda: now)
+    gauge.set(4)
+    window.opened = 10.0
+    worked.add(0.0, 12.0)
+    now = 12.0
+    gauge.set(1)
+    window.closed = 20.0
+    worked.add(13.0, 14.0)
+    worked.add(18.0, 30.0)
+    worked.add(25.0, 30.0)
+    now = 30.0
+    assert worked.seconds == 2 + 1 + 2
+    assert gauge.mean == (4 * 2 + 1 * 8) / 10
+    assert gauge.largest == 4
+
+
+# ---- the sweep ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() -> None:
+    found = arms(make_config(buffer__trajectories=8, buffer__groups=4, weights__publish_every=2))
+    assert [arm.name for arm in found] == [
+        *("sync", "sync_colocated", "async_reward", "one_step_off"),
+        *(f"async S={budget}" for budget in (0, 1, 2, 4, 8)),
+    ]
+    for arm in found:
+        assert arm.problem is None
+        if arm.name.startswith("async S"):
+            admitted = (arm.config.staleness.max_updates + 1) * 4
+            assert arm.config.buffer.groups >= admitted and arm.config.buffer.trajectories >= 8 * admitted
+    assert [arm.config.weights.publish_every for arm in found[4:]] == [1, 2, 2, 2, 2]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------------------------
+
+RECIPE = """\
+model: {path: nowhere/checkpoint}
+data: {prompts: nowhere/prompts.txt}
+reward: {scorers: [{name: "no.such.module:Scorer"}]}
+rollout: {workers: 2}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    write_profile(tmp_path / "profile.json", PROFILE)
+    return path
+
+
+def test_the_command_predicts_a_job_whose_files_do_not_exist(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = str(recipe.with_name("profile.json"))
+    assert main(["simulate", str(recipe), "--profile", profile, "--updates", "20", "staleness.max_updates=1"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "this recipe, S = 1",
+        "one stage after the other",
+        "bottleneck: trainer",
+        "backpressured",
+        "slots",
+        "images/s over 4 devices",
+    ):
+        assert words in shown, words
+
+
+def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = recipe.with_name("found") / "sweep.json"
+    profile = str(recipe.with_name("profile.json"))
+    assert main(["simulate", str(recipe), "--profile", profile, "--updates", "20", "--sweep", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out
+    results = json.loads(out.read_text())["results"]
+    assert [row["name"] for row in results] == [arm.name for arm in arms(make_config())]
+    for row in results:
+        assert row["name"] in shown
+        assert row["bound_fraction"] == pytest.approx(row["law_s"] / row["step_s"])
+        assert row["staleness_max"] <= row["staleness_budget"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen_image"),
+        (["--profile", "nobody"], "--profile: no profile 'nobody'; shipped are"),
+        (["--profile", "missing.json"], "cannot be read: No such file"),
+        (["--profile", "P", "--updates", "4"], "--updates: a simulation with a budget of 2 updates needs at least 7, got 4"),
+        (["--profile", "P", "--updates", "12", "--sweep"], "--updates: a simulation with a budget of 8 updates needs at least 19, got 12"),
+        (["--profile", "P", "--lot", "3"], "--lot: 3 samples do not divide rollout.group_size = 8"),
+        (["--profile", "P", "rollout.workers=0"], "rollout.workers: expected"),
+        (["--profile", "P", "trainer.workers=3"], "trainer.workers: 3 ranks do not divide"),
+        (["--profile", "P", "algorithm.name=nonsense"], "algorithm.name: expected one of"),
+        (["--profile", "P", "data.preferences=pairs.parquet"], "leave out data.preferences"),
+        (["--profile", "P", "trainer.streaming=on", "trainer.steps_per_update=2"], "trainer.streaming: 'on' cannot be had here"),
+        (["--profile", "P", "--json", "/proc/nothing/here.json"], "--json: cannot write /proc/nothing/here.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    recipe: Path, arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = str(recipe.with_name("profile.json"))
+    assert main(["simulate", str(recipe), *(profile if word == "P" else word for word in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1 and said.startswith("omni-async: ")
+
+
+@pytest.mark.parametrize("arguments", [["--updates", "0"], ["--lot", "none"], ["--nonsense"], ["--profile"]])
+def test_wrong_options_are_usage_errors(recipe: Path, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["simulate", str(recipe), *arguments])
+    assert caught.value.code == 2
+
+
+def test_simulating_needs_neither_torch_nor_ray() -> None:
+    code = "import sys, omni_async.simulation.simulate, omni_async.simulation.command; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

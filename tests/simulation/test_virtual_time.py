@@ -1,0 +1,398 @@
+"""The event loop on virtual time: it jumps, it is reproducible, and it notices when nothing can go on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.control.waiting import Bell
+from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
+
+
+def loop_of_this() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_year_of_sleep_is_a_jump() -> None:
+    async def main() -> float:
+        await asyncio.sleep(365 * 86_400)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 365 * 86_400
+
+
+def test_time_starts_where_it_is_told_to_and_the_clock_shows_it() -> None:
+    async def main() -> tuple[float, float]:
+        clock = VirtualClock()
+        before = clock.now()
+        await asyncio.sleep(2.5)
+        return before, clock.now()
+
+    assert run(main(), start=1e9) == (1e9, 1e9 + 2.5)
+
+
+def test_time_stands_still_while_anything_is_ready() -> None:
+    async def main() -> float:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 0.0
+
+
+def test_sleepers_wake_in_the_order_of_their_times_and_those_of_one_time_in_the_order_they_slept() -> None:
+    async def main() -> list[str]:
+        woken = []
+
+        async def sleeper(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            woken.append(name)
+
+        await asyncio.gather(sleeper("c", 2), sleeper("a", 1), sleeper("b", 1), sleeper("d", 2))
+        return woken
+
+    assert run(main()) == ["a", "b", "c", "d"]
+
+
+def test_times_that_differ_by_rounding_are_one_instant() -> None:
+    async def main() -> int:
+        loop, fired = loop_of_this(), []
+        loop.call_when(0.3, fired.append, 1)
+        loop.call_when(0.1 + 0.2, fired.append, 2)
+        assert 0.1 + 0.2 != 0.3
+        await loop.sleep_until(0.3 - 1e-12)
+        return len(fired)
+
+    assert run(main()) == 2
+
+
+def test_a_timer_that_is_due_is_not_kept_waiting_by_a_task_that_only_yields() -> None:
+    async def main() -> bool:
+        done: list[bool] = []
+        asyncio.get_running_loop().call_later(0, done.append, True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return bool(done)
+
+    assert run(main())
+
+
+def test_a_timeout_counts_virtual_seconds() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(30):
+                await asyncio.sleep(60)
+        async with asyncio.timeout(30):
+            await asyncio.sleep(29)
+        return loop.time()
+
+    assert run(main()) == 59
+
+
+def test_a_cancelled_timer_neither_fires_nor_moves_time() -> None:
+    async def main() -> tuple[float, list[int]]:
+        loop, fired = asyncio.get_running_loop(), []
+        loop.call_later(5, fired.append, 1).cancel()
+        loop.call_later(7, fired.append, 2)
+        timer = loop.call_later(9, fired.append, 3)
+        await asyncio.sleep(8)
+        timer.cancel()
+        await asyncio.sleep(0.5)
+        return loop.time(), fired
+
+    assert run(main()) == (8.5, [2])
+
+
+def test_timeouts_that_were_not_needed_do_not_pile_up() -> None:
+    async def main() -> int:
+        loop = loop_of_this()
+        for _ in range(5000):
+            async with asyncio.timeout(1e6):
+                await asyncio.sleep(1)
+        return len(loop._timers)
+
+    assert run(main()) < 300
+
+
+def test_the_same_program_runs_the_same_way_twice() -> None:
+    async def main() -> list[tuple[float, int]]:
+        drawn, log, lock = random.Random(3), [], asyncio.Lock()
+
+        async def worker(number: int) -> None:
+            for _ in range(5):
+                await asyncio.sleep(drawn.choice([0, 0.5, 1]))
+                async with lock:
+                    await asyncio.sleep(drawn.choice([0, 0.25]))
+                    log.append((asyncio.get_running_loop().time(), number))
+
+        await asyncio.gather(*(worker(number) for number in range(8)))
+        return log
+
+    assert run(main()) == run(main())
+
+
+# ---- asyncio itself -------------------------------------------------------------------------------------------------------------------
+
+
+def test_queues_conditions_and_task_groups_work() -> None:
+    async def main() -> list[tuple[float, int]]:
+        queue: asyncio.Queue[int] = asyncio.Queue(maxsize=2)
+        received = []
+
+        async def produce() -> None:
+            for number in range(4):
+                await queue.put(number)
+
+        async def consume() -> None:
+            for _ in range(4):
+                await asyncio.sleep(1)
+                received.append((asyncio.get_running_loop().time(), await queue.get()))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(produce())
+            tasks.create_task(consume())
+        return received
+
+    assert run(main()) == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_what_main_raises_is_raised() -> None:
+    async def main() -> None:
+        await asyncio.sleep(1)
+        raise KeyError("main")
+
+    with pytest.raises(KeyError, match="main"):
+        run(main())
+
+
+def test_what_is_left_at_the_end_is_cancelled_and_cleans_up() -> None:
+    log = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(3)
+            log.append(asyncio.get_running_loop().time())
+
+    async def main() -> None:
+        task = asyncio.create_task(forever())
+        await asyncio.sleep(1)
+        assert not task.done()
+
+    run(main())
+    assert log == [4]
+
+
+def test_an_abandoned_generator_is_closed_at_the_end() -> None:
+    closed = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(True)
+
+    async def main() -> None:
+        global _kept
+        _kept = numbers()
+        assert await anext(_kept) == 1
+
+    run(main())
+    assert closed == [True]
+
+
+def test_functions_for_threads_are_called_at_once_and_their_errors_are_raised() -> None:
+    def here() -> str:
+        return threading.current_thread().name
+
+    def fails() -> None:
+        raise OSError("disk")
+
+    async def main() -> str:
+        with pytest.raises(OSError, match="disk"):
+            await asyncio.to_thread(fails)
+        return await asyncio.to_thread(here)
+
+    assert run(main()) == threading.current_thread().name
+
+
+def test_a_thread_of_its_own_can_still_hand_something_in() -> None:
+    async def main() -> str:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        thread = threading.Thread(target=lambda: loop.call_soon_threadsafe(arrived.set))
+        thread.start()
+        thread.join()
+        await arrived.wait()
+        return "arrived"
+
+    assert run(main()) == "arrived"
+
+
+def test_it_does_not_run_inside_another_loop() -> None:
+    async def inner() -> None:
+        await asyncio.sleep(0)
+
+    async def main() -> None:
+        work = inner()
+        with pytest.raises(RuntimeError, match="running event loop"):
+            run(work)
+        work.close()
+
+    asyncio.run(main())
+
+
+def test_a_closed_loop_takes_nothing_more() -> None:
+    loop = VirtualTimeLoop()
+    loop.close()
+    for schedule in (lambda: loop.call_soon(print), lambda: loop.call_at(1, print), lambda: loop.call_later(1, print)):
+        with pytest.raises(RuntimeError, match="closed"):
+            schedule()
+
+
+# ---- what only this loop has ----------------------------------------------------------------------------------------------------------
+
+
+def test_sleep_until_the_past_returns_without_moving_time() -> None:
+    async def main() -> float:
+        await asyncio.sleep(5)
+        await loop_of_this().sleep_until(2)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 5
+
+
+def test_a_cancelled_sleep_until_is_forgotten() -> None:
+    async def main() -> float:
+        loop = loop_of_this()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await loop.sleep_until(10)
+        await asyncio.sleep(20)
+        return loop.time()
+
+    assert run(main()) == 21
+
+
+def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_next() -> None:
+    async def main() -> list[str]:
+        loop, log = loop_of_this(), []
+
+        async def chain() -> None:
+            for link in range(3):
+                await asyncio.sleep(0)
+                log.append(f"link {link}")
+
+        loop.when_settled(lambda: log.append("settled"))
+        loop.call_when(1, log.append, "later")
+        loop.call_when(0, log.append, "due")
+        await asyncio.gather(chain(), loop.sleep_until(2))
+        return log
+
+    assert run(main()) == ["due", "link 0", "link 1", "link 2", "settled", "later"]
+
+
+@pytest.mark.parametrize(
+    "schedule", [lambda loop, fails: loop.call_when(3, fails), lambda loop, fails: loop.when_settled(fails)], ids=["timer", "settled"]
+)
+def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any], None]) -> None:
+    def fails() -> None:
+        raise ValueError("a bug")
+
+    async def main() -> None:
+        schedule(loop_of_this(), fails)
+        await asyncio.sleep(10)
+
+    with pytest.raises(ValueError, match="a bug"):
+        run(main())
+
+
+# ---- deadlocks ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
+    bell = Bell()
+
+    async def producer() -> None:
+        await bell.wait()
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(producer(), name="producer-0")
+            tasks.create_task(asyncio.sleep(3), name="sleeper")
+
+    with pytest.raises(DeadlockError) as caught:
+        run(main())
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "all 2 tasks wait and no timer is pending:"
+    assert any(
+        line.startswith("  producer-0: ") and "producer (test_virtual_time.py:" in line and "> Bell.wait (waiting.py:" in line
+        for line in lines
+    )
+    assert not any("sleeper" in line for line in lines)
+
+
+def test_a_pending_timer_is_no_deadlock_and_a_cancelled_one_does_not_hide_it() -> None:
+    async def main(cancel: bool) -> float:
+        event, loop = asyncio.Event(), asyncio.get_running_loop()
+        timer = loop.call_later(100, event.set)
+        if cancel:
+            timer.cancel()
+        await event.wait()
+        return loop.time()
+
+    assert run(main(cancel=False)) == 100
+    with pytest.raises(DeadlockError):
+        run(main(cancel=True))
+
+
+def test_of_many_tasks_the_first_are_listed() -> None:
+    async def main() -> None:
+        await asyncio.gather(*(asyncio.Event().wait() for _ in range(50)))
+
+    with pytest.raises(DeadlockError, match=r"all 51 tasks wait[\s\S]*and 31 more$"):
+        run(main())
+
+
+def test_tasks_are_cancelled_after_a_deadlock_and_clean_up_in_virtual_time() -> None:
+    cleaned = []
+
+    async def main() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(2)
+            cleaned.append(asyncio.get_running_loop().time())
+
+    with pytest.raises(DeadlockError):
+        run(main())
+    assert cleaned == [2]
+
+
+def test_a_supervised_run_fails_in_virtual_time_as_it_does_in_real_time() -> None:
+    async def fails() -> None:
+        await asyncio.sleep(5)
+        raise OSError("engine")
+
+    async def main() -> float:
+        async with Supervisor() as supervisor:
+            supervisor.start("engine", fails())
+            supervisor.start("idle", asyncio.Event().wait())
+            with pytest.raises(TaskFailed, match="engine: OSError: engine"):
+                await supervisor.wait()
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 5

@@ -1,0 +1,31 @@
+"""Small weights of several kinds, packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import pack
+from omni_async.weights.digest import Bucket
+
+Packed = tuple[WeightManifest, list[Bucket]]
+
+
+def make_packed(version: int = 3, seed: int = 0) -> Packed:
+    """Six tensors of five dtypes in several buckets, the widest not first; one is empty, one has no shape."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "flags": torch.tensor([True, False, True]),
+        "blocks.0.bias": torch.randn(5, generator=generator).bfloat16(),
+        "blocks.0.weight": torch.randn(8, 5, generator=generator),
+        "scale": torch.tensor(3.0 + seed),
+        "empty": torch.empty(0, 4),
+        "steps": torch.arange(40, dtype=torch.int64),
+    }
+    return pack(tensors.items(), version=version, payload="full", bucket_bytes=256)
+
+
+@pytest.fixture
+def packed() -> Packed:
+    return make_packed()

@@ -1,0 +1,212 @@
+"""Weights by broadcast, every rank in a thread of this process: what arrives, and what happens when somebody does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from omni_async.config import check
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import unpack
+from omni_async.weights.digest import verify
+from omni_async.weights.transport.base import TransportError
+from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender, Group, Invitation, backend_of
+from tests.actors.actor_world import make_config
+from tests.weights.conftest import Packed, make_packed
+
+LONG_S, SHORT_S = 30.0, 0.5
+
+
+class World:
+    def __init__(self, engines: int, timeout_s: float = LONG_S) -> None:
+        self.sender = CollectiveSender("127.0.0.1", "gloo", timeout_s)
+        self.receivers = [CollectiveReceiver(f"rollout-{i}", timeout_s) for i in range(engines)]
+
+    async def connect(self) -> World:
+        await self.sender.connect({str(i): receiver.connect for i, receiver in enumerate(self.receivers)})
+        return self
+
+    async def carry(self, packed: Packed) -> list[Packed]:
+        async with self.sender.sending(*packed) as parcel:
+            return list(await asyncio.gather(*(r.receive(packed[0], parcel) for r in self.receivers)))
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_every_engine_gets_what_was_sent(engines: int) -> None:
+    async def main() -> None:
+        world = await World(engines).connect()
+        for version in (1, 2):
+            sent = make_packed(version, seed=version)
+            arrived = await world.carry(sent)
+            assert len(arrived) == engines
+            for manifest, buckets in arrived:
+                verify(manifest, buckets)
+                assert manifest == sent[0]
+                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True))
+
+    asyncio.run(main())
+
+
+def test_a_version_is_received_into_the_memory_of_the_one_before() -> None:
+    async def main() -> None:
+        world = await World(1).connect()
+        [(_, first)], [(_, second)] = await world.carry(make_packed(1)), await world.carry(make_packed(2, seed=1))
+        assert all(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
+
+    asyncio.run(main())
+
+
+def test_a_larger_version_gets_larger_memory() -> None:
+    async def main() -> None:
+        world = await World(1).connect()
+        manifest = WeightManifest(1, "full", "", ())
+        for sizes in ([3], [9], [2, 5], [4]):
+            [(_, received)] = await world.carry((manifest, [np.full(size, size, np.uint8) for size in sizes]))
+            assert [bucket.tolist() for bucket in received] == [[size] * size for size in sizes]
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_trainers_own_group_is_left_alone(default_group: None) -> None:
+    async def main() -> None:
+        [(manifest, buckets)] = await (await World(1).connect()).carry(make_packed())
+        verify(manifest, buckets)
+
+    asyncio.run(main())
+    assert dist.get_world_size() == 1
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 1.0
+
+
+def test_no_default_group_is_made() -> None:
+    async def main() -> None:
+        await (await World(1).connect()).carry(make_packed())
+
+    asyncio.run(main())
+    assert not dist.is_initialized()
+
+
+def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() -> None:
+    async def main() -> None:
+        world = World(1, SHORT_S)
+
+        async def absent(invitation: Any) -> None:
+            """Never joins."""
+
+        with pytest.raises(TransportError, match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5"):
+            await world.sender.connect({"0": world.receivers[0].connect, "1": absent})
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
+
+
+def test_an_engine_that_refuses_to_join_is_heard_at_once() -> None:
+    async def main() -> None:
+        async def dead(invitation: Any) -> None:
+            raise ConnectionError("the actor died")
+
+        with pytest.raises(ConnectionError, match="the actor died"):
+            await World(0, SHORT_S).sender.connect({"0": dead})
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
+
+
+def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout() -> None:
+    async def main() -> None:
+        world = await World(2, SHORT_S).connect()
+        packed = make_packed()
+        outcomes: list[BaseException] = []
+        with pytest.raises(
+            TransportError, match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within"
+        ):
+            async with world.sender.sending(*packed) as parcel:
+                outcomes += await asyncio.gather(world.receivers[1].receive(packed[0], parcel), return_exceptions=True)
+        assert len(outcomes) == 1  # the tree of the broadcast decides whether this one had its bytes before
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
+
+
+def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout() -> None:
+    async def main() -> None:
+        world = await World(1, SHORT_S).connect()
+        with pytest.raises(TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"):
+            await world.receivers[0].receive(make_packed()[0], (4, 4))
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
+
+
+def test_the_failure_of_an_engine_is_told_and_not_the_broadcasts_that_follows_from_it() -> None:
+    async def main() -> None:
+        world = await World(1, SHORT_S).connect()
+        with pytest.raises(LookupError, match="an engine died"):
+            async with world.sender.sending(*make_packed()):
+                raise LookupError("an engine died")
+
+    asyncio.run(asyncio.wait_for(main(), LONG_S))
+
+
+def test_nothing_is_carried_before_the_engines_have_joined() -> None:
+    async def main() -> None:
+        world, packed = World(1), make_packed()
+        with pytest.raises(TransportError, match="version 3 cannot be sent before the engines have joined"):
+            await world.carry(packed)
+        with pytest.raises(TransportError, match="rollout-0 has not joined the trainer"):
+            await world.receivers[0].receive(packed[0], (1,))
+
+    asyncio.run(main())
+
+
+def test_a_run_without_engines_needs_no_group() -> None:
+    asyncio.run(World(0).sender.connect({}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "backend"), [(0, 0, "gloo"), (1, 0, "gloo"), (0, 1, "gloo"), (0.5, 0.5, "gloo"), (1, 1, "nccl"), (2, 1, "nccl")]
+)
+def test_nccl_is_used_where_every_rank_has_an_accelerator(trainer: float, rollout: float, backend: str) -> None:
+    config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
+    assert backend_of(config) == backend
+
+
+def test_one_process_is_refused_by_the_configuration() -> None:
+    config = make_config(**{"weights.transport": "collective"})
+    local = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, runtime="inprocess"))
+    assert check(local) == "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("engines", [0, 1])
+def test_nccl_carries_buckets_by_way_of_device_memory(engines: int) -> None:
+    """With one device the root is alone: NCCL takes no two ranks of one device."""
+    if torch.cuda.device_count() <= engines:
+        pytest.skip(f"needs {engines + 1} devices")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sizes, arrived = (5_000_000, 3), []
+
+    def take_part(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        group = Group(Invitation("127.0.0.1", store.port, rank, engines + 1, "nccl"), LONG_S, store if rank == 0 else None)
+        for version in (1, 2):
+            buckets = [np.full(size, version if rank == 0 else 0, np.uint8) for size in sizes]
+            group.broadcast(buckets, f"version {version}")
+            arrived.append([set(bucket.tolist()) for bucket in buckets] == [{version}, {version}])
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(take_part, range(engines + 1)))
+    assert arrived == [True] * 2 * (engines + 1)

@@ -1,0 +1,41 @@
+"""Weights through the run's store: by reference in one process, and gone when they have arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_async.store import LocalStore
+from omni_async.weights.digest import verify
+from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
+from tests.weights.conftest import Packed
+
+
+def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed: Packed) -> None:
+    async def main() -> None:
+        store = LocalStore()
+        sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
+        await sender.connect({"rollout-0": receiver.connect})
+        async with sender.sending(*packed) as parcel:
+            manifest, buckets = await receiver.receive(packed[0], parcel)
+        verify(manifest, buckets)
+        assert manifest == packed[0]
+        assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
+
+    asyncio.run(main())
+
+
+def test_a_bucket_that_is_gone_is_an_error(packed: Packed) -> None:
+    class Forgetful(LocalStore):
+        async def get(self, reference: Any) -> Any:
+            raise LookupError("object is gone")
+
+    async def main() -> None:
+        async with ObjectStoreSender(LocalStore()).sending(*packed) as parcel:
+            with pytest.raises(LookupError, match="object is gone"):
+                await ObjectStoreReceiver(Forgetful()).receive(packed[0], parcel)
+
+    asyncio.run(main())

@@ -1,0 +1,83 @@
+"""Whole runs: versions as files and what is left of them, how one that can't be written ends the run, every transport between Ray actors."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from omni_async.types import WeightManifest
+from omni_async.weights.digest import Bucket
+from omni_async.weights.transport import disk
+from pipelines.qwen_image.tiny import build
+from tests.e2e.runs import run, write_recipe
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build(tmp_path_factory.mktemp("transport") / "tiny", layers=1))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path: Path, checkpoint: str, staleness: int) -> None:
+    finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
+    assert finished.summary.status == "done"
+    [file] = (finished.path / "weights").iterdir()
+    assert file.name == "version-000003.safetensors"
+    published, trained = load_file(file), finished.weights()
+    assert published.keys() == trained.keys()
+    assert all(torch.equal(published[name], trained[name]) for name in trained)
+
+
+def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(
+    tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = disk.write_version
+
+    def fails_at_2(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -> None:
+        if manifest.version == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, manifest, buckets)
+
+    monkeypatch.setattr(disk, "write_version", fails_at_2)
+    failed = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk")
+    assert failed.summary.status == "failed"
+    assert failed.summary.reason is not None
+    assert failed.summary.reason.startswith("TransportError: weights.transport: disk: version 2 cannot be written to ")
+    assert failed.summary.reason.endswith("version-000002.safetensors: No space left on device")
+    assert [path.name for path in sorted((failed.path / "checkpoints").iterdir())] == ["update-000002"]
+
+
+_EMULATED = {
+    "run": {"name": "transport", "runtime": "ray"},
+    "model": {"path": "none"},
+    "data": {},
+    "rollout": {"workers": 2, "group_size": 4, "num_inference_steps": 4, "sde": {"window": {"size": 2, "range": [0, 3]}}},
+    "trainer": {"updates": 3, "groups_per_update": 2},
+    "algorithm": {"clip_range": 0.1},
+    "tracking": {"mlflow": {"enabled": False}},
+    "emulation": {"profile": "qwen_image_lora_h800", "time_scale": 1e-4, "payload_scale": 1e-3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from benchmarks.weights_measure import ray_session
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**_EMULATED, "run": {**_EMULATED["run"], "dir": str(tmp_path / "runs")}}))
+    left: dict[str, list[str]] = {}
+    with ray_session(0):
+        for transport in ("object_store", "disk", "collective"):
+            finished = run(recipe, f"weights.transport={transport}")
+            assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
+            held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
+            assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+            left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
+    assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
