@@ -61,18 +61,23 @@ def _publishes(records: Sequence[PublishRecord]) -> Table:
     for (payload, _, transport), group in _by(records, lambda r: (r.payload, r.model_mb, r.transport)):
         ratio = spread([r.blocked / r.copy_tensors for r in group])
         of_blocks = spread([r.blocked / r.copy_blocks for r in group])
-        columns = [
-            [r.copy_tensors for r in group],
-            [r.copy_blocks for r in group],
-            [r.copy_new for r in group],
-            [r.blocked for r in group],
-            [r.swapped for r in group],
-            [r.staged for r in group],
-            [r.swap for r in group],
-        ]
-        times = [_text(spread([1e3 * second for second in column])) for column in columns]
+        columns = zip(*((r.copy_tensors, r.copy_blocks, r.copy_new, r.blocked, r.swapped, r.staged, r.swap) for r in group), strict=True)
+        copy, blocks, new, blocked, swapped, staged, swap = (spread([1e3 * seconds for seconds in column]) for column in columns)
         met = "" if ratio.median <= BLOCKED_TARGET else " !"
-        table.add_row(payload, f"{group[0].nbytes / 1e6:.1f}", transport, *times[:4], _text(ratio) + met, _text(of_blocks), *times[4:])
+        table.add_row(
+            payload,
+            f"{group[0].nbytes / 1e6:.1f}",
+            transport,
+            _text(copy),
+            _text(blocks),
+            _number(new.median),
+            _text(blocked),
+            _text(ratio) + met,
+            _text(of_blocks),
+            _text(swapped),
+            _number(staged.median),
+            _number(swap.median),
+        )
     return table
 
 

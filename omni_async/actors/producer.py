@@ -49,6 +49,7 @@ class Producer:
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
         self._leased: set[asyncio.Task[None]] = set()
+        self._idle_since = 0.0  # when the last leased sample was done
         self._running = 0
         self._changed = asyncio.Condition()
         self._leasing_paused = False
@@ -72,7 +73,7 @@ class Producer:
                     for request in requests:
                         task = tasks.create_task(self._produce(request), name=request.sample_id)
                         self._leased.add(task)
-                        task.add_done_callback(self._leased.discard)
+                        task.add_done_callback(self._ended)
                     while len(self._leased) >= self._config.rollout.max_inflight:
                         await asyncio.wait(self._leased, return_when=asyncio.FIRST_COMPLETED)
                 flusher.cancel()
@@ -86,14 +87,18 @@ class Producer:
             finally:
                 await self._engine.close()
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._leased.discard(task)
+        if not self._leased:
+            self._idle_since = self._clock.now()
+
     async def _next_samples(self) -> list[SampleRequest]:
         await self._may_lease()
         capacity = self._config.rollout.max_inflight
-        idle = not self._leased
         asked = self._clock.now()
         requests = await self._coordinator.next_samples(self.name, capacity - len(self._leased), capacity)
-        if idle:
-            self._tracer.add("backpressured", asked, self._clock.now())
+        if not self._leased:
+            self._tracer.add("backpressured", max(asked, self._idle_since), self._clock.now())
         await self._may_lease()  # what was asked for before a drain waits for its end
         return requests
 

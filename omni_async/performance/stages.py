@@ -19,27 +19,38 @@ def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bo
     """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `assesses`: it recomputes log-probs."""
     job = _Job(config, profile, streams, assesses)
     every, budget = config.weights.publish_every, config.staleness.max_updates
-    publish = profile.export.mean() + profile.publish.mean() + profile.swap.mean()
-    pause = profile.swap.mean() / every
-    if profile.publish.mean() > 0:
-        # Versions that come faster than they can be published are skipped, and so are their pauses.
-        pause = min(pause, job.generate * profile.swap.mean() / profile.publish.mean())
+    swap, blocked = profile.swap.mean(), profile.export.mean() / every
+    publish = profile.export.mean() + profile.publish.mean() + swap
     if config.placement.colocated:
         # Engine, reward worker and rank each get the device once per update.
         publish += 3 * profile.switch.mean()
     # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of the updates a publish needs
     # were admitted by the one `publishes` before it.
     publishes, left_over = divmod(budget + 1, every)
-    latency = job.latency(every - left_over) + publish
+    wave = (job.latency(every - left_over) + publish) / (publishes * every)
+    # Versions that come faster than they are taken are skipped, and their pauses with them; all S + 1 updates at most.
+    unpaused = max(job.generate, job.score, job.train + blocked, wave)
+    taken = profile.publish.mean() + swap + _longest_wait(config, profile)
     return StageTimes(
         generate=job.generate,
         score=job.score,
         train=job.train,
         publish=publish / every,
-        blocked=profile.export.mean() / every,
-        pause=pause,
-        wave=latency * (budget + 1) / (publishes * every),
+        blocked=blocked,
+        pause=swap / (every if taken <= every * unpaused else budget + 1),
+        wave=wave * (budget + 1),
     )
+
+
+def _longest_wait(config: Config, profile: Profile) -> float:
+    """Seconds a version that is there may have to wait for the boundary that `weights.swap` names."""
+    batch = engine_batch(config)
+    batches = {
+        "step": 1 / config.rollout.num_inference_steps,
+        "request": 2,
+        "drain": 1 + math.ceil(config.rollout.max_inflight / batch),
+    }
+    return batches[config.weights.swap] * profile.generate.mean(batch)
 
 
 def engine_batch(config: Config) -> int:

@@ -21,12 +21,12 @@ from omni_async.weights.transport.base import TransportError
 Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[None]]
 
 
-def on_stage(scene: Scene, offered: int = 0, **changes: Any) -> None:
+def on_stage(scene: Scene, offered: int = 0, clock: ManualClock | None = None, **changes: Any) -> None:
     """A running producer with `offered` samples to lease; the scene ends by itself, the run by the desk's closing."""
 
     async def main() -> None:
         engine, desk = HandEngine(), Desk()
-        producer = Producer("rollout-0", make_config(**changes), engine, desk, LocalStore(), ManualClock())
+        producer = Producer("rollout-0", make_config(**changes), engine, desk, LocalStore(), clock or ManualClock())
         await producer.start()
         desk.offer(*(make_request(i) for i in range(offered)))
         run = asyncio.create_task(producer.run())
@@ -404,3 +404,24 @@ def test_what_it_did_is_told_as_spans():
         assert generate.args == {"sample": "g0.s0", "versions": "0", "trajectory_bytes": 3 * 6 * 4 * 4, "media_bytes": 32 * 48 * 3}
 
     on_stage(scene, offered=1)
+
+
+def test_an_idle_engine_is_backpressured_from_its_last_sample_on_although_it_had_asked_for_more_before():
+    clock = ManualClock()
+
+    async def scene(producer, engine, desk, run):
+        clock.advance(5.0)
+        engine.finish(0)
+        await settle()
+        clock.advance(3.0)
+        desk.offer(make_request(1))
+        await settle()
+        clock.advance(2.0)
+        engine.finish(1)
+        await settle()
+        desk.close()
+        await run
+        waits = [(span.start, span.end) for span in desk.spans if span.kind == "backpressured"]
+        assert waits == [(5.0, 8.0)], "not while the first sample ran"
+
+    on_stage(scene, offered=1, clock=clock)
