@@ -5,12 +5,13 @@ rejection) and for samples to finish. Samples that finish while others are hande
 coordinator. `weights.swap` decides what a swap waits for:
   step     nothing: it happens between two denoising steps of whatever runs
   request  samples already in the engine; leased ones that have not started wait for the new weights
-  drain    every leased sample; nothing is leased meanwhile
+  drain    every leased sample to be generated; nothing is leased meanwhile
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
@@ -48,9 +49,9 @@ class Producer:
         self._receiver = receiver or ObjectStoreReceiver(store)
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
-        self._leased: set[asyncio.Task[None]] = set()
-        self._idle_since = 0.0  # when the last leased sample was done
-        self._running = 0
+        self._leased = 0  # samples that wait for the engine or are in it
+        self._running = 0  # those in it
+        self._idle_since = 0.0  # when the last sample was generated
         self._changed = asyncio.Condition()
         self._leasing_paused = False
         self._starting_paused = False
@@ -69,15 +70,15 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
+                working: set[asyncio.Task[None]] = set()
                 while requests := await self._next_samples():
+                    self._leased += len(requests)
                     for request in requests:
                         task = tasks.create_task(self._produce(request), name=request.sample_id)
-                        self._leased.add(task)
-                        task.add_done_callback(self._ended)
-                    while len(self._leased) >= self._config.rollout.max_inflight:
-                        await asyncio.wait(self._leased, return_when=asyncio.FIRST_COMPLETED)
+                        working.add(task)
+                        task.add_done_callback(working.discard)
                 flusher.cancel()
-                for task in self._leased:
+                for task in working:
                     task.cancel()  # the run is over: nobody wants them any more
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to tell why
@@ -87,26 +88,22 @@ class Producer:
             finally:
                 await self._engine.close()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._leased.discard(task)
-        if not self._leased:
-            self._idle_since = self._clock.now()
-
     async def _next_samples(self) -> list[SampleRequest]:
-        await self._may_lease()
         capacity = self._config.rollout.max_inflight
+        await self._until(lambda: not self._leasing_paused and self._leased < capacity)
         asked = self._clock.now()
-        requests = await self._coordinator.next_samples(self.name, capacity - len(self._leased), capacity)
-        if not self._leased:
+        requests = await self._coordinator.next_samples(self.name, capacity - self._leased, capacity)
+        if self._leased == 0:
             self._tracer.add("backpressured", max(asked, self._idle_since), self._clock.now())
-        await self._may_lease()  # what was asked for before a drain waits for its end
+        await self._until(lambda: not self._leasing_paused)  # what was asked for before a drain waits for its end
         return requests
 
-    async def _may_lease(self) -> None:
+    async def _until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._leasing_paused)
+            await self._changed.wait_for(condition)
 
     async def _produce(self, request: SampleRequest) -> None:
+        """The engine's place is free while the sample is handed over."""
         finished = await self._generate(request)
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
@@ -114,8 +111,7 @@ class Producer:
     async def _generate(self, request: SampleRequest) -> Finished | None:
         """None: it failed, and the coordinator knows."""
         async with self._places:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._starting_paused)
+            await self._until(lambda: not self._starting_paused)
             self._running += 1
             started = self._clock.now()
             try:
@@ -132,6 +128,8 @@ class Producer:
                 return None
             finally:
                 self._running -= 1
+                self._leased -= 1
+                self._idle_since = self._clock.now()
                 async with self._changed:
                     self._changed.notify_all()
         finished = Finished.of(request, trajectory, started, self._clock.now())
@@ -178,8 +176,6 @@ class Producer:
         self._leasing_paused = mode == "drain"
         self._starting_paused = mode == "request"
         if mode == "request":
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._running == 0)
+            await self._until(lambda: self._running == 0)
         elif mode == "drain":
-            while leased := [task for task in self._leased if not task.done()]:
-                await asyncio.wait(leased)
+            await self._until(lambda: self._leased == 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 # Values share an object up to this size: beyond it copying takes longer than what an object costs.
-_SHARED_BYTES = 4 * 2**20
+_SHARED_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
