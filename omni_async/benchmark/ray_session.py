@@ -11,7 +11,7 @@ from typing import Any
 
 from omni_async.config import Config, ConfigError
 
-# For the roles that are nobody's device: coordinator and publisher.
+# For the role that is nobody's device: the coordinator.
 _CONTROL_CPUS = 1
 
 
