@@ -102,6 +102,7 @@ REPRODUCED = (
             "reward.workers=1",
             "reward.streaming=true",
             "placement.colocated=true",
+            "placement.reward.gpus=0",  # beside the NPUs that the others share
         ),
     ),
 )

@@ -61,14 +61,14 @@ def test_the_examples_of_the_help_are_accepted_by_the_parser():
     for sub in commands.choices.values():
         for line in sub.description.splitlines():
             if line.startswith("  omni-async "):
-                parser.parse_args(line.split("#")[0].split()[1:])
+                cli._parse(line.split("#")[0].split()[1:])
 
 
 def test_the_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("train", "check", "list", "docs"))
+    assert all(command in shown for command in ("train", "check", "bench", "simulate", "tune", "list", "docs"))
 
 
 def test_version(capsys):

@@ -65,7 +65,9 @@ class _Job:
     def __init__(self, config: Config, profile: Profile, streams: bool, assesses: bool) -> None:
         rollout, reward, trainer = config.rollout, config.reward, config.trainer
         self._in_step, colocated = config.staleness.max_updates == 0, config.placement.colocated
-        self._scores_late = self._in_step and (not reward.streaming or colocated)
+        # Reward workers that take none of the accelerators the others share go on beside them.
+        beside = config.placement.rollout.gpus > 0 and config.placement.reward.gpus == 0
+        self._scores_late = self._in_step and (not reward.streaming or (colocated and not beside))
         self._streams = streams and not colocated
         self._profile = profile
         self._engines, self._batch = rollout.workers, engine_batch(config)
