@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -14,6 +14,8 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 # Enough to keep a tail that one job in fifty belongs to.
 _NUM_QUANTILES = 50
+# Of the mean of quantiles that were rounded.
+_FAR_FROM_1 = 0.01
 
 
 class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -28,21 +30,27 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     cv: Seconds = 0.0
     quantiles: tuple[Seconds, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.quantiles and abs(sum(self.quantiles) / len(self.quantiles) - 1) > _FAR_FROM_1:
+            raise ValueError(f"quantiles: their mean should be 1, got {sum(self.quantiles) / len(self.quantiles):.4g}")
+
     def mean(self, units: float = 1) -> float:
         """Seconds, of a job of `units`; no job, no time."""
         return self.fixed_s + units * self.unit_s if units > 0 else 0.0
 
     def sample(self, random: random.Random, units: float = 1) -> float:
         """Seconds of one job."""
-        return self.mean(units) * self.factor(random)
+        return self.sampler(random)(units)
 
-    def factor(self, random: random.Random) -> float:
+    def sampler(self, random: random.Random) -> Callable[[float], float]:
+        """`sample`, prepared for many calls: units -> seconds of one job."""
         if self.quantiles:
-            return random.choice(self.quantiles)
+            return lambda units: self.mean(units) * random.choice(self.quantiles)
         if self.cv == 0:
-            return 1.0
+            return self.mean
         variance = math.log1p(self.cv**2)
-        return math.exp(random.gauss(-variance / 2, math.sqrt(variance)))
+        mu, sigma = -variance / 2, math.sqrt(variance)
+        return lambda units: self.mean(units) * math.exp(random.gauss(mu, sigma))
 
     @property
     def variation(self) -> float:
@@ -81,4 +89,6 @@ def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
         return ServiceTime(fixed, unit)
     chosen = [factors[int((i + 0.5) / _NUM_QUANTILES * len(factors))] for i in range(_NUM_QUANTILES)]
     mean = sum(chosen) / len(chosen)
+    if mean == 0:  # all but a few took no time at all
+        return ServiceTime(fixed, unit)
     return ServiceTime(fixed, unit, quantiles=tuple(round(f / mean, 4) for f in chosen))

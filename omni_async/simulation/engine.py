@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable
 
 from omni_async.control.waiting import Bell
-from omni_async.simulation.world import World, at_once
-from omni_async.types import SampleRequest, SampleResult, SdeWindow
+from omni_async.simulation.world import World, at_once, digest_of
+from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
 
 # Two instants closer than this are one.
 _INSTANT_S = 1e-9
@@ -56,10 +56,9 @@ class Batch:
 
     def versions(self, window: SdeWindow | None) -> tuple[int, ...]:
         """Of the trained steps: the window's, or all."""
-        steps = window.steps if window else range(self.steps)
         if len(self.swaps) == 1:
-            return (self.swaps[0][1],) * len(steps)
-        return tuple(self.version_at(step) for step in steps)
+            return (self.swaps[0][1],) * (window.size if window else self.steps)
+        return tuple(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
 class EngineStation:
@@ -118,7 +117,7 @@ class EngineStation:
             return
         if self._pending is not None and not self._owed:
             self._working = True
-            self._loop.call_when(self._loop.now + self._draws.seconds(self._world.profile.swap), self._swap)
+            self._loop.call_when(self._loop.now + self._draws.seconds("swap"), self._swap)
         elif self._leased and self._loop.now < self._paused_until - _INSTANT_S:
             self._loop.call_when(self._paused_until, self._wake)
         elif self._leased:
@@ -137,7 +136,7 @@ class EngineStation:
         world, leased = self._world, self._leased
         room = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
         requests = [leased.popleft() for _ in range(min(room, len(leased)))]
-        seconds = self._draws.seconds(world.profile.generate, len(requests) * world.lot)
+        seconds = self._draws.seconds("generate", len(requests) * world.lot)
         self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
         self._loop.call_when(self._batch.end, self._finish, self._batch)
 
@@ -174,7 +173,7 @@ class EngineStation:
         if self._world.config.weights.swap != "step" and in_engine:
             self._pending, self._owed = version, in_engine
             return None
-        pause = self._draws.seconds(self._world.profile.swap)
+        pause = self._draws.seconds("swap")
         self._version = version
         if batch is None:
             self._paused_until = now + pause
@@ -192,7 +191,7 @@ class EngineStation:
         if self._pending is None:
             raise ValueError(f"{self.name} has nothing to swap to")
         self._version, self._pending, self._working = self._pending, None, False
-        at_once(self._world.coordinator.engine_holds(self._world.report(self.name, self._version)))
+        at_once(self._world.coordinator.engine_holds(WeightReport(self.name, self._version, digest_of(self._version))))
         self._world.count_groups()
         self._room.ring()
         self._swapped()

@@ -146,7 +146,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, lot: int) 
         meters=Meters(loop.time, workers, capacities),
         seed=seed,
         lot=lot,
-        shared=SharedDevices(profile.switch, loop) if config.placement.colocated else None,
+        shared=SharedDevices(loop) if config.placement.colocated else None,
     )
 
 
@@ -156,6 +156,7 @@ def _bare(config: Config, updates: int) -> Config:
     return replace(
         config,
         algorithm=replace(config.algorithm, advantage=advantage),
+        data=replace(config.data, shuffle=False),
         trainer=replace(config.trainer, updates=updates),
         tracking=replace(config.tracking, images_every=updates, images=1),
         validation=None,

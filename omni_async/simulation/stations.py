@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from omni_async.control.waiting import Bell
-from omni_async.performance.service import ServiceTime
 from omni_async.simulation.engine import EngineStation
 from omni_async.simulation.world import World, digest_of
-from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport
+from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport, WeightReport
 
 # What samples earn has no influence on how long anything takes; groups without variance are not rejected here.
 _SCORE = Score(0.0)
@@ -35,7 +34,7 @@ async def reward_worker(name: str, world: World) -> None:
         if shared is not None:
             await shared.take("reward", draws)
         started = loop.now
-        await loop.sleep_until(started + draws.seconds(world.profile.score, len(jobs) * world.lot))
+        await loop.sleep_until(started + draws.seconds("score", len(jobs) * world.lot))
         busy.add(started, loop.now)
         if shared is not None:
             shared.leave()
@@ -81,19 +80,15 @@ class TrainerStation:
             if streams:
                 await self._work(self._passes())
         passes = 0.0 if streams else sum(self._passes() for _ in groups)
-        await self._work(passes + sum(self._seconds(world.profile.step) for _ in range(world.config.trainer.steps_per_update)))
+        await self._work(passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update)))
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
         await world.coordinator.update_done(finished)
         return True
 
-    def _seconds(self, stage: ServiceTime, units: float = 1) -> float:
-        return self._draws.seconds(stage, units)
-
     def _passes(self) -> float:
         """Seconds of one group."""
-        profile = self._world.profile
-        assess = self._seconds(profile.assess, self._units) if self._world.plan.assess else 0.0
-        return assess + self._seconds(profile.train, self._units)
+        assess = self._draws.seconds("assess", self._units) if self._world.plan.assess else 0.0
+        return assess + self._draws.seconds("train", self._units)
 
     async def _work(self, seconds: float) -> None:
         shared = self._world.shared
@@ -111,7 +106,7 @@ class TrainerStation:
 
     async def _publish(self, version: int) -> None:
         self._publisher.withdraw()
-        await self._busy(self._seconds(self._world.profile.export))
+        await self._busy(self._draws.seconds("export"))
         self._publisher.publish(version)
 
 
@@ -146,17 +141,18 @@ class PublisherStation:
                 await self._changed.wait()
             version, self._next = self._next, None
             await world.coordinator.announce(version, digest_of(version))
-            await world.loop.sleep_until(world.loop.now + self._draws.seconds(world.profile.publish))
+            await world.loop.sleep_until(world.loop.now + self._draws.seconds("publish"))
             await self._deliver(version, engines)
 
     async def _deliver(self, version: int, engines: Sequence[EngineStation]) -> None:
         world = self._world
         swaps = [(engine.stage(version), number) for number, engine in enumerate(engines)]
         self._missing = sum(when is None for when, _ in swaps)
+        digest = digest_of(version)
         for when, number in sorted((when, number) for when, number in swaps if when is not None):
             if when > world.loop.now:
                 await world.loop.sleep_until(when)
-            await world.coordinator.engine_holds(world.report(engines[number].name, version))
+            await world.coordinator.engine_holds(WeightReport(engines[number].name, version, digest))
         world.count_groups()
         while self._missing:
             await self._changed.wait()

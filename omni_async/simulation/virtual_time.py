@@ -113,7 +113,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 else:
                     self._jump()
             while timers and timers[0][0] <= self._instant:
-                self._fire(*heapq.heappop(timers)[2:])
+                _, _, timer, args = heapq.heappop(timers)
+                if args is not None:
+                    timer(*args)
+                else:
+                    self._fire(timer)
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
@@ -136,10 +140,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.now = max(self.now, timers[0][0])
         self._instant = self.now + _RESOLUTION_S
 
-    def _fire(self, timer: Any, args: tuple[Any, ...] | None) -> None:
-        if args is not None:
-            timer(*args)
-        elif timer.cancelled():
+    def _fire(self, timer: Any) -> None:
+        if timer.cancelled():
             self._drop(timer)
         else:
             timer._scheduled = False

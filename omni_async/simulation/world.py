@@ -12,10 +12,8 @@ from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.waiting import Bell
 from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
-from omni_async.types import WeightReport
 
 T = TypeVar("T")
 
@@ -38,25 +36,24 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
 class Draws:
     """The service times of one worker, from a random stream of its own: they do not depend on who works when."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, profile: Profile) -> None:
         self.name = name
-        self._random = random.Random(f"{seed}/{name}")
+        stream = random.Random(f"{seed}/{name}")
+        self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
 
-    def seconds(self, stage: ServiceTime, units: float = 1) -> float:
-        if stage.cv == 0 and not stage.quantiles:
-            return stage.mean(units)
-        return stage.sample(self._random, units)
+    def seconds(self, stage: str, units: float = 1) -> float:
+        """Of one job of this stage of the profile."""
+        return self._stages[stage](units)
 
 
 class SharedDevices:
     """Devices that the roles use in turns. A role has them while any of its workers works; then whichever asked first gets them. Every worker
-    pays `switch` when it first works after its role got the devices back.
+    takes the profile's `switch` when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`.
     """
 
-    def __init__(self, switch: ServiceTime, loop: VirtualTimeLoop) -> None:
-        self._switch = switch
+    def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
         self._holder = "rollout"
         self._working = 0
@@ -73,7 +70,7 @@ class SharedDevices:
         self._working += 1
         if self._last_turn.get(worker, 0) != self._turn:
             self._last_turn[worker] = self._turn
-            await self._loop.sleep_until(self._loop.now + worker.seconds(self._switch))
+            await self._loop.sleep_until(self._loop.now + worker.seconds("switch"))
 
     def leave(self) -> None:
         self._working -= 1
@@ -105,8 +102,5 @@ class World:
         self.meters.places["replay"].set(admitted - self.taken)
         self.meters.places["slots"].set(admitted - released)
 
-    def report(self, engine: str, version: int) -> WeightReport:
-        return WeightReport(engine, version, digest_of(version))
-
     def draws(self, name: str) -> Draws:
-        return Draws(name, self.seed)
+        return Draws(name, self.seed, self.profile)

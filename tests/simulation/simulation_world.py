@@ -137,5 +137,5 @@ def make_world(config: Config, profile: Profile, desk: Desk, seed: int = 0) -> W
         meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
         seed=seed,
         lot=1,
-        shared=SharedDevices(profile.switch, loop) if config.placement.colocated else None,
+        shared=SharedDevices(loop) if config.placement.colocated else None,
     )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from simulation_world import Desk, make_config, make_profile, make_world, request
 
-from omni_async.performance.service import ServiceTime
 from omni_async.simulation.engine import Batch, EngineStation
 from omni_async.simulation.stations import PublisherStation, reward_worker
 from omni_async.simulation.virtual_time import run
@@ -259,8 +258,8 @@ def test_reward_workers_take_whatever_is_there() -> None:
 
 def test_shared_devices_serve_one_role_at_a_time_and_changing_hands_takes_time() -> None:
     async def main() -> list[tuple[str, float]]:
-        world = make_world(make_config(), PROFILE, Desk())
-        shared, log = SharedDevices(ServiceTime(fixed_s=3.0), world.loop), []
+        world = make_world(make_config(), make_profile(switch=3.0), Desk())
+        shared, log = SharedDevices(world.loop), []
 
         async def work(role: str, draws: Draws, seconds: float) -> None:
             await shared.take(role, draws)
@@ -291,12 +290,16 @@ def test_shared_devices_serve_one_role_at_a_time_and_changing_hands_takes_time()
 
 
 def test_service_times_of_a_worker_depend_on_its_name_and_the_seed_alone() -> None:
-    stage = ServiceTime(fixed_s=1.0, cv=0.5)
-    first, again, other, reseeded = Draws("rollout-0", 1), Draws("rollout-0", 1), Draws("rollout-1", 1), Draws("rollout-0", 2)
-    drawn = [first.seconds(stage) for _ in range(5)]
-    assert drawn == [again.seconds(stage) for _ in range(5)]
-    assert drawn != [other.seconds(stage) for _ in range(5)]
-    assert drawn != [reseeded.seconds(stage) for _ in range(5)]
+    profile = make_profile(generate=(1.0, 0.0, 0.5))
+
+    def drawn(name: str, seed: int) -> list[float]:
+        draws = Draws(name, seed, profile)
+        return [draws.seconds("generate", 4) for _ in range(5)]
+
+    assert drawn("rollout-0", 1) == drawn("rollout-0", 1)
+    assert drawn("rollout-0", 1) != drawn("rollout-1", 1)
+    assert drawn("rollout-0", 1) != drawn("rollout-0", 2)
+    assert len(set(drawn("rollout-0", 1))) == 5
 
 
 def test_a_call_that_would_wait_is_refused_where_nobody_can_wait() -> None:
