@@ -57,7 +57,8 @@ class SampleFlow:
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
         """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its place."""
         request = self._queue.end_lease(engine, sample_id)
-        self._rewarders.ring()
+        if not self._streaming:
+            self._rewarders.ring()
         return request
 
     # ---- scoring ------------------------------------------------------------------------------------------------------------------

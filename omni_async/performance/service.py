@@ -44,13 +44,16 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     def sampler(self, random: random.Random) -> Callable[[float], float]:
         """`sample`, prepared for many calls: units -> seconds of one job."""
+        fixed, unit = self.fixed_s, self.unit_s
         if self.quantiles:
-            return lambda units: self.mean(units) * random.choice(self.quantiles)
+            choice, quantiles = random.choice, self.quantiles
+            return lambda units: (fixed + units * unit) * choice(quantiles) if units > 0 else 0.0
         if self.cv == 0:
             return self.mean
         variance = math.log1p(self.cv**2)
         mu, sigma = -variance / 2, math.sqrt(variance)
-        return lambda units: self.mean(units) * math.exp(random.gauss(mu, sigma))
+        exp, gauss = math.exp, random.gauss
+        return lambda units: (fixed + units * unit) * exp(gauss(mu, sigma)) if units > 0 else 0.0
 
     @property
     def variation(self) -> float:

@@ -10,6 +10,7 @@ Waits for Ray alone, in threads, so that the event loop goes on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Place:
 
 class RayStore:
     def __init__(self) -> None:
+        # Reads block a thread and not the event loop, which Ray can't tell.
+        os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
         self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(_read)
 
     async def put(self, value: Any) -> Place:

@@ -10,8 +10,8 @@ from omni_async.config import Config
 
 # About half a minute of one core.
 _MOST_LOTS = 600_000
-# Lots in flight per engine: fewer, and what one engine gets more than another is no longer what it would be.
-_FEWEST_PER_ENGINE = 2
+# Lots in flight per engine: with fewer some engines stand idle that would have some of the samples.
+_FEWEST_PER_ENGINE = 1
 
 
 def choose_lot(config: Config, updates: int) -> int:

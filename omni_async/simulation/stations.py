@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from omni_async.control.waiting import Bell
 from omni_async.simulation.engine import EngineStation
-from omni_async.simulation.world import World, digest_of
+from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport, WeightReport
 
 # What samples earn has no influence on how long anything takes; groups without variance are not rejected here.
@@ -129,9 +129,11 @@ class PublisherStation:
         self._changed.ring()
 
     def swapped(self) -> None:
-        """An engine that could not say when it would has the version."""
+        """One more engine has the version."""
         self._missing -= 1
-        self._changed.ring()
+        if not self._missing:
+            self._world.count_groups()
+            self._changed.ring()
 
     async def run(self, engines: Sequence[EngineStation]) -> None:
         """Until every engine holds the last version."""
@@ -145,17 +147,18 @@ class PublisherStation:
             await self._deliver(version, engines)
 
     async def _deliver(self, version: int, engines: Sequence[EngineStation]) -> None:
-        world = self._world
-        swaps = [(engine.stage(version), number) for number, engine in enumerate(engines)]
-        self._missing = sum(when is None for when, _ in swaps)
-        digest = digest_of(version)
-        for when, number in sorted((when, number) for when, number in swaps if when is not None):
-            if when > world.loop.now:
-                await world.loop.sleep_until(when)
-            await world.coordinator.engine_holds(WeightReport(engines[number].name, version, digest))
-        world.count_groups()
+        loop, digest = self._world.loop, digest_of(version)
+        self._missing = len(engines)
+        for engine in engines:
+            when = engine.stage(version)
+            if when is not None:
+                loop.call_when(when, self._holds, engine.name, version, digest)
         while self._missing:
             await self._changed.wait()
+
+    def _holds(self, engine: str, version: int, digest: str) -> None:
+        at_once(self._world.coordinator.engine_holds(WeightReport(engine, version, digest)))
+        self.swapped()
 
 
 async def watch(world: World) -> None:

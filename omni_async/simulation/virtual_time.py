@@ -105,7 +105,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Until `stop`, which BaseEventLoop looks for between calls of this method."""
-        ready, timers = self._ready, self._timers
+        ready, timers, pop = self._ready, self._timers, heapq.heappop
         while True:
             if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
                 if self._settling:
@@ -113,7 +113,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 else:
                     self._jump()
             while timers and timers[0][0] <= self._instant:
-                _, _, timer, args = heapq.heappop(timers)
+                _, _, timer, args = pop(timers)
                 if args is not None:
                     timer(*args)
                 else:

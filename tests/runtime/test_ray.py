@@ -223,11 +223,11 @@ def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_no
         small = [np.full(1000, number, np.uint8) for number in range(5)]
         places = await store.put_all(small)
         assert len({place.object for place in places}) == 1
-        large = [np.full(5 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(5 * 2**20, 9, np.uint8)]
+        large = [np.full(9 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(9 * 2**20, 9, np.uint8)]
         places += await store.put_all(large)
         assert len({place.object for place in places[5:]}) == 3
         back = await asyncio.gather(*(store.get(place) for place in reversed(places)))
-        assert [len(value) for value in reversed(back)] == [1000] * 5 + [5 * 2**20, 10, 5 * 2**20]
+        assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
         assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
         assert await store.put_all([]) == []
 

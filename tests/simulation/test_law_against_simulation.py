@@ -216,9 +216,10 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 @given(configs(most_updates=0), profiles, st.integers(0, 3))
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
     """For service times that do not vary, buffers that do not bind, and enough updates that a period more or less makes no difference."""
-    assume(not config.placement.colocated and config.reward.streaming)
     config = msgspec.structs.replace(
         config,
+        placement=msgspec.structs.replace(config.placement, colocated=False),
+        reward=msgspec.structs.replace(config.reward, streaming=True),
         trainer=msgspec.structs.replace(config.trainer, streaming="auto"),
         buffer=msgspec.structs.replace(config.buffer, trajectories=400, groups=64),
         rollout=msgspec.structs.replace(config.rollout, max_inflight=config.rollout.max_batch),

@@ -156,8 +156,9 @@ def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> No
     huge: dict[str, Any] = {"rollout__group_size": 16, "trainer__groups_per_update": 256}
     assert choose_lot(make_config(), 200) == 1
     assert choose_lot(make_config(**huge), 1000) == 8
-    # No lots at all where an engine would not have enough of them, or where they do not divide what is computed together.
-    assert choose_lot(make_config(**huge, rollout__workers=4096), 1000) == 1
+    # None where an engine would not get one of them, or where they do not divide what is computed together.
+    assert choose_lot(make_config(**huge, rollout__workers=4096), 1000) == 2
+    assert choose_lot(make_config(**huge, rollout__workers=8193), 1000) == 1
     assert choose_lot(make_config(**huge, rollout__max_batch=15), 1000) == 1
 
 

@@ -1,0 +1,157 @@
+"""Our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine and a scorer that take no time,
+and a trainer that fetches each group's trajectories. Every update is published, so that the staleness budget is renewed as in a run.
+
+Roles end with their run; an actor hosts new ones for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.data_plane_work import CONCURRENT_PUTS, GROUP, Source, Tally, in_flight
+from omni_async.actors.producer import Producer
+from omni_async.actors.rewarder import Rewarder
+from omni_async.config import Config, check
+from omni_async.control.clock import WallClock
+from omni_async.control.coordinator import Coordinator
+from omni_async.rollout.base import Trajectory
+from omni_async.runtime.ray_store import RayStore
+from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
+
+_PICTURE = (64, 64, 3)
+_STEPS = 10
+
+
+def make_config(nbytes: int, samples: int) -> Config:
+    """A run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is made while the next is trained."""
+    live = in_flight(nbytes)
+    per_update = live // 2
+    if samples % per_update:
+        raise ValueError(f"a run has a multiple of {per_update} samples of {nbytes} bytes, got {samples}")
+    raw = {
+        "model": {"path": "none"},
+        "data": {"prompts": "none"},
+        "rollout": {"group_size": GROUP, "max_inflight": CONCURRENT_PUTS, "num_inference_steps": _STEPS},
+        "reward": {"batch": CONCURRENT_PUTS, "scorers": [{"name": "none"}]},
+        "staleness": {"max_updates": 1},
+        "buffer": {"trajectories": live, "groups": live // GROUP},
+        "algorithm": {"name": "flow_grpo"},
+        "trainer": {"updates": samples // per_update, "groups_per_update": per_update // GROUP},
+    }
+    config = msgspec.convert(raw, Config)
+    problem = check(config)
+    assert problem is None, problem
+    return config
+
+
+class Renewable:
+    """A role in an actor that can be replaced by another one."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+
+    async def phase(self, build: Callable[[], Any]) -> None:
+        self._role = build()
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self._role, method)
+
+
+class InstantEngine:
+    """A `RolloutEngine` that has every sample ready."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name = name
+        self._source = Source(nbytes)
+        self._picture = np.zeros(_PICTURE, np.uint8)
+        self._version = 0
+
+    async def start(self) -> WeightReport:
+        return WeightReport(self.name, 0, "")
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        payload: Any = self._source.payload(request.group * GROUP + request.sample)
+        picture: Any = self._picture
+        return Trajectory(payload, picture, (self._version,) * _STEPS)
+
+    async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
+        return manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        self._version = version
+        return WeightReport(self.name, version, str(version))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class InstantScorer:
+    """Rewards that differ, so that no group is rejected."""
+
+    name = "instant"
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def score(self, images: Sequence[Any], prompts: Sequence[Prompt]) -> list[Score]:
+        self._given += len(images)
+        return [Score(float(self._given + i)) for i in range(len(images))]
+
+
+class GroupTrainer:
+    """Takes groups, fetches their trajectories, and publishes what it made of them."""
+
+    def __init__(self, nbytes: int, samples: int, coordinator: Any, producer: Any) -> None:
+        self._nbytes = nbytes
+        self._samples = samples
+        self._plan = make_config(nbytes, samples).trainer
+        self._coordinator = coordinator
+        self._producer = producer
+        self._store = RayStore()
+
+    async def run(self) -> int:
+        """How many samples are missing in the end: none."""
+        tally = Tally(self._nbytes, self._samples)
+        await self._publish(0)
+        for version in range(self._plan.updates):
+            groups: list[int] = []
+            while places := self._plan.groups_per_update - len(groups):
+                group = await self._coordinator.next_group(version, places)
+                for payload in await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples)):
+                    tally.take(payload)
+                groups.append(group.group)
+            await self._coordinator.update_done(UpdateReport(version + 1, tuple(groups), {}, 0.0, 1.0))
+            await self._publish(version + 1)
+        return tally.left
+
+    async def _publish(self, version: int) -> None:
+        await self._coordinator.announce(version, str(version))
+        report = await self._producer.receive_weights(WeightManifest(version, "full", str(version), ()), [])
+        await self._coordinator.engine_holds(report)
+
+
+# What each actor hosts in a run of its own.
+
+
+def build_coordinator(nbytes: int, samples: int) -> Coordinator:
+    prompts = [Prompt(i, f"prompt {i}") for i in range(64)]
+    return Coordinator(make_config(nbytes, samples), "benchmark", prompts, [], lambda entry: None)
+
+
+def build_producer(nbytes: int, samples: int, coordinator: Any) -> Producer:
+    config = make_config(nbytes, samples)
+    (name,) = config.engine_names
+    return Producer(name, config, InstantEngine(name, nbytes), coordinator, RayStore(), WallClock())
+
+
+def build_rewarder(nbytes: int, samples: int, coordinator: Any) -> Rewarder:
+    return Rewarder("reward-0", make_config(nbytes, samples), InstantScorer(), coordinator, RayStore(), WallClock())
+
+
+def build_trainer(nbytes: int, samples: int, coordinator: Any, producer: Any) -> GroupTrainer:
+    return GroupTrainer(nbytes, samples, coordinator, producer)
