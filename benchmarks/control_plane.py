@@ -26,7 +26,7 @@ from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.config import Config, check
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
-from omni_async.types import Prompt, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
+from omni_async.types import Prompt, ReadyGroup, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
 
 _HELP = """\
 Group events (admitted, ready, trained) and samples per second of one coordinator in one process.
@@ -140,7 +140,9 @@ class Roles:
         per_update = self._config.trainer.groups_per_update
         await self._publish()
         while self._version < self._config.trainer.updates:
-            groups = [await self._coordinator.next_group(self._version, per_update - taken) for taken in range(per_update)]
+            groups: list[ReadyGroup] = []
+            while len(groups) < per_update:
+                groups += await self._coordinator.next_groups(self._version, per_update - len(groups))
             report = UpdateReport(self._version + 1, tuple(group.group for group in groups), {}, 0.0, 1.0)
             await self._coordinator.update_done(report)
             self._version += 1

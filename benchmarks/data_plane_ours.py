@@ -121,10 +121,10 @@ class GroupTrainer:
         for version in range(self._plan.updates):
             groups: list[int] = []
             while places := self._plan.groups_per_update - len(groups):
-                group = await self._coordinator.next_group(version, places)
-                for payload in await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples)):
-                    tally.take(payload)
-                groups.append(group.group)
+                for group in await self._coordinator.next_groups(version, places):
+                    for payload in await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples)):
+                        tally.take(payload)
+                    groups.append(group.group)
             await self._coordinator.update_done(UpdateReport(version + 1, tuple(groups), {}, 0.0, 1.0))
             await self._publish(version + 1)
         return tally.left

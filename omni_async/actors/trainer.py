@@ -92,15 +92,16 @@ class Trainer:
         update = self._rule.begin(self._version, self._tracer)
         while update.places:
             with self._tracer.span("starved"):
-                group = await self._coordinator.next_group(self._version, update.places)
-            if group is None:
+                groups = await self._coordinator.next_groups(self._version, update.places)
+            if not groups:
                 return False
-            await update.add(group)
+            for group in groups:
+                await update.add(group)
         metrics = await update.finish()
         self._version += 1
         await self._warn(metrics)
-        groups = tuple(group.group for group in update.groups)
-        await self._coordinator.update_done(UpdateReport(self._version, groups, metrics, started, self._clock.now()))
+        trained = tuple(group.group for group in update.groups)
+        await self._coordinator.update_done(UpdateReport(self._version, trained, metrics, started, self._clock.now()))
         return True
 
     async def _warn(self, metrics: dict[str, float]) -> None:

@@ -4,7 +4,7 @@
 |-----------------|------------|--------------------------------------------|-------------------------------------------------------|
 | `next_samples`  | producer   | a queued sample and a trajectory place     | admission (a slot freed), a score, a retry, validation |
 | `next_to_score` | rewarder   | a generated sample                         | `samples_done`, a retried score                       |
-| `next_group`    | trainer    | the group that may be trained next         | the group's last score                                |
+| `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
 | `events`        | driver     | anything that happened                     | any of the above                                      |
 
 Every wait also ends when the run closes: the calls then return nothing. No call here touches a tensor, blocks, or runs in another thread;
@@ -206,21 +206,32 @@ class Coordinator:
         """Before the first version is published: what training samples must carry."""
         self._factory.fields = fields
 
-    async def next_group(self, version: int, places: int) -> ReadyGroup | None:
-        """The next group for the update that starts from `version` and still needs `places` groups. None: the run is over."""
+    async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
+        """Groups for the update that starts from `version` and still needs `places` groups, as many as may be trained by now. Empty: the run
+        is over."""
+        taken: list[ReadyGroup] = []
         while not self._closed:
-            if self._may_train(version) and (ready := self._replay.take(version, places)):
-                staleness = version - ready.oldest_version
-                if staleness > self._config.staleness.max_updates:
-                    self._fail(
-                        f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._config.staleness.max_updates}"
-                    )
-                    return None
-                self._training[ready.group] = (self._groups.pop(ready.group), ready)
-                self._admit()
-                return ready
+            while len(taken) < places and (ready := self._take(version, places - len(taken))):
+                taken.append(ready)
+            if taken or self._closed:
+                break
             await self._ready.wait()
-        return None
+        return [] if self._closed else taken
+
+    def _take(self, version: int, places: int) -> ReadyGroup | None:
+        """None: there is none, or the run is over because one is too old."""
+        ready = self._replay.take(version, places) if self._may_train(version) else None
+        if ready is None:
+            return None
+        staleness = version - ready.oldest_version
+        if staleness > self._config.staleness.max_updates:
+            self._fail(
+                f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._config.staleness.max_updates}"
+            )
+            return None
+        self._training[ready.group] = (self._groups.pop(ready.group), ready)
+        self._admit()
+        return ready
 
     def _may_train(self, version: int) -> bool:
         """With `staleness.exact` nothing is trained while anything could still be generated."""

@@ -71,14 +71,15 @@ class TrainerStation:
         groups: list[ReadyGroup] = []
         while len(groups) < places:
             asked = world.loop.now
-            group = await world.coordinator.next_group(version - 1, places - len(groups))
+            taken = await world.coordinator.next_groups(version - 1, places - len(groups))
             world.meters.waiting["trainer"].add(asked, world.loop.now)
-            if group is None:
+            if not taken:
                 return False
-            world.count_groups(taken=1)
-            groups.append(group)
+            world.count_groups(taken=len(taken))
+            groups += taken
             if streams:
-                await self._work(self._passes())
+                for _ in taken:
+                    await self._work(self._passes())
         passes = 0.0 if streams else sum(self._passes() for _ in groups)
         await self._work(passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update)))
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)

@@ -226,9 +226,8 @@ class Desk:
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
 
-    async def next_group(self, version: int, places: int) -> ReadyGroup | None:
-        taken = await self._take(self.groups, 1)
-        return taken[0] if taken else None
+    async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
+        return await self._take(self.groups, places)
 
     async def update_done(self, report: UpdateReport) -> None:
         self.updates.append(report)

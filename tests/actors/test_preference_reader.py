@@ -367,7 +367,7 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
         run = asyncio.create_task(reader.run())
         await coordinator.announce(0, "digest")
         await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
-        groups.extend([await coordinator.next_group(0, 1) for _ in range(3)])
+        groups.extend([(await coordinator.next_groups(0, 1))[0] for _ in range(3)])
         await coordinator.stop("enough")
         await run
 

@@ -246,11 +246,11 @@ class Run:
         for version in range(self.start_version, last):
             groups: list[ReadyGroup] = []
             while len(groups) < per_update:
-                group = await self.coordinator.next_group(version, per_update - len(groups))
-                if group is None:
+                taken = await self.coordinator.next_groups(version, per_update - len(groups))
+                if not taken:
                     return
-                self.taken.append((version, group))
-                groups.append(group)
+                self.taken += [(version, group) for group in taken]
+                groups += taken
                 await self.turns("train")
             await self.coordinator.update_done(report(version + 1, groups))
             if (version + 1) % self.config.weights.publish_every == 0 or version + 1 == last:
@@ -311,10 +311,9 @@ class Bench:
     def take(self, places: int = 1) -> ReadyGroup | None:
         """None: nothing may be taken now."""
         try:
-            taken = now(self.c.next_group(self.version, places))
+            (taken,) = now(self.c.next_groups(self.version, places))
         except AssertionError:
             return None
-        assert taken is not None
         return taken
 
     async def train(self, *groups: ReadyGroup) -> None:

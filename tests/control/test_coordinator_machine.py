@@ -146,10 +146,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert jobs or self.coordinator_closed()
         self.jobs += [(worker, job) for job in jobs]
 
-    def got_group(self, _: str, group: ReadyGroup | None) -> None:
-        if group is None:
-            assert self.coordinator_closed()
-            return
+    def got_groups(self, _: str, groups: list[ReadyGroup]) -> None:
+        assert groups or self.coordinator_closed()
+        for group in groups:
+            self.got_group(group)
+
+    def got_group(self, group: ReadyGroup) -> None:
         staleness = self.version - group.oldest_version
         assert 0 <= staleness <= self.config.staleness.max_updates
         if self.config.staleness.exact:
@@ -274,7 +276,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def ask_for_group(self) -> None:
         places = self.config.trainer.groups_per_update - len(self.groups)
         if places > 0 and self.version < self.config.trainer.updates:
-            self.ask("group:", self.coordinator.next_group(self.version, places))
+            self.ask("groups:", self.coordinator.next_groups(self.version, places))
 
     @precondition(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
     @rule()
@@ -390,7 +392,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
             assert len(self.leases) + len(waiting) == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
-        groups_taken_unseen = sum(1 for who, task in self.waiting.items() if who == "group:" and task.done())
+        groups_taken_unseen = sum(len(task.result()) for who, task in self.waiting.items() if who == "groups:" and task.done())
         assert len(self.untaken()) - groups_taken_unseen <= self.config.buffer.groups
 
     def nothing_is_admitted_that_will_not_be_trained(self) -> None:

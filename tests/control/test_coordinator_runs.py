@@ -344,7 +344,7 @@ def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> No
         await hold(c, 0)
         await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
         await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        assert await c.next_group(2, 1) is None
+        assert await c.next_groups(2, 1) == []
         assert "reached the trainer 2 updates old, the budget is 1" in ended(c)["reason"]
         assert {entry.event for entry in entries} == {"dropped"}
 
@@ -366,7 +366,7 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
         await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0)
         await finish(c, "rollout-1", now(c.next_samples("rollout-1", 8, 8)), 0)
         await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        await c.update_done(report(1, [now(c.next_group(0, 1))]))
+        await c.update_done(report(1, now(c.next_groups(0, 1))))
         await hold(c, 1, "rollout-0")
         assert await c.next_group_number() == 1
         await hold(c, 1, "rollout-1")
@@ -415,14 +415,14 @@ def test_a_window_of_one_waits_for_the_oldest_group() -> None:
 def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
     async def main(bench: Bench) -> None:
         await bench.generate(1, 0)
-        trainer = asyncio.create_task(bench.c.next_group(0, 1))
+        trainer = asyncio.create_task(bench.c.next_groups(0, 1))
         await asyncio.sleep(0)
         assert not trainer.done()
         await finish(bench.c, "rollout-0", bench.waiting.pop(0), 0)
         await score(bench.c, now(bench.c.next_to_score("reward-0", 100)), lambda job: 0.5)
         async with asyncio.timeout(1):
-            group = await trainer
-        assert group is not None and group.group == 1
+            (group,) = await trainer
+        assert group.group == 1
 
     asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
 
@@ -547,7 +547,7 @@ def test_a_cancelled_waiter_loses_nothing() -> None:
         taker.cancel()
         await asyncio.gather(taker, return_exceptions=True)
         await score(c, now(c.next_to_score("reward-0", 8)), distinct)
-        assert now(c.next_group(0, 1)).group == 0
+        assert [group.group for group in now(c.next_groups(0, 1))] == [0]
 
     asyncio.run(main())
 
@@ -564,7 +564,7 @@ def test_stopping_sends_every_waiter_home_at_once() -> None:
                 c.next_samples("rollout-0", 1, 1),
                 c.next_samples("rollout-1", 1, 1),
                 c.next_to_score("reward-0", 1),
-                c.next_group(0, 1),
+                c.next_groups(0, 1),
                 c.events(),
             )
         ]
@@ -573,9 +573,9 @@ def test_stopping_sends_every_waiter_home_at_once() -> None:
         await c.stop("ctrl-c")
         async with asyncio.timeout(1):
             *home, events = await asyncio.gather(*waiters)
-        assert home == [[], [], [], None]
+        assert home == [[], [], [], []]
         assert [(e.kind, e.data["status"], e.data["reason"]) for e in events] == [("ended", "interrupted", "ctrl-c")]
-        assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_group(0, 1) is None
+        assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_groups(0, 1) == []
 
     asyncio.run(main())
 
@@ -625,7 +625,7 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
         jobs = now(c.next_to_score("reward-0", 8))
         results = [ScoreResult(j.sample_id, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
         await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
-        group = now(c.next_group(0, 1))
+        (group,) = now(c.next_groups(0, 1))
         assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
         await c.update_done(report(1, [group]))
         (event,) = await c.events()

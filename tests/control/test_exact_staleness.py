@@ -82,14 +82,14 @@ def test_a_trainer_that_waits_for_the_newest_version_is_woken_by_it() -> None:
         for group in (0, 1):
             await bench.generate(group, 0)
         await bench.train(taken(bench))
-        waiting = asyncio.create_task(bench.c.next_group(1, 1))
+        waiting = asyncio.create_task(bench.c.next_groups(1, 1))
         await asyncio.sleep(0)
         assert not waiting.done()
         await hold(bench.c, 1)
         assert now(bench.c.next_group_number()) == 2, "two updates want two groups"
         async with asyncio.timeout(1):
-            group = await waiting
-        assert group is not None and group.group == 1
+            (group,) = await waiting
+        assert group.group == 1
 
     asyncio.run(main(Bench(S=1, P=1, updates=2, exact=True)))
 
@@ -97,13 +97,13 @@ def test_a_trainer_that_waits_for_the_newest_version_is_woken_by_it() -> None:
 def test_a_trainer_that_waits_for_a_group_that_is_rejected_waits_for_its_replacement() -> None:
     async def main(bench: Bench) -> None:
         await bench.generate(1, 0)
-        waiting = asyncio.create_task(bench.c.next_group(0, 1))
+        waiting = asyncio.create_task(bench.c.next_groups(0, 1))
         await asyncio.sleep(0)
         await bench.generate(0, 0, reward=lambda job: 0.5)
         assert not waiting.done(), "group 2 replaces group 0"
         await bench.generate(2, 0)
         async with asyncio.timeout(1):
-            group = await waiting
-        assert group is not None and group.group == 1
+            (group,) = await waiting
+        assert group.group == 1
 
     asyncio.run(main(Bench(S=1, P=1, updates=2, exact=True)))

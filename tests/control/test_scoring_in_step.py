@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from typing import Any
 
@@ -127,8 +128,8 @@ def test_the_next_update_is_generated_before_it_is_scored() -> None:
         for version in range(2):
             await finish(c, "rollout-0", await c.next_samples("rollout-0", 16, 16), version)
             await score(c, await c.next_to_score("reward-0", 8), distinct)
-            group = await c.next_group(version, 1)
-            assert group is not None and group.group == version
+            (group,) = await c.next_groups(version, 1)
+            assert group.group == version
             await c.update_done(report(version + 1, [group]))
             await hold(c, version + 1)
 
@@ -158,12 +159,13 @@ class InStep(Run):
     engines=st.integers(1, 3),
     validation=st.booleans(),
     trouble=st.sampled_from([0.0, 0.1, 0.3]),
-    dice=st.randoms(use_true_random=False),
+    seed=st.integers(0, 2**16),
 )
 def test_no_run_is_stranded(
-    S: int, P: int, group_size: int, trajectories: int, groups: int, window: int, engines: int, validation: bool, trouble: float, dice: Any
+    S: int, P: int, group_size: int, trajectories: int, groups: int, window: int, engines: int, validation: bool, trouble: float, seed: int
 ) -> None:
     """Small buffers, samples that fail and are made again, scores that fail, rejected groups: every run ends by itself."""
+    dice = random.Random(seed)  # hypothesis's own would end a task of the run, and strand it, when an example grows too large
     config = make_config(
         S=S,
         P=P,
@@ -185,7 +187,7 @@ def test_no_run_is_stranded(
         return "CUDA out of memory" if dice.random() < trouble else None
 
     async def main() -> Run:
-        return await InStep(config, reward=reward, generate=generate, seed=dice.randrange(2**16)).play()
+        return await InStep(config, reward=reward, generate=generate, seed=seed).play()
 
     run = asyncio.run(main())
     assert run.outcome == ("done", None)

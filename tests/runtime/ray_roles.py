@@ -33,7 +33,7 @@ class Meeting:
         self._bell = Bell()
         self._open = False
 
-    async def next_group(self, version: int, places: int) -> int:  # a long call, by its name
+    async def next_groups(self, version: int, places: int) -> int:  # a long call, by its name
         assert asyncio.get_running_loop() is self._loop
         while not self._open:
             await self._bell.wait()

@@ -71,7 +71,7 @@ def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
 
     async def main() -> None:
         meeting = host(ray_roles.Meeting)
-        waiting = [asyncio.ensure_future(meeting.next_group(i, 1)) for i in range(waiters)]
+        waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
         arrived = 0
         while arrived < waiters:
             arrived = await meeting.announce(0, "")

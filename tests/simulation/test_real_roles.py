@@ -23,7 +23,7 @@ from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.tracking.rundir import RunDirectory
 
-UPDATES = 16
+UPDATES = 32
 PROFILE = make_profile(
     generate=(2.0, 0.5), score=(0.5, 0.2), train=(0.1, 0.25), assess=(0.2, 0.1), step=0.5, export=0.6, publish=1.5, swap=0.3, switch=1.0
 )
