@@ -71,7 +71,13 @@ def add_bench(commands: Any) -> None:
     add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe in every arm (values are YAML)")
     add("--profile", metavar="P", help="replay this profile on emulated devices: a profile.json, or the name of a shipped one")
     add("--repeats", type=_positive, default=5, metavar="N", help="rounds, each with one run of every arm (default: 5)")
-    add("--updates", type=_positive, metavar="N", help="updates of a run (default: the recipe's, or what the largest S needs)")
+    length = overlap.add_mutually_exclusive_group()
+    length.add_argument(
+        "--updates", type=_positive, metavar="N", help="updates of a run (default: the recipe's, or what the largest S needs)"
+    )
+    length.add_argument(
+        "--steps", type=_positive, metavar="N", help="updates measured in a run, in place of --updates: arms with a small S end sooner"
+    )
     add("--arms", metavar="A,B,...", help="schedules to run (default: all of the above, with S = 0, 1, 2, 4, 8)")
     add("--out", type=Path, metavar="DIR", help="folder of runs and results (default: runs/overlap-RECIPE)")
     add("--report", action="store_true", help="run nothing: show an earlier result again, and draw its picture")
@@ -101,6 +107,7 @@ def bench(options: argparse.Namespace) -> int:
                 profile=options.profile,
                 repeats=options.repeats,
                 updates=options.updates,
+                steps=options.steps,
                 arms=options.arms.split(",") if options.arms is not None else DEFAULT_ARMS,
                 terminal=console,
             )

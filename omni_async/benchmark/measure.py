@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +35,11 @@ class NotMeasurableError(ValueError):
     """A run's folder does not hold what is to be measured; the text says what is missing."""
 
 
-def enough_updates(max_updates: int) -> int:
-    """Updates of a run whose steady part is a whole period of S + 1 updates, and no shorter than the shortest that is measured."""
-    return max(2, max_updates + 2) + max(_FEWEST, max_updates + 1) + max_updates
+def enough_updates(max_updates: int, steps: int = 1) -> int:
+    """Updates of a run whose steady part is whole periods of S + 1 updates, at least `steps` and the shortest that is measured."""
+    period = max_updates + 1
+    length = math.ceil(max(_FEWEST, steps) / period) * period
+    return max(2, max_updates + 2) + length + max_updates
 
 
 def steady_part(config: Config) -> tuple[int, int]:

@@ -53,6 +53,7 @@ def run_overlap(
     profile: str | None = None,
     repeats: int = 5,
     updates: int | None = None,
+    steps: int | None = None,
     arms: Sequence[str] = DEFAULT_ARMS,
     terminal: rich.console.Console | None = None,
     train: Train | None = None,
@@ -60,14 +61,14 @@ def run_overlap(
 ) -> Overlap:
     """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
-    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the recipe's). `train` and
-    `simulator` stand in for the real ones. ConfigError before anything runs; a run that fails is recorded with its reason. KeyboardInterrupt
-    comes out after what is there was written.
+    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the recipe's); with `steps`
+    instead, each arm's runs are as long as it takes to measure that many. `train` and `simulator` stand in for the real ones. ConfigError
+    before anything runs; a run that fails is recorded with its reason. KeyboardInterrupt comes out after what is there was written.
     """
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
         overrides = [*overrides, f"emulation.profile={profile}"]
-    plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates)
+    plan = make_plan(recipe, overrides, parse_arms(arms), out=out, repeats=repeats, updates=updates, steps=steps)
     emulated = _emulated_profile(plan.base)
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}

@@ -73,11 +73,15 @@ def make_plan(
     out: Path,
     repeats: int,
     updates: int | None,
+    steps: int | None = None,
 ) -> Plan:
-    """ConfigError, one line, where nothing can be measured; an arm that the recipe rules out is skipped with the reason."""
+    """With `steps` each arm's runs are just long enough to measure that many. ConfigError, one line, where nothing can be measured; an arm that
+    the recipe rules out is skipped with the reason."""
+    if steps is not None:
+        updates = max(enough_updates(arm.max_updates, steps) for arm in arms)
     base = base_config(recipe, overrides, updates, fewest=max(enough_updates(arm.max_updates) for arm in arms))
     preflight(base)
-    planned = [_planned(recipe, overrides, base, arm) for arm in arms]
+    planned = [_planned(recipe, overrides, base, arm, steps) for arm in arms]
     for config in sorted((p.config for p in planned if p.config), key=lambda config: -config.staleness.max_updates):
         steady_part(config)  # the most demanding arm first
     reasons = [f"{p.arm.name}: {p.skipped}" for p in planned if p.skipped]
@@ -86,7 +90,9 @@ def make_plan(
     return Plan(recipe, out, repeats, base, tuple(planned))
 
 
-def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> PlannedArm:
+def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, steps: int | None) -> PlannedArm:
+    if steps is not None:
+        base = structs.replace(base, trainer=structs.replace(base.trainer, updates=enough_updates(arm.max_updates, steps)))
     try:
         return PlannedArm(arm, preflight(arm_config(recipe, overrides, base, arm)))
     except ConfigError as error:

@@ -47,7 +47,7 @@ class Progress:
             workers = f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} ranks"
             buffers = f"buffer.groups {config.buffer.groups}, buffer.trajectories {config.buffer.trajectories}"
             self.say(f"{name} S = {config.staleness.max_updates}, {workers}; {buffers}{law}")
-        self.say(f"{self._total} runs of {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds; {plan.out}")
+        self.say(f"{self._total} runs of up to {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds; {plan.out}")
 
     def run(self, job: Job) -> RunConsole:
         return RunConsole(self, f"{job.arm.name}, round {job.round + 1}", job.config.trainer.updates)

@@ -102,7 +102,7 @@ def notes(overlap: Overlap) -> Iterator[str]:
         if arm.prediction is not None and arm.prediction.not_simulated:
             yield f"{arm.name}: not simulated: {arm.prediction.not_simulated}"
     yield f"law and simulation: {overlap.law}"
-    yield f"{overlap.repeats} interleaved repeats of {overlap.updates} updates; warm-up and drain left out; {overlap.machine}"
+    yield f"{overlap.repeats} interleaved repeats of up to {overlap.updates} updates; warm-up and drain left out; {overlap.machine}"
 
 
 def markdown(overlap: Overlap) -> str:

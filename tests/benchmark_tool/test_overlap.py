@@ -221,7 +221,7 @@ def test_a_pipe_sees_the_plan_and_a_line_per_run(done):
     assert lines[2].startswith(
         "async:2         S = 2, 2 engines, 1 reward workers, 1 ranks; buffer.groups 16, buffer.trajectories 96, law "
     )
-    assert lines[3].startswith("9 runs of 12 updates, interleaved in 3 rounds; ")
+    assert lines[3].startswith("9 runs of up to 12 updates, interleaved in 3 rounds; ")
     assert len(lines) == 4 + 9
     assert lines[4].startswith("1/9 sync round 1: 14 s per update, 2.29 images/s, in 0 s; elapsed 0:00:0")
     assert "left" in lines[4] and "left" not in lines[-1]

@@ -8,6 +8,7 @@ import pytest
 
 from omni_async.actors.plan import plan_updates
 from omni_async.benchmark.arms import BASELINES, DEFAULT_ARMS, Arm, parse_arms
+from omni_async.benchmark.measure import steady_part
 from omni_async.benchmark.plan import finished_run, make_plan
 from omni_async.config import ConfigError
 from omni_async.config.algorithm import automatic_correction
@@ -15,9 +16,15 @@ from omni_async.config.schedule import SCHEDULES
 from tests.benchmark_tool import overlap_world as world
 
 
-def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, repeats=3, **recipe):
+def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, steps=None, repeats=3, **recipe):
     return make_plan(
-        world.write_recipe(tmp_path, **recipe), overrides, parse_arms(arms), out=tmp_path / "out", repeats=repeats, updates=updates
+        world.write_recipe(tmp_path, **recipe),
+        overrides,
+        parse_arms(arms),
+        out=tmp_path / "out",
+        repeats=repeats,
+        updates=updates,
+        steps=steps,
     )
 
 
@@ -105,6 +112,17 @@ def test_too_few_updates_for_the_largest_budget_are_refused_before_anything_runs
 def test_updates_default_to_the_recipes_unless_an_arm_needs_more(tmp_path, arms, updates):
     found = plan(tmp_path, updates=None, arms=arms)
     assert {job.config.trainer.updates for job in found.jobs()} == {found.base.trainer.updates} == {updates}
+
+
+def test_with_steps_every_arm_runs_as_long_as_it_takes_to_measure_them(tmp_path):
+    planned = plan(tmp_path, updates=None, steps=6)
+    for p in planned.arms:
+        first, last = steady_part(p.config)
+        assert 6 <= last - first < 6 + p.arm.max_updates + 1
+        assert (last - first) % (p.arm.max_updates + 1) == 0
+    assert planned.base.trainer.updates == max(p.config.trainer.updates for p in planned.arms)
+    (in_step,) = plan(tmp_path, updates=None, steps=6, arms=["sync"]).arms
+    assert in_step.config.trainer.updates == 2 + 6
 
 
 def test_an_objective_that_corrects_nothing_has_nothing_to_share(tmp_path):
