@@ -235,7 +235,7 @@ def wan22_dance() -> Profile:
         ),
         assumed=(
             "8 NPUs and one reward worker, as in the script of that recipe. All videos are requested at once and each NPU makes them one by one; the reward worker scores in "
-            f"order of arrival, so a video takes {score:.2f} s. The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 3 of {rest / 3:.1f} s. Of the "
+            f"order of arrival, so a video takes {score:.2f} s. The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 2 of {rest / 2:.1f} s. Of the "
             f"update 4 x 2 s are optimizer steps; of the 6.8 s a version takes 2 s to copy out and 0.5 s to switch to. {_VARIATION}Payloads are computed: latents of 48 channels x 2 frames x 44 x 80, conditioning of "
             "2 x 512 tokens."
         ),
@@ -247,7 +247,7 @@ def wan22_dance() -> Profile:
         export=ServiceTime(2.0, cv=0.1),
         publish=ServiceTime(_rounded(weights - 2.5), cv=0.1),
         swap=ServiceTime(0.5, cv=0.1),
-        switch=ServiceTime(_rounded(rest / 3), cv=0.1),
+        switch=ServiceTime(_rounded(rest / 2), cv=0.1),
         payload=Payload(latents + conditioning, 8 * 704 * 1280 * 3, 2 * 4_999_787_712),
     )
 

@@ -44,7 +44,7 @@ class EmulatedRewarder(Rewarder):
         self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
         super().__init__(name, config, self._replay, coordinator, store, clock)
         self._device = Device()
-        self._switch = profile.switch if config.placement.colocated else None
+        self._switch = profile.switch if config.placement.reward_in_turn else None
         self._random = random.Random(f"{config.run.seed}/{name}/switch")
         self._turn = -1
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from omni_async.config import Config, ConfigError
 
@@ -25,24 +22,17 @@ def ray_session(configs: Sequence[Config]) -> Iterator[None]:
         return
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
-    address = on_ray[0].run.ray_address
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-    # vLLM and diffusers look for a hub otherwise.
-    options["runtime_env"] = {"env_vars": {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}}
-    if address is None:
-        options |= {"num_cpus": max(os.cpu_count() or 1, *(_cpus(config) for config in on_ray)), "include_dashboard": False}
+    from omni_async.runtime.ray_connection import StartError, connect
+
     try:
-        ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"run.ray_address: cannot start or join Ray at {address or 'this machine'}: {error}") from error
+        started = connect(on_ray[0].run.ray_address, max(map(_cpus, on_ray)))
+    except StartError as error:
+        raise ConfigError(str(error)) from error
     try:
         yield
     finally:
-        ray.shutdown()
+        if started:
+            ray.shutdown()
 
 
 def _cpus(config: Config) -> int:

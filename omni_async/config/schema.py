@@ -243,6 +243,11 @@ class Placement(Section, kw_only=True, frozen=True):
         bool, _doc("The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer rank.")
     ] = False
 
+    @property
+    def reward_in_turn(self) -> bool:
+        """Whether reward workers wait for shared devices: not if they need none of the accelerators that the others share."""
+        return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
+
 
 class Emulation(Section, kw_only=True, frozen=True):
     profile: Annotated[

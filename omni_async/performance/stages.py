@@ -22,8 +22,8 @@ def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bo
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
     publish = profile.export.mean() + profile.publish.mean() + swap
     if config.placement.colocated:
-        # Engine, reward worker and rank each get the device once per update.
-        publish += 3 * profile.switch.mean()
+        # Engine, rank and, mostly, reward worker each get the device once per update.
+        publish += (2 + config.placement.reward_in_turn) * profile.switch.mean()
     # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of the updates a publish needs
     # were admitted by the one `publishes` before it.
     publishes, left_over = divmod(budget + 1, every)
@@ -64,11 +64,9 @@ class _Job:
 
     def __init__(self, config: Config, profile: Profile, streams: bool, assesses: bool) -> None:
         rollout, reward, trainer = config.rollout, config.reward, config.trainer
-        self._in_step, colocated = config.staleness.max_updates == 0, config.placement.colocated
-        # Reward workers that take none of the accelerators the others share go on beside them.
-        beside = config.placement.rollout.gpus > 0 and config.placement.reward.gpus == 0
-        self._scores_late = self._in_step and (not reward.streaming or (colocated and not beside))
-        self._streams = streams and not colocated
+        self._in_step = config.staleness.max_updates == 0
+        self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
+        self._streams = streams and not config.placement.colocated
         self._profile = profile
         self._engines, self._batch = rollout.workers, engine_batch(config)
         self._reward_workers, self._reward_batch = reward.workers, reward.batch

@@ -7,8 +7,6 @@ Actors are placed as one placement group: the job gets all it needs or says at o
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +19,7 @@ from omni_async.config.schema import Resources
 from omni_async.runtime import roles
 from omni_async.runtime.placement import Seating, seating
 from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.ray_connection import StartError, connect
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
@@ -32,10 +31,6 @@ _HEALTH_INTERVAL_S = 10.0
 _PLACEMENT_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
-
-
-class StartError(RuntimeError):
-    """The cluster could not be brought up; the text says what to do."""
 
 
 class RayCluster:
@@ -56,7 +51,8 @@ class RayCluster:
 
     async def start(self) -> None:
         """Ray, then the actors side by side, then their models."""
-        await asyncio.to_thread(self._connect, self._seating.cpus)
+        address = self._inputs.config.run.ray_address
+        self._owns_ray = await asyncio.to_thread(connect, address, self._seating.cpus)
         await self._reserve(self._seating.bundles)
         config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
         self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
@@ -84,24 +80,6 @@ class RayCluster:
             "reward": [f"reward-{worker}" for worker in range(workers)],
             "trainer": ["trainer", *(f"trainer-{rank}" for rank in range(1, roles.num_ranks(self._inputs)))],
         }
-
-    def _connect(self, cpus: int) -> None:
-        if ray.is_initialized():
-            return
-        address = self._inputs.config.run.ray_address
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        # Set before the import takes effect in workers: vLLM and diffusers look for a hub otherwise.
-        env = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
-        try:
-            if address is None:
-                # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
-                ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, runtime_env={"env_vars": env}, **quiet)
-            else:
-                ray.init(address=address, runtime_env={"env_vars": env}, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise StartError(f"run.ray_address: cannot start or join Ray at {address or 'this machine'}: {error}") from error
-        self._owns_ray = True
 
     async def _reserve(self, bundles: Sequence[Resources]) -> None:
         if not bundles:

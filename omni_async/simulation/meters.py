@@ -93,6 +93,7 @@ class Meters:
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)
         return {"busy": busy, "starved": starved, "backpressured": backpressured}
 
-    def occupancy(self, buffer: str) -> Occupancy:
+    def occupancy(self, buffer: str, each: int = 1) -> Occupancy:
+        """`each`: what one place of the simulation stands for."""
         gauge = self.places[buffer]
-        return Occupancy(self._capacities[buffer], gauge.mean, gauge.largest)
+        return Occupancy(self._capacities[buffer] * each, gauge.mean * each, gauge.largest * each)

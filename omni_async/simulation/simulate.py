@@ -117,7 +117,7 @@ def simulate(
         staleness=staleness,
         staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
         staleness_max=max(staleness),
-        buffers={buffer: world.meters.occupancy(buffer) for buffer in world.meters.places},
+        buffers={buffer: world.meters.occupancy(buffer, lot if buffer == "trajectories" else 1) for buffer in world.meters.places},
         counters=world.coordinator.ledger.counters(),
         times=times,
         law_s=async_step(times, config.staleness.max_updates),

@@ -23,7 +23,8 @@ _SCORE = Score(0.0)
 
 async def reward_worker(name: str, world: World) -> None:
     """One batch at a time, of whatever is there. Until the run is over."""
-    coordinator, loop, draws, shared = world.coordinator, world.loop, world.draws(name), world.shared
+    coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
+    shared = world.shared if world.config.placement.reward_in_turn else None
     busy, starved, places = world.meters.busy["reward"], world.meters.waiting["reward"], world.meters.places["trajectories"]
     while True:
         asked = loop.now

@@ -19,7 +19,8 @@ from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING
 from omni_async.runtime import ray_cluster
 from omni_async.runtime.preflight import preflight
-from omni_async.runtime.ray_cluster import RayCluster, StartError
+from omni_async.runtime.ray_cluster import RayCluster
+from omni_async.runtime.ray_connection import StartError, connect
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
@@ -263,7 +264,7 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
     ray.util.remove_placement_group(cluster._group)
 
 
-def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(tmp_path, monkeypatch):
+def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
     def refuses(**_: Any) -> None:
@@ -271,7 +272,7 @@ def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(tmp_pat
 
     monkeypatch.setattr(ray, "init", refuses)
     with pytest.raises(StartError, match=r"run\.ray_address: cannot start or join Ray at this machine: nobody answers"):
-        make_cluster(tmp_path)._connect(1)
+        connect(None, 1)
 
 
 def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):

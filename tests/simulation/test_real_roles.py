@@ -14,7 +14,7 @@ from simulation_world import make_config, make_profile
 
 from omni_async.config import Config
 from omni_async.config.schedule import SCHEDULES, apply_schedule
-from omni_async.config.schema import ScheduleName
+from omni_async.config.schema import Resources, ScheduleName
 from omni_async.control.supervisor import Supervisor
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.runtime.inprocess import InProcessCluster
@@ -113,6 +113,12 @@ def test_the_simulator_takes_the_time_of_the_real_roles(schedule: ScheduleName, 
 )
 def test_it_does_so_with_any_other_key(changes: dict[str, Any], tmp_path: Path) -> None:
     agree(job(tmp_path, PROFILE, "async", **changes), PROFILE)
+
+
+def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share(tmp_path: Path) -> None:
+    config = job(tmp_path, PROFILE, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1))
+    assert not config.placement.reward_in_turn
+    agree(config, PROFILE)
 
 
 @pytest.mark.parametrize("role", ["generate", "score", "publish"])

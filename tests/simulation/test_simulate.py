@@ -150,6 +150,8 @@ def test_lots_change_nothing_where_every_batch_holds_whole_lots() -> None:
     single, lots = simulate(config, PROFILE, updates=20, lot=1), simulate(config, PROFILE, updates=20, lot=4)
     assert (single.lot, lots.lot) == (1, 4)
     assert lots.step_s == pytest.approx(single.step_s)
+    assert lots.buffers["trajectories"].capacity == single.buffers["trajectories"].capacity
+    assert lots.buffers["trajectories"].mean == pytest.approx(single.buffers["trajectories"].mean, rel=0.05)
 
 
 def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> None:
@@ -160,6 +162,7 @@ def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> No
     assert choose_lot(make_config(**huge, rollout__workers=4096), 1000) == 2
     assert choose_lot(make_config(**huge, rollout__workers=8193), 1000) == 1
     assert choose_lot(make_config(**huge, rollout__max_batch=15), 1000) == 1
+    assert choose_lot(make_config(**huge, reward__batch=1), 1000) == 1
 
 
 def test_a_configuration_in_lots_has_the_same_proportions() -> None:
