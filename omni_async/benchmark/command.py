@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +41,11 @@ OUT gets overlap.json (everything, each run's numbers included), overlap.md, ove
 same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
 """
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
-
-
-class _OverridesAnywhere(argparse.ArgumentParser):
-    """Takes `key.path=value` before, between and after options, which argparse alone does not."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
-        overrides = [word for word in words if _OVERRIDE.match(word)]
-        found, rest = super().parse_known_args([word for word in words if not _OVERRIDE.match(word)], namespace)
-        stray = [word for word in rest if not word.startswith("-")]  # refused as overrides, with what one looks like
-        found.overrides = [*found.overrides, *overrides, *stray]
-        return found, [word for word in rest if word.startswith("-")]
-
-
 def add_bench(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser("bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw)
-    kinds = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=_OverridesAnywhere)
+    kinds = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     overlap = kinds.add_parser(
         "overlap", help="the schedules side by side: what overlapping the stages gains", description=_OVERLAP, formatter_class=raw
     )

@@ -38,7 +38,7 @@ def test_the_help_shows_the_command_being_used(command, capsys):
     examples = [line for line in shown.splitlines() if line.startswith("  omni-async bench overlap")]
     assert examples
     for line in examples:
-        cli._parser().parse_args(line.split()[1:])
+        cli._parse(line.split()[1:])
 
 
 def test_the_help_of_overlap_explains_every_arm_and_option(capsys):
