@@ -52,6 +52,11 @@ def _name_arms(axes: Any, arms: list[ArmSummary]) -> None:
     axes.set_xlim(-0.6, len(arms) - 0.4)
 
 
+def _legend_above(axes: Any) -> None:
+    """In one line under the title, where no mark can lie."""
+    axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
+
+
 def _step_times(axes: Any, arms: list[ArmSummary]) -> None:
     for x, arm in enumerate(arms):
         step = arm.step_s
@@ -73,8 +78,8 @@ def _step_times(axes: Any, arms: list[ArmSummary]) -> None:
             )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("seconds per update")
-    axes.set_title("Step time", loc="left")
-    axes.legend(frameon=False)
+    axes.set_title("Step time", loc="left", pad=22)
+    _legend_above(axes)
     _name_arms(axes, arms)
 
 
@@ -106,7 +111,7 @@ def _roles(axes: Any, arms: list[ArmSummary]) -> None:
     axes.set_ylim(0, 1)
     axes.set_ylabel("fraction of the time")
     axes.set_title("What each role does", loc="left", pad=22)
-    axes.legend(frameon=False, ncols=len(_STATES), loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
+    _legend_above(axes)
     _name_arms(axes, arms)
 
 
