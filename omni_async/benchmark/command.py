@@ -41,6 +41,7 @@ OUT gets overlap.json (everything, each run's numbers included), overlap.md, ove
 same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
 """
 
+
 def add_bench(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     raw = argparse.RawDescriptionHelpFormatter
