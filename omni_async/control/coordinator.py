@@ -14,6 +14,7 @@ its state changes only between awaits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,13 +24,13 @@ from omni_async.control.admission import Slots
 from omni_async.control.buffer import ReplayBuffer
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
-from omni_async.control.groups import GroupProgress, SampleProgress, trained_steps
+from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
-from omni_async.control.signal import has_signal
-from omni_async.control.validation import ValidationRound, ValidationSchedule
+from omni_async.control.signal import Fruitless, has_signal
+from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.control.waiting import Bell
 from omni_async.types import (
@@ -46,10 +47,6 @@ from omni_async.types import (
     UpdateReport,
     WeightReport,
 )
-
-# A run whose groups are all rejected would spin forever; after this many slots' worth in a row, and no fewer groups than this, it ends.
-_REJECTED_ROUNDS = 4
-_REJECTED_GROUPS = 32
 
 
 class Coordinator:
@@ -70,8 +67,8 @@ class Coordinator:
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
         self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
-        self._validation_prompts = tuple(validation_prompts)
-        self._schedule = ValidationSchedule(config.validation.every, self._last_version) if config.validation else None
+        schedule = ValidationSchedule(config.validation.every, self._last_version) if config.validation else None
+        self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)))
         self._slots = Slots(config.staleness.max_updates, self._per_update)
         self._samples = SampleFlow(config)
         self._replay = ReplayBuffer(
@@ -86,10 +83,9 @@ class Coordinator:
             self.versions.join(engine)
         self._next_group = start_group
         self._wanted = (self._last_version - start_version) * self._per_update
-        self._rejected_in_a_row = 0
+        self._fruitless = Fruitless(self._slots.capacity)
         self._groups: dict[int, GroupProgress] = {}
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
-        self._rounds: dict[int, ValidationRound] = {}
         self._images = 0
         self._ready = Bell()
         self._weights = Bell()
@@ -113,19 +109,11 @@ class Coordinator:
             if progress is None:
                 self._samples.release(result.sample_id)  # the group ended while the sample was being made
                 continue
-            self._require_trained_steps(request, result)
+            require_trained_steps(request, result)
+            self.versions.require_made(result)
             progress.result = result
             self._images += request.kind == "train"
             self._samples.generated(progress.job())
-
-    def _require_trained_steps(self, request: SampleRequest, result: SampleResult) -> None:
-        versions = result.step_versions
-        if len(versions) not in (expected := trained_steps(request)):
-            raise ValueError(f"sample {result.sample_id} of {result.engine}: {len(versions)} step versions for {expected[0]} trained steps")
-        if versions and max(versions) > self.versions.trained:
-            raise WeightMismatch(
-                f"sample {result.sample_id} of {result.engine} claims versions {versions}, newest is {self.versions.trained}"
-            )
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
@@ -146,7 +134,7 @@ class Coordinator:
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
         """The live sample behind a request; None if its group or round is over or the sample has a result already."""
-        home = self._groups.get(request.group) if request.kind == "train" else self._rounds.get(request.group)
+        home = (self._groups if request.kind == "train" else self._validation.rounds).get(request.group)
         progress = home.samples.get(request.sample_id) if home else None
         return progress if progress is not None and progress.result is None else None
 
@@ -161,7 +149,7 @@ class Coordinator:
         for result in results:
             if not self._samples.being_scored(result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            home = (self._rounds if kinds[result.sample_id] == "validation" else self._groups).get(_group_of(result.sample_id))
+            home = (self._validation.rounds if kinds[result.sample_id] == "validation" else self._groups).get(_group_of(result.sample_id))
             if home is None:
                 self._samples.release(result.sample_id)
                 continue
@@ -186,7 +174,7 @@ class Coordinator:
         if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
             self._end_group(home, "rejected", "zero reward variance")
         else:
-            self._rejected_in_a_row = 0
+            self._fruitless.reset()
             self._replay.put(home.ready())
             self._ready.ring()
 
@@ -283,8 +271,7 @@ class Coordinator:
         self._weights.ring()
         self._ready.ring()
         self._slots.held(held)
-        if self._schedule and self._schedule.due(held):
-            self._start_validation(held)
+        self._samples.add(self._validation.begin(held))
         self._admit()
         self._finish_if_complete()
 
@@ -309,23 +296,15 @@ class Coordinator:
 
     # ---- validation ---------------------------------------------------------------------------------------------------------------
 
-    def _start_validation(self, version: int) -> None:
-        requests = self._factory.validation(version, self._validation_prompts)
-        if not requests:
-            return
-        self._rounds[version] = ValidationRound(version, requests)
-        self._samples.add(requests)
-
     def _fail_validation(self, request: SampleRequest, error: str) -> None:
         self._samples.release(request.sample_id)
-        if round_ := self._rounds.get(request.group):
-            round_.failed[request.sample_id] = error
+        if round_ := self._validation.fail(request, error):
             self._end_round_if_complete(round_)
 
     def _end_round_if_complete(self, round_: ValidationRound) -> None:
         if not round_.complete:
             return
-        del self._rounds[round_.version]
+        del self._validation.rounds[round_.version]
         self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
         self._finish_if_complete()
 
@@ -343,14 +322,13 @@ class Coordinator:
         self._samples.forget(group.group, group.samples)
         if self._closed:
             return
-        self._rejected_in_a_row += 1
-        if self._rejected_in_a_row >= max(_REJECTED_GROUPS, _REJECTED_ROUNDS * self._slots.capacity):
-            self._fail(f"{self._rejected_in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
+        if self._fruitless.too_many():
+            self._fail(f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
         self._admit()
         self._ready.ring()
 
     def _finish_if_complete(self) -> None:
-        if self.versions.held == self._last_version and not self._rounds and self.versions.trained == self._last_version:
+        if self.versions.held == self._last_version and not self._validation.rounds and self.versions.trained == self._last_version:
             self._close("done", None)
 
     async def stop(self, reason: str) -> None:
@@ -373,12 +351,12 @@ class Coordinator:
             self._slots.end(group.group)
         self._groups.clear()
         self._training.clear()
-        self._rounds.clear()
+        self._validation.rounds.clear()
         try:
             self.ledger.check(self._slots.live)
         except ConservationError as error:
             self._outcome = ("failed", str(error))
-        self._log.add("ended", {"status": self._outcome[0], "reason": self._outcome[1], **self.final_counts()})
+        self._log.add("ended", {"status": self._outcome[0], "reason": self._outcome[1], "images": self._images, **self.ledger.summary()})
         self._samples.close()
         self._weights.ring()
         self._ready.ring()
@@ -412,14 +390,6 @@ class Coordinator:
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
-
-    def final_counts(self) -> dict[str, Any]:
-        return {
-            "images": self._images,
-            "conservation": self.ledger.counters(),
-            "reasons": dict(self.ledger.reasons),
-            "staleness": {str(k): v for k, v in sorted(self.ledger.staleness.items())},
-        }
 
 
 def _group_of(sample_id: str) -> int:

@@ -13,6 +13,14 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
     return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
 
 
+def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
+    """ValueError unless the result has a version for every trained step of its request."""
+    if len(result.step_versions) not in (expected := trained_steps(request)):
+        raise ValueError(
+            f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]} trained steps"
+        )
+
+
 class SampleProgress:
     """One sample: requested, generated (has a result), scored."""
 

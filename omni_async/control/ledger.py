@@ -63,6 +63,11 @@ class Ledger:
     def counters(self) -> dict[str, int]:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
 
+    def summary(self) -> dict[str, Any]:
+        """What became of all groups: how many, why, and how old they were trained."""
+        staleness = {str(age): count for age, count in sorted(self.staleness.items())}
+        return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
+
 
 class JsonlSink:
     """Appends a line per event and flushes it, so that a killed run has told all it knew."""

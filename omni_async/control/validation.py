@@ -1,8 +1,9 @@
-"""Validation rounds: when one is due, and what it found. Rounds take no slot and nothing waits for them, except the end of the run."""
+"""Validation rounds: when one is due, who is in it, and what it found. Rounds take no slot and nothing waits for them, except the end of the run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 from omni_async.control.groups import SampleProgress
 from omni_async.types import SampleRequest
@@ -54,3 +55,28 @@ class ValidationSchedule:
         if crossed:
             self._done = held
         return crossed
+
+
+class Validation:
+    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a schedule there are none."""
+
+    def __init__(self, schedule: ValidationSchedule | None, requests_of: Callable[[int], list[SampleRequest]]) -> None:
+        self._schedule = schedule
+        self._requests_of = requests_of
+        self.rounds: dict[int, ValidationRound] = {}
+
+    def begin(self, held: int) -> list[SampleRequest]:
+        """The samples of the round that is due now that every engine holds `held`; none if none is."""
+        if self._schedule is None or not self._schedule.due(held):
+            return []
+        requests = self._requests_of(held)
+        if requests:
+            self.rounds[held] = ValidationRound(held, requests)
+        return requests
+
+    def fail(self, request: SampleRequest, error: str) -> ValidationRound | None:
+        """Go on without the sample. Its round, if that is not over."""
+        round_ = self.rounds.get(request.group)
+        if round_ is not None:
+            round_.failed[request.sample_id] = error
+        return round_

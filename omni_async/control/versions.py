@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from omni_async.types import WeightReport
+from omni_async.types import SampleResult, WeightReport
 
 
 class WeightMismatch(RuntimeError):
@@ -80,6 +80,13 @@ class Versions:
         if self._count(before, -1) == 0 and self.held is not None:
             # Digests older than any engine's version can never be reported again.
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
+
+    def require_made(self, result: SampleResult) -> None:
+        """Raises WeightMismatch if a step claims a version that the trainer has not made."""
+        if result.step_versions and max(result.step_versions) > self.trained:
+            raise WeightMismatch(
+                f"sample {result.sample_id} of {result.engine} claims versions {result.step_versions}, newest is {self.trained}"
+            )
 
     def engines(self) -> dict[str, int]:
         return dict(self._engines)

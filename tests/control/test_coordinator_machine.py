@@ -256,7 +256,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """How many failed samples validation reported or carries, to know when a failed score was final."""
         if job.kind == "train":
             return 0
-        round_ = self.coordinator._rounds.get(int(job.sample_id[1:].split(".")[0]))
+        round_ = self.coordinator._validation.rounds.get(int(job.sample_id[1:].split(".")[0]))
         return 10**6 if round_ is None else len(round_.failed)
 
     @precondition(lambda self: self.scored)
