@@ -24,6 +24,7 @@ from omni_async.policy import Codec, Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.payloads import Staged, adapted_weights
+from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.weights.buckets import WeightError
@@ -62,7 +63,7 @@ class DiffusersEngine:
         self._device = torch.device(device) if device is not None else torch.accelerator.current_accelerator(True) or torch.device("cpu")
         self._version = 0
         self._digest = ""
-        self._staged: Staged | None = None
+        self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._waiting: deque[_Waiting] = deque()
         self._swaps: queue.SimpleQueue[_Swap] = queue.SimpleQueue()
         self._work = asyncio.Event()
@@ -96,16 +97,12 @@ class DiffusersEngine:
             await asyncio.to_thread(Staged(manifest, buckets).verify)
         except WeightError as error:
             raise EngineError(f"{self.name}: {error}") from error
-        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
         self._require_open()
-        if self._staged is None or self._staged.manifest.version != version:
-            staged = self._staged.manifest.version if self._staged else None
-            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged}")
-        swap = _Swap(self._staged, asyncio.get_running_loop().create_future())
-        self._staged = None
+        swap = _Swap(self._staged.take(version), asyncio.get_running_loop().create_future())
         self._swaps.put(swap)
         self._work.set()
         return await swap.done

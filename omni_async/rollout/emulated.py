@@ -20,7 +20,9 @@ from tensordict import TensorDict
 
 from omni_async.config.schema import Emulated
 from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.engine_task import EngineTask
 from omni_async.rollout.payloads import Staged
+from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.sde.schedules import linear
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
@@ -57,19 +59,19 @@ class EmulatedEngine:
         self._blank_conditioning = blank_conditioning
         self._sigmas = sigmas
         self._version, self._digest = 0, ""
-        self._staged: Staged | None = None
+        self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._waiting: deque[tuple[InFlight, asyncio.Future[Trajectory]]] = deque()
         self._running: list[tuple[InFlight, asyncio.Future[Trajectory]]] = []
         self._work = asyncio.Event()
-        self._runner: asyncio.Task[None] | None = None
+        self._task = EngineTask(name)
 
     async def start(self) -> WeightReport:
-        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        self._task.start(self._run())
         return WeightReport(engine=self.name, version=self._version, digest=self._digest)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         check_request(request)
-        self._require_open()
+        self._task.require()
         sigmas = self._sigmas(request.num_inference_steps, request.height, request.width)
         sample = InFlight(request, sigmas, self._latent_shape(request.height, request.width))
         result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
@@ -83,28 +85,18 @@ class EmulatedEngine:
             await asyncio.to_thread(Staged(manifest, buckets).verify)
         except WeightError as error:
             raise EngineError(f"{self.name}: {error}") from error
-        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
-        self._require_open()
-        if self._staged is None or self._staged.manifest.version != version:
-            staged = self._staged.manifest.version if self._staged else None
-            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged}")
-        # Steps are computed between two awaits of the runner, so this always falls between two steps.
-        staged_s, self._version, self._digest = self._staged.staged_s, version, self._staged.manifest.digest
-        self._staged = None
-        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s)
+        self._task.require()
+        staged = self._staged.take(version)
+        # Steps are computed between two awaits of the task, so this always falls between two steps.
+        self._version, self._digest = version, staged.manifest.digest
+        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged.staged_s)
 
     async def close(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.cancel()
-            await asyncio.wait([runner])
-
-    def _require_open(self) -> None:
-        if self._runner is None or self._runner.done():
-            raise EngineError(f"{self.name} is not running")
+        await self._task.close()
 
     async def _run(self) -> None:
         reason = "was closed"

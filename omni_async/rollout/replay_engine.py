@@ -17,6 +17,8 @@ from omni_async.performance.device import Device
 from omni_async.performance.media import SEED_BYTES, random_bytes, with_seed
 from omni_async.performance.profile import Profile
 from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.rollout.engine_task import EngineTask
+from omni_async.rollout.staged import StagedVersion
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError, verify
 
@@ -62,19 +64,19 @@ class ReplayEngine:
         self._trajectories = random_bytes(profile.payload.trajectory + _PLACES, seed)
         self._media = random_bytes(max(profile.payload.media, SEED_BYTES), seed)
         self._version, self._digest = 0, ""
-        self._staged: tuple[WeightManifest, float] | None = None
+        self._staged: StagedVersion[tuple[WeightManifest, float]] = StagedVersion(name)
         self._waiting: deque[_Waiting] = deque()
         self._running: list[_Waiting] = []
         self._swap: _Swap | None = None
         self._work = asyncio.Event()
-        self._runner: asyncio.Task[None] | None = None
+        self._task = EngineTask(name)
 
     async def start(self) -> WeightReport:
-        self._runner = asyncio.create_task(self._run(), name=f"{self.name}-runner")
+        self._task.start(self._run())
         return WeightReport(self.name, self._version, self._digest)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        self._require_open()
+        self._task.require()
         loop = asyncio.get_running_loop()
         waiting = _Waiting(request, loop.time(), loop.create_future())
         self._waiting.append(waiting)
@@ -83,7 +85,7 @@ class ReplayEngine:
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         """Takes the profile's `publish` seconds, the time to check the digest included. EngineError if the bytes are not the manifest's."""
-        self._require_open()
+        self._task.require()
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -93,14 +95,12 @@ class ReplayEngine:
         # A publish is over when every engine has the version: all engines draw the same time for it.
         seconds = self._profile.publish.sample(random.Random(f"{self._seed}/publish/{manifest.version}"))
         await asyncio.sleep(max(0.0, started + seconds - loop.time()))
-        self._staged = manifest, loop.time() - started
+        self._staged.put(manifest.version, (manifest, loop.time() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
-        self._require_open()
-        if self._staged is None or self._staged[0].version != version:
-            raise EngineError(f"{self.name}: asked for version {version}, staged is {self._staged and self._staged[0].version}")
-        (manifest, staged_s), self._staged = self._staged, None
+        self._task.require()
+        manifest, staged_s = self._staged.take(version)
         loop = asyncio.get_running_loop()
         self._swap = swap = _Swap(version, loop.time())
         self._work.set()
@@ -109,14 +109,7 @@ class ReplayEngine:
         return WeightReport(self.name, version, manifest.digest, staged_s, loop.time() - swap.asked)
 
     async def close(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.cancel()
-            await asyncio.wait([runner])
-
-    def _require_open(self) -> None:
-        if self._runner is None or self._runner.done():
-            raise EngineError(f"{self.name} is not running")
+        await self._task.close()
 
     async def _run(self) -> None:
         try:

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from omni_async.policy import PipelineFamily
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.payloads import Staged
+from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.weights.buckets import WeightError
@@ -47,7 +48,7 @@ class VllmOmniEngine:
         self._max_batch = max_batch
         self._rpc_timeout_s = rpc_timeout_s
         self._omni: Any = None
-        self._staged: Staged | None = None
+        self._staged: StagedVersion[Staged] = StagedVersion(name)
         self._serial = 0
 
     async def start(self) -> WeightReport:
@@ -119,13 +120,11 @@ class VllmOmniEngine:
             await asyncio.to_thread(Staged(manifest, buckets).verify)
         except WeightError as error:
             raise EngineError(f"{self.name}: {error}") from error
-        self._staged = Staged(manifest, buckets, time.perf_counter() - started)
+        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
-        staged, self._staged = self._staged, None
-        if staged is None or staged.manifest.version != version:
-            raise EngineError(f"{self.name}: asked for version {version}, staged is {staged.manifest.version if staged else None}")
+        staged = self._staged.take(version)
         answer = await self._call("swap_weights", staged, False)
         held = await self._call("held_weights")
         if (held["version"], held["digest"]) != (version, staged.manifest.digest):

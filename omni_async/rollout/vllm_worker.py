@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +37,7 @@ _CONDITIONING = "omni_async_conditioning"
 _IMAGE = "omni_async_image"
 
 
-class RolloutPipelineMixin:
+class RolloutPipelineMixin(ABC):
     """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's input is cast."""
 
     supports_step_execution = True
@@ -57,17 +58,17 @@ class RolloutPipelineMixin:
 
     transformer: torch.nn.Module
 
+    @abstractmethod
     def make_policy(self, path: str) -> Policy:
         """The family's policy for the checkpoint at `path`: its latent shape and sigmas are used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_codec(self) -> Codec:
         """The family's codec around this pipeline's own text encoder and VAE."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill_state(self, state: Any, request: SampleRequest, conditioning: TensorDict) -> None:
         """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index. Batch size 1."""
-        raise NotImplementedError
 
     # ---- vLLM-Omni's step-wise protocol ----------------------------------------------------------------------------------------------
 
