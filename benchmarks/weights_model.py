@@ -48,7 +48,7 @@ class SizedPolicy:
         return self.transformer
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (height // 16) * (width // 16), 4
+        return _latent_shape(height, width)
 
     def sigmas(self, num_inference_steps: int, height: int, width: int) -> Tensor:
         return linear(num_inference_steps)
@@ -92,6 +92,10 @@ class _Blocks(nn.Module):
         return out
 
 
+def _latent_shape(height: int, width: int) -> tuple[int, int]:
+    return (height // 16) * (width // 16), 4
+
+
 class _Codec:
     def to(self, device: Any) -> _Codec:
         return self
@@ -103,4 +107,4 @@ class _Codec:
         return torch.zeros(len(latents), 3, height, width, dtype=torch.uint8)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        raise NotImplementedError("nobody trains on images here")
+        return torch.zeros(len(pixels), *_latent_shape(*pixels.shape[-2:]))

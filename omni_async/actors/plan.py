@@ -14,7 +14,8 @@ from typing import Literal
 
 from omni_async.algorithms.registry import find_objective
 from omni_async.algorithms.timesteps import num_draws, num_trained
-from omni_async.config import Config
+from omni_async.algorithms.validation import problems
+from omni_async.config import Config, ConfigError
 
 Streaming = Literal["as_ready", "unscaled", "collect"]
 
@@ -31,6 +32,19 @@ class Plan:
     paired: bool
     rows_per_sample: int
     samples_per_group: int
+
+
+def require_trainable(config: Config) -> None:
+    """ConfigError, one line, where the objective is unknown, does not fit the rest, or cannot stream as it is told to."""
+    try:
+        problem = next(problems(config), None)
+    except ValueError as error:  # no such objective
+        raise ConfigError(str(error)) from None
+    if problem is not None:
+        raise ConfigError(problem)
+    plan = plan_updates(config)
+    if config.trainer.streaming == "on" and plan.mode == "collect":
+        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
 
 
 def plan_updates(config: Config) -> Plan:

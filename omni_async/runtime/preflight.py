@@ -14,8 +14,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from omni_async.actors.plan import plan_updates
-from omni_async.algorithms.validation import problems
+from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Emulation
 from omni_async.performance.profile import Payload, Profile, load_profile
@@ -58,13 +57,13 @@ def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
     if config.emulation is not None:
         # One emulated rank stands for all, and need not divide a group.
-        _check_algorithm(replace(config, trainer=replace(config.trainer, workers=1)))
+        require_trainable(replace(config, trainer=replace(config.trainer, workers=1)))
         return _emulated(config, config.emulation)
     try:
         family = find_family(config.model.pipeline)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    _check_algorithm(config)
+    require_trainable(config)
     _check_placement(config)
     for number, scorer in enumerate(config.reward.scorers):
         try:
@@ -83,17 +82,6 @@ def preflight(config: Config) -> RunInputs:
         start_version=version,
         start_group=group,
     )
-
-
-def _check_algorithm(config: Config) -> None:
-    try:
-        for problem in problems(config):
-            raise ConfigError(problem)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    plan = plan_updates(config)
-    if config.trainer.streaming == "on" and plan.mode == "collect":
-        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
 
 
 def _check_placement(config: Config) -> None:

@@ -97,8 +97,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
-    from omni_async.actors.plan import plan_updates
-    from omni_async.algorithms.validation import problems
+    from omni_async.actors.plan import require_trainable
     from omni_async.performance.profile import load_profile, shipped_profiles
 
     named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
@@ -112,15 +111,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
         profile = load_profile(config.emulation.profile)
     except ConfigError as error:
         raise ConfigError(str(error).replace("emulation.profile", "--profile", 1) if named else str(error)) from None
-    try:
-        problem = next(problems(config), None)
-    except ValueError as error:  # no such algorithm
-        raise ConfigError(str(error)) from None
-    if problem is not None:
-        raise ConfigError(problem)
-    plan = plan_updates(config)
-    if config.trainer.streaming == "on" and plan.mode == "collect":
-        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+    require_trainable(config)
     return config, profile
 
 

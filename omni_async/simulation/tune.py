@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 import msgspec
 from msgspec.structs import replace
 
-from omni_async.actors.plan import plan_updates
-from omni_async.algorithms.validation import problems
+from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
 from omni_async.config.schedule import apply_schedule, num_devices
@@ -113,14 +112,7 @@ def _require_trainable(config: Config, keep: Collection[str]) -> None:
     """What tuning does not change: an objective that is unknown or does not fit the rest."""
     if config.emulation is not None or (RANKS not in keep and devices_each(config)[RANKS]):
         config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen, or one stands for all
-    try:
-        for problem in problems(config):
-            raise ConfigError(problem)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    plan = plan_updates(config)
-    if config.trainer.streaming == "on" and plan.mode == "collect":
-        raise ConfigError(f"trainer.streaming: 'on' cannot be had here: {plan.why}; use 'auto'")
+    require_trainable(config)
 
 
 def overlapped(config: Config) -> Config:
