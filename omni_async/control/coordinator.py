@@ -7,8 +7,9 @@
 | `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
 | `events`        | driver     | anything that happened                     | any of the above                                      |
 
-Every wait also ends when the run closes: the calls then return nothing. No call here touches a tensor, blocks, or runs in another thread;
-its state changes only between awaits.
+A run ends in two moments. *Closing*: nobody gets more work, every wait returns nothing, and groups nobody trains are dropped. *Ended*: the
+update under way has been answered for too, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the
+trainer's leaving it. No call here touches a tensor, blocks, or runs in another thread; its state changes only between awaits.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Coordinator:
         self._weights = Bell()
         self._log = EventLog()
         self._outcome: tuple[str, str | None] | None = None
+        self._ended = False
 
     # ---- producers ----------------------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,7 @@ class Coordinator:
 
     async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
         """Groups for the update that starts from `version` and still needs `places` groups, as many as may be trained by now. Empty: the run
-        is over."""
+        is over, and the update will not be made."""
         taken: list[ReadyGroup] = []
         while not self._closed:
             while len(taken) < places and (ready := self._take(version, places - len(taken))):
@@ -204,7 +206,10 @@ class Coordinator:
             if taken or self._closed:
                 break
             await self._ready.wait()
-        return [] if self._closed else taken
+        if self._closed:
+            self._end()
+            return []
+        return taken
 
     def _take(self, version: int, places: int) -> ReadyGroup | None:
         """None: there is none, or the run is over because one is too old."""
@@ -228,10 +233,10 @@ class Coordinator:
         return self.versions.held == version and self._replay.all_ready
 
     async def update_done(self, report: UpdateReport) -> None:
-        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. An update that is
-        reported after the run was ended comes too late: its groups are in the ledger as dropped."""
+        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. Reported after the run
+        ended it comes too late: its groups are in the ledger as dropped."""
         self.versions.trained = report.version
-        if self._closed:
+        if self._ended:
             return
         trained: list[ReadyGroup] = []
         for group_id in report.groups:
@@ -250,6 +255,8 @@ class Coordinator:
             "conservation": self.ledger.counters(),
         }
         self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
+        if self._closed:
+            self._end()
 
     # ---- weights ------------------------------------------------------------------------------------------------------------------
 
@@ -345,21 +352,42 @@ class Coordinator:
         if self._closed:
             return
         self._outcome = (status, reason)
-        why = f"run {status}" + (f": {reason}" if reason else "")
-        for group in [*self._groups.values(), *(progress for progress, _ in self._training.values())]:
-            self._record(group, "dropped", why)
-            self._slots.end(group.group)
+        self._log.add("closing", {"status": status, "reason": reason})
+        for group in self._groups.values():
+            self._drop_at_the_end(group)
         self._groups.clear()
-        self._training.clear()
         self._validation.rounds.clear()
+        self._samples.close()
+        self._weights.ring()
+        self._ready.ring()
+        if not self._training:
+            self._end()
+
+    async def conclude(self) -> None:
+        """Every role has finished, or is given up: what the trainer has not answered for is dropped. Nothing is told after this."""
+        self._close("failed", "the roles finished before the run did")
+        self._end()
+        self._log.add("concluded", {})
+
+    def _end(self) -> None:
+        if self._outcome is None or self._ended:
+            return
+        self._ended = True
+        for group, _ in self._training.values():
+            self._drop_at_the_end(group)
+        self._training.clear()
         try:
             self.ledger.check(self._slots.live)
         except ConservationError as error:
             self._outcome = ("failed", str(error))
-        self._log.add("ended", {"status": self._outcome[0], "reason": self._outcome[1], "images": self._images, **self.ledger.summary()})
-        self._samples.close()
-        self._weights.ring()
-        self._ready.ring()
+        status, reason = self._outcome
+        self._log.add("ended", {"status": status, "reason": reason, "images": self._images, **self.ledger.summary()})
+
+    def _drop_at_the_end(self, group: GroupProgress) -> None:
+        assert self._outcome is not None
+        status, reason = self._outcome
+        self._record(group, "dropped", f"run {status}" + (f": {reason}" if reason else ""))
+        self._slots.end(group.group)
 
     @property
     def _closed(self) -> bool:

@@ -28,7 +28,7 @@ _RECENT_S = 30.0
 
 
 class Observer:
-    """One run's record. `watch` runs until the run has ended; `summary` afterwards says what it was."""
+    """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was."""
 
     def __init__(self, config: Config, run: RunDirectory, console: Console, mlflow: MlflowSink | None, clock: Clock) -> None:
         self._config = config
@@ -43,25 +43,21 @@ class Observer:
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
         self.started = clock.now()
+        self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
-        """Until the `ended` event. Pictures are fetched and drawn on the side."""
-        while self.ended is None:
+        """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
+        concluded = False
+        while not concluded:
             for event in await coordinator.events():
                 self._take(event, store)
+                concluded = event.kind == "concluded"
 
-    async def drain(self, coordinator: RunControl, store: ObjectStore, seconds: float) -> None:
-        """After the end: what the roles still report while they finish, and the pictures being drawn."""
-        try:
-            async with asyncio.timeout(seconds):
-                while True:
-                    for event in await coordinator.events():
-                        self._take(event, store)
-        except TimeoutError:
-            pass
+    async def pictures_drawn(self, seconds: float) -> None:
+        """Until the pictures that are being drawn are done, `seconds` at most."""
         if self._pictures:
-            await asyncio.wait(self._pictures, timeout=30)
+            await asyncio.wait(self._pictures, timeout=seconds)
 
     def _take(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
@@ -73,6 +69,8 @@ class Observer:
                 self._update(event.data)
             case "validation":
                 self._validated(event.data)
+            case "closing":
+                self.closing.set()
             case "ended":
                 self.ended = event.data
         if event.pictures and self._config.emulation is None:  # emulated media are noise

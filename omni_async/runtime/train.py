@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ from omni_async.tracking.timeline import write_trace
 
 logger = logging.getLogger(__name__)
 
-# How long roles get to finish in order (a checkpoint, last spans) once the run has ended, and how long their last spans are waited for.
+# How long roles get to finish in order once the run is over (the update under way, a checkpoint, their last spans), then the coordinator to
+# tell the rest, and the last pictures to be drawn.
 _CLOSING_S = 60.0
-_LAST_EVENTS_S = 1.0
+_LAST_EVENTS_S = 10.0
+_PICTURES_S = 30.0
 _LOADING = {
     "ray": "starting Ray; loading engines, scorers and the trainer (up to a minute)",
     "inprocess": "loading engines, scorers and the trainer",
@@ -137,12 +139,17 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             supervisor.start(name, work)
         failure: TaskFailed | None = None
         try:
-            await _first(services.wait(until=watching), supervisor.wait())
+            await _first(services.wait(), supervisor.wait(), observer.closing.wait())
         except TaskFailed as error:
             failure = error
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed
                 await coordinator.fail(_describe(error))
-        unfinished = await _close_in_order(supervisor, observer.drain(coordinator, store, _LAST_EVENTS_S))
+        unfinished = await _close_in_order(supervisor)
+        with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
+            async with asyncio.timeout(_LAST_EVENTS_S):
+                await coordinator.conclude()
+                await watching
+        await observer.pictures_drawn(_PICTURES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":
@@ -155,14 +162,14 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
 
-async def _close_in_order(supervisor: Supervisor, draining: Coroutine[Any, Any, None]) -> str | None:
-    """The roles see that the run has ended, and the trainer still writes its checkpoint. What went wrong with that, if anything."""
+async def _close_in_order(supervisor: Supervisor) -> str | None:
+    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything."""
     try:
         async with asyncio.timeout(_CLOSING_S) as deadline:
-            await asyncio.gather(supervisor.settle(), draining)
+            await supervisor.settle()
             await supervisor.wait()
     except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
-        return f"the roles were not done {_CLOSING_S:g} s after the run had ended" if deadline.expired() else _describe(error)
+        return f"the roles were not done {_CLOSING_S:g} s after the run was over" if deadline.expired() else _describe(error)
     return None
 
 

@@ -357,7 +357,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         live = set(self.admitted()) - set(groups)
         assert self.coordinator.ledger.live == live
         if self.coordinator_closed():
-            assert not live
+            assert live <= {group.group for group in [*self.groups, *self.taken_unseen()]}, "only an update under way outlives the closing"
+        assert not (live and self.ended)
         self.coordinator.ledger.check(self.coordinator._slots.live)
         counts = now(self.coordinator.statistics())["conservation"]
         assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
@@ -392,8 +393,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
             assert len(self.leases) + len(waiting) == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
-        groups_taken_unseen = sum(len(task.result()) for who, task in self.waiting.items() if who == "groups:" and task.done())
-        assert len(self.untaken()) - groups_taken_unseen <= self.config.buffer.groups
+        assert len(self.untaken()) - len(self.taken_unseen()) <= self.config.buffer.groups
+
+    def taken_unseen(self) -> list[ReadyGroup]:
+        """Groups on their way to the trainer."""
+        done = [task for who, task in self.waiting.items() if who == "groups:" and task.done() and not task.cancelled()]
+        return [group for task in done for group in task.result()]
 
     def nothing_is_admitted_that_will_not_be_trained(self) -> None:
         wanted = (self.config.trainer.updates - self.start) * self.config.trainer.groups_per_update

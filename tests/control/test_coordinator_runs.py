@@ -229,6 +229,7 @@ def test_nothing_but_the_end_waits_for_validation() -> None:
         ("update", 3),
         ("validation", 0),
         ("validation", 3),
+        ("closing", None),
         ("ended", None),
     ]
     assert run.outcome == ("done", None)
@@ -574,24 +575,66 @@ def test_stopping_sends_every_waiter_home_at_once() -> None:
         async with asyncio.timeout(1):
             *home, events = await asyncio.gather(*waiters)
         assert home == [[], [], [], []]
-        assert [(e.kind, e.data["status"], e.data["reason"]) for e in events] == [("ended", "interrupted", "ctrl-c")]
+        over = [(e.kind, e.data["status"], e.data["reason"]) for e in events]
+        assert over == [("closing", "interrupted", "ctrl-c"), ("ended", "interrupted", "ctrl-c")]
         assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_groups(0, 1) == []
 
     asyncio.run(main())
 
 
-def test_an_update_under_way_when_the_run_is_stopped_is_reported_without_harm() -> None:
+INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
+
+
+def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
+    """Its optimizer steps are in the checkpoint that follows: its groups must not be in the ledger as dropped."""
+
     async def main(bench: Bench) -> None:
         await bench.generate(0, 0)
         group = bench.take()
         assert group is not None
         await bench.c.stop("ctrl-c")
-        assert {(e.group, e.event, e.reason) for e in bench.entries} == {(g, "dropped", "run interrupted: ctrl-c") for g in (0, 1)}
+        assert [(e.group, e.event, e.reason) for e in bench.entries] == [(1, *INTERRUPTED)], "nobody trains group 1"
         await bench.c.update_done(report(1, [group]))
-        assert len(bench.entries) == 2
-        assert bench.c.ledger.counters() == {"admitted": 2, "trained": 0, "rejected": 0, "dropped": 2, "live": 0}
+        assert [(e.group, e.event, e.trained_version) for e in bench.entries[1:]] == [(0, "trained", 1)]
+        counters = {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 1, "live": 0}
+        events = await bench.c.events()
+        assert [e.kind for e in events[-3:]] == ["closing", "update", "ended"]
+        assert events[-1].data["conservation"] == counters and events[-1].data["status"] == "interrupted"
+        assert await bench.c.next_groups(1, 1) == []
+        await bench.c.conclude()
+        assert [e.kind for e in await bench.c.events()] == ["concluded"]
+        assert bench.c.ledger.counters() == counters
 
     asyncio.run(main(Bench(S=1, P=1, updates=3)))
+
+
+@pytest.mark.parametrize("how", ["asks for more", "is gone"])
+def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
+    async def main(bench: Bench) -> None:
+        await bench.generate(0, 0)
+        assert bench.take() is not None, "the first of two"
+        await bench.c.stop("ctrl-c")
+        assert 0 not in {e.group for e in bench.entries}, "the trainer has not said what becomes of it"
+        if how == "asks for more":
+            assert await bench.c.next_groups(0, 1) == []
+        else:
+            await bench.c.conclude()
+        assert {(e.group, e.event, e.reason) for e in bench.entries} == {(g, *INTERRUPTED) for g in range(bench.c.ledger.admitted)}
+        assert [e.kind for e in await bench.c.events()][:2] == ["closing", "ended"]
+        await bench.c.update_done(report(1, []))
+        assert bench.c.ledger.counters()["trained"] == 0
+
+    asyncio.run(main(Bench(S=1, P=2, updates=3)))
+
+
+def test_roles_that_finish_before_the_run_did_have_failed() -> None:
+    async def main() -> None:
+        c, _ = make_coordinator(make_config())
+        await c.conclude()
+        closing, ended, concluded = await c.events()
+        assert (closing.kind, ended.data["status"], concluded.kind) == ("closing", "failed", "concluded")
+
+    asyncio.run(main())
 
 
 def test_nothing_is_said_after_the_end() -> None:
@@ -607,8 +650,8 @@ def test_nothing_is_said_after_the_end() -> None:
         await hold(c, 0)
         await c.stop("ctrl-c")
         events = await c.events()
-        assert [e.kind for e in events] == ["ended"]
-        assert (events[0].data["status"], events[0].data["reason"]) == ("failed", "engine rollout-0 crashed")
+        assert [e.kind for e in events] == ["closing", "ended"]
+        assert {(e.data["status"], e.data["reason"]) for e in events} == {("failed", "engine rollout-0 crashed")}
 
     asyncio.run(main())
 

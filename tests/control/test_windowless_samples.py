@@ -116,7 +116,8 @@ def test_a_dataset_beyond_the_budget_ends_the_run() -> None:
     bench = Bench(S=1, P=1, updates=4, steps=STEPS, stored=True)
     asyncio.run(bench.generate(0, 0))
     assert now(bench.c.next_groups(2, 1)) == []
-    (event,) = now(bench.c.events())
+    _, event = now(bench.c.events())
+    assert event.kind == "ended"
     assert "group 0 reached the trainer 2 updates old, the budget is 1" in event.data["reason"]
 
 

@@ -89,6 +89,7 @@ class Control:
         if self.ended is None:
             self.ended = (status, reason)
             self.over.set()
+            self.log.add("closing", {"status": status, "reason": reason})
             conservation = {"admitted": 0, "trained": 0, "rejected": 0, "dropped": 0, "live": 0}
             self.log.add("ended", {"status": status, "reason": reason, "images": 0, "conservation": conservation, "reasons": {}})
 
@@ -100,6 +101,9 @@ class Control:
 
     async def fail(self, reason: str) -> None:
         self.end("failed", reason)
+
+    async def conclude(self) -> None:
+        self.log.add("concluded", {})
 
 
 Role = Callable[[Control], Coroutine[Any, Any, None]]

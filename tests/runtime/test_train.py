@@ -232,7 +232,7 @@ def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkey
 
     summary, _ = play(tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well})
     assert summary.status == "failed"
-    assert summary.reason == "the roles were not done 0.01 s after the run had ended"
+    assert summary.reason == "the roles were not done 0.01 s after the run was over"
     assert cancelled == ["trainer"]
 
 
