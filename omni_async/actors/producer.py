@@ -156,8 +156,8 @@ class Producer:
             staging = self._clock.now()
             try:
                 manifest, buckets = await self._receiver.receive(manifest, parcel)
-            except (TransportError, WeightError) as error:
-                raise EngineError(f"{self.name}: {error}") from error
+            except (TransportError, WeightError, LookupError) as error:
+                raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
             digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:
                 raise EngineError(f"{self.name}: version {manifest.version} arrived with digest {digest}, published was {manifest.digest}")

@@ -65,11 +65,11 @@ class Rewarder:
         return [result for job in jobs for result in await self._score_all([job])]
 
     async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
-        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
-        call = asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, pictures, [job.prompt for job in jobs])
         try:
             async with asyncio.timeout(self._config.reward.timeout_s) as deadline:
-                return await call
+                pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
+                prompts = [job.prompt for job in jobs]
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, pictures, prompts)
         except TimeoutError:
             if not deadline.expired():
                 raise  # the scorer's own, of a socket perhaps

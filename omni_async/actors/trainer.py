@@ -87,7 +87,7 @@ class Trainer:
         await self._publisher.run()
 
     async def _update(self) -> bool:
-        """One update; False if the run ended before its last group came."""
+        """One update; False if the run is over, be it before its last group came."""
         started = self._clock.now()
         update = self._rule.begin(self._version, self._tracer)
         while update.places:
@@ -101,8 +101,7 @@ class Trainer:
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)
-        await self._coordinator.update_done(UpdateReport(self._version, trained, metrics, started, self._clock.now()))
-        return True
+        return await self._coordinator.update_done(UpdateReport(self._version, trained, metrics, started, self._clock.now()))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
         """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own drift."""

@@ -26,7 +26,10 @@ class Run(Section, kw_only=True, frozen=True):
         Literal["ray", "inprocess"], _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop.")
     ] = "ray"
     ray_address: Annotated[str | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
-    startup_timeout_s: Annotated[float, _doc("How long actors may take to come up.", gt=0)] = 600.0
+    startup_timeout_s: Annotated[float, _doc("How long actors, and what their engines start, may take to come up.", gt=0)] = 600.0
+    closing_timeout_s: Annotated[
+        float, _doc("How long the update under way and the last checkpoint may take once a run is over or interrupted.", gt=0)
+    ] = 1800.0
 
 
 class Lora(Section, kw_only=True, frozen=True):

@@ -232,12 +232,12 @@ class Coordinator:
             return True
         return self.versions.held == version and self._replay.all_ready
 
-    async def update_done(self, report: UpdateReport) -> None:
+    async def update_done(self, report: UpdateReport) -> bool:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. Reported after the run
-        ended it comes too late: its groups are in the ledger as dropped."""
+        ended it comes too late: its groups are in the ledger as dropped. Returns whether the run goes on."""
         self.versions.trained = report.version
         if self._ended:
-            return
+            return False
         trained: list[ReadyGroup] = []
         for group_id in report.groups:
             progress, group = self._training.pop(group_id)
@@ -257,6 +257,7 @@ class Coordinator:
         self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
         if self._closed:
             self._end()
+        return not self._closed
 
     # ---- weights ------------------------------------------------------------------------------------------------------------------
 

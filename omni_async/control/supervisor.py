@@ -40,13 +40,13 @@ class Supervisor:
         self._changed.ring()
         return task
 
-    async def wait(self, until: asyncio.Task[Any] | None = None) -> None:
-        """Until `until` (default: every task) finished. Raises TaskFailed as soon as any task fails."""
+    async def wait(self) -> None:
+        """Until every task finished. Raises TaskFailed as soon as any task fails."""
         while True:
             for task, name in self._tasks.items():
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                     raise TaskFailed(name, error)
-            if (until is not None and until.done()) or all(task.done() for task in self._tasks):
+            if all(task.done() for task in self._tasks):
                 return
             await self._changed.wait()
 

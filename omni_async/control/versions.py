@@ -24,10 +24,6 @@ class Versions:
         self.published: int | None = None
         self.held: int | None = None  # the oldest version any live engine may still use; None while one holds nothing, or there is none
 
-    @property
-    def num_engines(self) -> int:
-        return len(self._engines)
-
     def join(self, engine: str) -> None:
         """An engine exists, and holds nothing yet."""
         self.leave(engine)

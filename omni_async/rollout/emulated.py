@@ -63,7 +63,7 @@ class EmulatedEngine:
         self._waiting: deque[tuple[InFlight, asyncio.Future[Trajectory]]] = deque()
         self._running: list[tuple[InFlight, asyncio.Future[Trajectory]]] = []
         self._work = asyncio.Event()
-        self._task = EngineTask(name)
+        self._task = EngineTask(name, lambda: [result for _, result in (*self._running, *self._waiting)])
 
     async def start(self) -> WeightReport:
         self._task.start(self._run())
@@ -99,17 +99,8 @@ class EmulatedEngine:
         await self._task.close()
 
     async def _run(self) -> None:
-        reason = "was closed"
-        try:
-            while True:
-                await self._iterate()
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            for _, result in [*self._running, *self._waiting]:
-                if not result.done():
-                    result.set_exception(EngineError(f"{self.name} {reason}"))
+        while True:
+            await self._iterate()
 
     async def _iterate(self) -> None:
         self._running = [(s, r) for s, r in self._running if not r.done()]

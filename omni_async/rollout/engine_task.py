@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from omni_async.rollout.base import EngineError
 
 
 class EngineTask:
-    def __init__(self, engine: str) -> None:
+    """`unanswered`: what callers wait for. When the work ends, with an error or because it was closed, they are told with an EngineError."""
+
+    def __init__(self, engine: str, unanswered: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
         self._engine = engine
+        self._unanswered = unanswered
         self._task: asyncio.Task[None] | None = None
+        self._failure: str | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._task = asyncio.create_task(work, name=f"{self._engine}-runner")
+        self._task = asyncio.create_task(self._run(work), name=f"{self._engine}-runner")
 
     def require(self) -> None:
-        """EngineError unless the work goes on."""
+        """EngineError, with what ended it, unless the work goes on."""
         if self._task is None or self._task.done():
-            raise EngineError(f"{self._engine} is not running")
+            raise EngineError(f"{self._engine} is not running" + (f": {self._failure}" if self._failure else ""))
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 (told to everybody who waits, and to whoever asks later)
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            for future in self._unanswered():
+                if not future.done():
+                    future.set_exception(EngineError(f"{self._engine} {self._failure or 'was closed'}"))
 
     async def close(self) -> None:
         task, self._task = self._task, None

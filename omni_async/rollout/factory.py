@@ -55,6 +55,7 @@ def build_engine(config: Config, engine_name: str, family: PipelineFamily, profi
                 path=config.model.path,
                 dtype=config.model.dtype,
                 max_batch=rollout.max_batch,
+                start_timeout_s=config.run.startup_timeout_s,
                 rpc_timeout_s=config.weights.timeout_s,
             )
     raise ValueError(f"rollout.engine: unknown engine {rollout.engine!r}")

@@ -69,7 +69,7 @@ class ReplayEngine:
         self._running: list[_Waiting] = []
         self._swap: _Swap | None = None
         self._work = asyncio.Event()
-        self._task = EngineTask(name)
+        self._task = EngineTask(name, self._unanswered)
 
     async def start(self) -> WeightReport:
         self._task.start(self._run())
@@ -112,22 +112,18 @@ class ReplayEngine:
         await self._task.close()
 
     async def _run(self) -> None:
-        try:
-            while True:
-                if self._swap is not None:
-                    await self._switch(self._swap)
-                elif self._waiting:
-                    await self._job()
-                else:
-                    self._work.clear()
-                    await self._work.wait()
-        finally:
-            unfinished: list[asyncio.Future[Any]] = [waiting.made for waiting in (*self._running, *self._waiting)]
+        while True:
             if self._swap is not None:
-                unfinished.append(self._swap.done)
-            for future in unfinished:
-                if not future.done():
-                    future.set_exception(EngineError(f"{self.name} was closed"))
+                await self._switch(self._swap)
+            elif self._waiting:
+                await self._job()
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    def _unanswered(self) -> list[asyncio.Future[Any]]:
+        swaps = [self._swap.done] if self._swap is not None else []
+        return [waiting.made for waiting in (*self._running, *self._waiting)] + swaps
 
     async def _switch(self, swap: _Swap) -> None:
         seconds = self._profile.swap.sample(self._random)

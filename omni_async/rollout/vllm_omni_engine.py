@@ -8,6 +8,7 @@ a request; the answer of a worker call, which vLLM-Omni runs between two denoisi
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -37,15 +38,26 @@ _ENVIRONMENT = {
 
 
 class VllmOmniEngine:
-    """See `RolloutEngine`. `dtype` is the engine's weight dtype by name."""
+    """See `RolloutEngine`. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start."""
 
-    def __init__(self, name: str, family: PipelineFamily, *, path: str, dtype: str, max_batch: int, rpc_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        family: PipelineFamily,
+        *,
+        path: str,
+        dtype: str,
+        max_batch: int,
+        start_timeout_s: float = 600.0,
+        rpc_timeout_s: float = 600.0,
+    ) -> None:
         self.name = name
         self._family = family
         self._policy = family.load_policy(path)
         self._path = path
         self._dtype = dtype
         self._max_batch = max_batch
+        self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
         self._omni: Any = None
         self._staged: StagedVersion[Staged] = StagedVersion(name)
@@ -74,6 +86,8 @@ class VllmOmniEngine:
             step_execution=True,
             max_num_seqs=self._max_batch,
             log_stats=False,
+            init_timeout=math.ceil(self._start_timeout_s),
+            stage_init_timeout=math.ceil(self._start_timeout_s),
         )
 
     async def generate(self, request: SampleRequest) -> Trajectory:

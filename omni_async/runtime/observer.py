@@ -52,7 +52,7 @@ class Observer:
         while not concluded:
             for event in await coordinator.events():
                 self._take(event, store)
-                concluded = event.kind == "concluded"
+                concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def pictures_drawn(self, seconds: float) -> None:
         """Until the pictures that are being drawn are done, `seconds` at most."""

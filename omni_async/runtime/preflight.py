@@ -56,8 +56,7 @@ class _ResumePoint(msgspec.Struct):
 def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
     if config.emulation is not None:
-        # One emulated rank stands for all, and need not divide a group.
-        require_trainable(replace(config, trainer=replace(config.trainer, workers=1)))
+        require_trainable(config)
         return _emulated(config, config.emulation)
     try:
         family = find_family(config.model.pipeline)

@@ -66,9 +66,11 @@ class RayCluster:
         trainer = self._spawn("trainer", partial(_trainer, self._inputs, others, producers, self.coordinator, *folders))
         starting = asyncio.gather(trainer.start(), *(role.start() for role in [*readers, *producers.values(), *rewarders]))
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as deadline:
                 await starting
         except TimeoutError:
+            if not deadline.expired():
+                raise  # a role's own
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
     def _role_names(self) -> dict[str, list[str]]:

@@ -36,9 +36,7 @@ from omni_async.tracking.timeline import write_trace
 
 logger = logging.getLogger(__name__)
 
-# How long roles get to finish in order once the run is over (the update under way, a checkpoint, their last spans), then the coordinator to
-# tell the rest, and the last pictures to be drawn.
-_CLOSING_S = 60.0
+# How long the coordinator gets to take the driver's last words and to tell the rest, and the last pictures to be drawn.
 _LAST_EVENTS_S = 10.0
 _PICTURES_S = 30.0
 _LOADING = {
@@ -106,7 +104,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
             mlflow = await opening if opening else None
             console.phase("generating the first samples")
             observer = Observer(config, run, console, mlflow, clock)
-            await _run(cluster, observer, interrupted, ending)
+            await _run(cluster, observer, interrupted, ending, config.run.closing_timeout_s)
         except Interrupted:
             ending.because("interrupted", "before the first update")
         except Exception as error:
@@ -127,7 +125,7 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
     return summary
 
 
-async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event, ending: Ending) -> None:
+async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event, ending: Ending, closing_s: float) -> None:
     """From the first sample until every role has finished."""
     coordinator, store = cluster.coordinator, cluster.store
     async with Supervisor() as services, Supervisor() as supervisor:
@@ -142,9 +140,10 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             await _first(services.wait(), supervisor.wait(), observer.closing.wait())
         except TaskFailed as error:
             failure = error
-            with contextlib.suppress(Exception):  # the coordinator itself may be what failed
-                await coordinator.fail(_describe(error))
-        unfinished = await _close_in_order(supervisor)
+            with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
+                async with asyncio.timeout(_LAST_EVENTS_S):
+                    await coordinator.fail(_describe(error))
+        unfinished = await _close_in_order(supervisor, closing_s)
         with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
             async with asyncio.timeout(_LAST_EVENTS_S):
                 await coordinator.conclude()
@@ -162,14 +161,18 @@ async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event,
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
 
-async def _close_in_order(supervisor: Supervisor) -> str | None:
+async def _close_in_order(supervisor: Supervisor, seconds: float) -> str | None:
     """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything."""
     try:
-        async with asyncio.timeout(_CLOSING_S) as deadline:
+        async with asyncio.timeout(seconds) as deadline:
             await supervisor.settle()
             await supervisor.wait()
     except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
-        return f"the roles were not done {_CLOSING_S:g} s after the run was over" if deadline.expired() else _describe(error)
+        return (
+            f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over"
+            if deadline.expired()
+            else _describe(error)
+        )
     return None
 
 

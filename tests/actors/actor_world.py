@@ -229,10 +229,11 @@ class Desk:
     async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
         return await self._take(self.groups, places)
 
-    async def update_done(self, report: UpdateReport) -> None:
+    async def update_done(self, report: UpdateReport) -> bool:
         self.updates.append(report)
         self.log.append(f"update {report.version}")
         self._bell.ring()
+        return True
 
     async def announce(self, version: int, digest: str) -> None:
         self.announced.append((version, digest))

@@ -387,7 +387,7 @@ def test_weights_that_do_not_arrive_are_the_engines_failure(error):
         producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))
         failure = await failure_of(producer.receive_weights(make_manifest(1), []))
         assert type(failure) is EngineError
-        assert str(failure) == f"rollout-0: {error}"
+        assert str(failure) == f"rollout-0: version 1 did not arrive: {error}"
 
     play(main())
 

@@ -215,6 +215,24 @@ def test_closing_fails_what_waits_and_what_runs() -> None:
     assert [type(outcome) for outcome in play(work)] == [EngineError] * 7
 
 
+def test_a_failure_of_the_engine_is_told_to_who_waits_and_to_who_asks_later() -> None:
+    async def work(engine: ReplayEngine) -> list[str]:
+        def broken(*_: Any, **__: Any) -> float:
+            raise OSError("the device fell off the bus")
+
+        engine._device.busy = broken  # type: ignore[method-assign]
+        said = []
+        for number in (0, 1):
+            with pytest.raises(EngineError) as caught:
+                await engine.generate(request(number))
+            said.append(str(caught.value))
+        return said
+
+    waits, asks = play(work)
+    assert waits.endswith("OSError: the device fell off the bus")
+    assert asks.endswith("is not running: OSError: the device fell off the bus")
+
+
 def test_samples_nobody_waits_for_any_more_do_not_hold_others_up() -> None:
     async def work(engine: ReplayEngine) -> list[float]:
         forsaken = asyncio.create_task(engine.generate(request(0)))

@@ -33,9 +33,12 @@ class Watched(control_world.Run):
     async def driver(self) -> None:
         store = PictureStore()
         await self.coordinator.phase("generating the first samples")
-        await self.observer.watch(self.coordinator, store)
+        watching = asyncio.create_task(self.observer.watch(self.coordinator, store))
+        await self.observer.closing.wait()
+        await self.coordinator.conclude()
+        await watching
         self.clock.advance(8.0)
-        await self.observer.drain(self.coordinator, store, 0.001)
+        await self.observer.pictures_drawn(10.0)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
@@ -63,8 +66,10 @@ def show(watcher: Observer, *events: RunEvent) -> None:
         for event in events:
             control.log.add(event.kind, event.data, event.pictures)
         control.end("done")
+        await control.conclude()
+        control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, PictureStore())
-        await watcher.drain(control, PictureStore(), 0.001)
+        await watcher.pictures_drawn(10.0)
 
     asyncio.run(main())
 
@@ -164,8 +169,10 @@ def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
             data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
             control.log.add("validation", data, (Picture(reference, Prompt(0, "a prompt"), Score(1.0)),))
         control.end("done")
+        await control.conclude()
+        control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, PictureStore())
-        await watcher.drain(control, PictureStore(), 0.001)
+        await watcher.pictures_drawn(10.0)
 
     asyncio.run(main())
     assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]

@@ -227,8 +227,8 @@ def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_p
     assert message.endswith("lower it")
 
 
-def test_one_emulated_rank_need_not_divide_a_group(tmp_path):
-    assert preflight(emulated(tmp_path, "trainer.workers=3")).config.trainer.workers == 3
+def test_emulated_ranks_divide_a_group_as_real_ones_do(tmp_path):
+    assert "3 ranks do not divide" in refusal(emulated(tmp_path, "trainer.workers=3"))
     assert "3 ranks do not divide" in refusal(write_world(tmp_path, trainer={"workers": 3}, run={"runtime": "ray"}))
 
 

@@ -220,7 +220,6 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path, monkeyp
 
 
 def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime, "_CLOSING_S", 0.01)
     cancelled: list[str] = []
 
     async def hangs(control: Control) -> None:
@@ -230,9 +229,9 @@ def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkey
             cancelled.append("trainer")
             raise
 
-    summary, _ = play(tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well})
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well}, run={"closing_timeout_s": 0.01})
     assert summary.status == "failed"
-    assert summary.reason == "the roles were not done 0.01 s after the run was over"
+    assert summary.reason == "the roles were not done run.closing_timeout_s = 0.01 after the run was over"
     assert cancelled == ["trainer"]
 
 

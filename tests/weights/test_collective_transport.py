@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from omni_async.config import check
+from omni_async.config.schema import Emulation
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import unpack
 from omni_async.weights.digest import verify
@@ -181,6 +183,24 @@ def test_a_run_without_engines_needs_no_group() -> None:
 def test_nccl_is_used_where_every_rank_has_an_accelerator(trainer: float, rollout: float, backend: str) -> None:
     config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
     assert backend_of(config) == backend
+
+
+def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
+    one_each = {"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}}
+    config = make_config(**one_each)
+    assert backend_of(config) == "nccl"
+    assert backend_of(msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, colocated=True))) == "gloo"
+    assert backend_of(msgspec.structs.replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))) == "gloo"
+
+
+def test_the_store_of_the_group_listens_on_its_own_address_alone() -> None:
+    async def main() -> None:
+        world = World(1)
+        await world.connect()
+        listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert listening and {address.ip for address in listening} == {"127.0.0.1"}
+
+    asyncio.run(main())
 
 
 def test_one_process_is_refused_by_the_configuration() -> None:

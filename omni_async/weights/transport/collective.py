@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -38,8 +38,10 @@ dist: Any = torch.distributed
 
 
 def backend_of(config: Config) -> Backend:
-    """NCCL wants a whole accelerator for every rank."""
+    """NCCL wants a whole accelerator for every rank, and one of its own."""
     placement = config.placement
+    if config.emulation is not None or placement.colocated:
+        return "gloo"
     return "nccl" if min(placement.trainer.gpus, placement.rollout.gpus) >= 1 else "gloo"
 
 
@@ -67,11 +69,27 @@ class CollectiveSender:
     async def connect(self, engines: Mapping[str, Join]) -> None:
         if not engines:
             return
-        store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s))
+        store = await self._thread.run(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
         joining = [join(replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         self._group, *_ = await asyncio.gather(forming, *joining)
+
+    def _serve(self) -> Any:
+        """The store, on this address alone: torch's own socket would listen on all of the machine's."""
+        with _telling(f"serving the group's store on {self._host}", 0, self._timeout_s), socket.socket() as listening:
+            listening.bind((self._host, 0))
+            listening.listen()
+            port = listening.getsockname()[1]
+            return dist.TCPStore(
+                self._host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_s),
+                master_listen_fd=listening.detach(),
+                use_libuv=False,  # libuv's store takes no socket
+            )
 
     @asynccontextmanager
     async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[tuple[int, ...]]:
@@ -121,8 +139,8 @@ class Group:
         self._place = place
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
-        with self._telling(f"joining the {place.size} ranks at {place.host}:{place.port}"):
-            self._store = store or dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout)
+        with _telling(f"joining the {place.size} ranks at {place.host}:{place.port}", place.rank, timeout_s):
+            self._store = store or dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout, use_libuv=False)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(place.host, place.port))]
@@ -131,7 +149,7 @@ class Group:
 
     def broadcast(self, buckets: Sequence[Bucket], what: str) -> None:
         """Rank 0's bytes are in everybody's `buckets` afterwards. TransportError, naming `what`, if not all take part in time."""
-        with self._telling(what):
+        with _telling(what, self._place.rank, self._timeout_s):
             if isinstance(self._carrier, _Nccl):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
                 self._carrier.broadcast(buckets, time.monotonic() + self._timeout_s)
@@ -139,16 +157,17 @@ class Group:
             for bucket in buckets:
                 self._gloo.broadcast(torch.from_numpy(bucket), 0).wait(timedelta(seconds=self._timeout_s))
 
-    @contextlib.contextmanager
-    def _telling(self, what: str) -> Any:
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:  # torch's distributed errors are RuntimeErrors
-            reason = str(error).partition("\n")[0]
-            raise TransportError(
-                f"weights.transport: collective: {what} failed on rank {self._place.rank}; a participant is gone or did not come within "
-                f"weights.timeout_s = {self._timeout_s:g} ({reason})"
-            ) from error
+
+@contextlib.contextmanager
+def _telling(what: str, rank: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's distributed errors are RuntimeErrors, time-outs are OSErrors
+        reason = str(error).partition("\n")[0]
+        raise TransportError(
+            f"weights.transport: collective: {what} failed on rank {rank}; a participant is gone or did not come within "
+            f"weights.timeout_s = {timeout_s:g} ({reason})"
+        ) from error
 
 
 class _Nccl:
@@ -173,10 +192,9 @@ class _Nccl:
                 if self._root:
                     device.copy_(host)
                 self._group.broadcast(device, 0).wait()  # the stream waits, not this thread
+                self._finish(deadline)  # of the root too: its next copy would wait for this one, without a deadline
                 if not self._root:
-                    self._finish(deadline)
                     host.copy_(device)
-            self._finish(deadline)
 
     def _finish(self, deadline: float) -> None:
         done = torch.cuda.Event()
