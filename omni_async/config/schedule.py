@@ -70,7 +70,7 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 
 def _on_all_devices(config: Config) -> Config:
-    """As many workers of each role as fit on the devices of all roles together."""
+    """As many workers of each role as fit on the devices of all roles together; of ranks, as many as a group's samples can be dealt over."""
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
@@ -78,7 +78,8 @@ def _on_all_devices(config: Config) -> Config:
     for workers, resources in _roles(config):
         each = getattr(resources, kind)
         fitting.append(max(1, int(total / each)) if each else workers)  # a role beside the devices keeps its workers
-    rollout, reward, trainer = fitting
+    rollout, reward, ranks = fitting
+    trainer = max(divisor for divisor in range(1, ranks + 1) if config.rollout.group_size % divisor == 0)
     return replace(
         config,
         rollout=replace(config.rollout, workers=rollout),

@@ -25,18 +25,26 @@ def choose_lot(config: Config, updates: int) -> int:
 
 
 def in_lots(config: Config, lot: int) -> Config:
-    """The configuration that counts lots where the recipe counts samples. ValueError unless a group is a whole number of lots."""
+    """The configuration that counts lots where the recipe counts samples. ValueError unless whatever runs together is a whole number of lots:
+    anything else would be another job."""
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
-    if lot < 1 or rollout.group_size % lot:
-        raise ValueError(f"lot: {lot} samples do not divide rollout.group_size = {rollout.group_size}")
+    together = {
+        "rollout.group_size": rollout.group_size,
+        "rollout.max_batch": rollout.max_batch,
+        "rollout.max_inflight": rollout.max_inflight,
+        "reward.batch": reward.batch,
+    }
+    for key, samples in together.items():
+        if lot < 1 or samples % lot:
+            raise ValueError(f"lot: {lot} samples do not divide {key} = {samples}")
     return replace(
         config,
         rollout=replace(
             rollout,
             group_size=rollout.group_size // lot,
-            max_batch=max(1, rollout.max_batch // lot),
-            max_inflight=max(1, rollout.max_inflight // lot),
+            max_batch=rollout.max_batch // lot,
+            max_inflight=rollout.max_inflight // lot,
         ),
-        reward=replace(reward, batch=max(1, reward.batch // lot)),
+        reward=replace(reward, batch=reward.batch // lot),
         buffer=replace(buffer, trajectories=max(1, buffer.trajectories // lot)),
     )

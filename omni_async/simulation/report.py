@@ -105,9 +105,11 @@ def remarks(config: Config, found: Simulated) -> list[str]:
     needed = smallest_useful_budget(times)
     said = []
     if async_step(times, budget) > seconds * (1 + 1e-9) and needed > budget:
-        said.append(
-            f"The staleness budget holds it up: with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s."
-        )
+        if config.schedule in (None, "async"):
+            allowed = f"with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s"
+        else:
+            allowed = f"schedule: {config.schedule} decides it; with schedule: async more can overlap"
+        said.append(f"The staleness budget holds it up: {allowed}.")
     elif found.busy[name]["busy"] > 0.97:
         said.append(f"{name} is busy {found.busy[name]['busy']:.0%} of the time: only more of it makes updates faster.")
     full = {"trajectories": "buffer.trajectories", "replay": "buffer.groups"}

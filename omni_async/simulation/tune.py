@@ -110,8 +110,8 @@ def tune(
 
 def _require_trainable(config: Config, keep: Collection[str]) -> None:
     """What tuning does not change: an objective that is unknown or does not fit the rest."""
-    if config.emulation is not None or (RANKS not in keep and devices_each(config)[RANKS]):
-        config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen, or one stands for all
+    if RANKS not in keep and devices_each(config)[RANKS]:
+        config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen
     require_trainable(config)
 
 

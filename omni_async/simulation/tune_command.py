@@ -14,7 +14,6 @@ from omni_async.simulation.tune_keys import TUNED
 
 if TYPE_CHECKING:
     from omni_async.performance.profile import Profile
-    from omni_async.simulation.tune import Tuned
     from omni_async.simulation.tune_trials import Point
 
     Progress = Callable[[int, Point], None]
@@ -67,6 +66,15 @@ def tune_recipe(options: argparse.Namespace) -> int:
     profile = _profile(config, options.profile)
     _require_usable(options)
 
+    import msgspec
+
+    from omni_async.simulation.tune_write import require_writable
+
+    out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
+    require_writable(out, options.recipe)
+    if options.json is not None:
+        _write_json(options.json, b"")
+
     from omni_async.simulation.simulate import simulate
     from omni_async.simulation.tune import tune
     from omni_async.simulation.tune_report import text
@@ -76,7 +84,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
         tuned = tune(
             config, profile, options.devices, simulate, budget=options.budget, seed=options.seed, keep=options.keep, progress=progress
         )
-    out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
+    sys.stdout.write(text(tuned) + "\n")
     write_tuned(out, options.recipe, config, options.overrides, tuned)
     written = [out]
     if options.plot:
@@ -85,18 +93,16 @@ def tune_recipe(options: argparse.Namespace) -> int:
         draw(tuned, out.with_suffix(".png"))
         written.append(out.with_suffix(".png"))
     if options.json is not None:
-        _write_json(options.json, tuned)
+        _write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
         written.append(options.json)
-    sys.stdout.write(f"{text(tuned)}\nwrote {', '.join(str(path) for path in written)}\n")
+    sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
     return 0
 
 
-def _write_json(path: Path, tuned: Tuned) -> None:
-    import msgspec
-
+def _write_json(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
+        path.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None
 

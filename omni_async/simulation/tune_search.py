@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from omni_async.config import ConfigError
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.simulation.tune_keys import (
     GROUPS,
@@ -48,8 +49,13 @@ BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
     """The recommended point; everything that was tried is in `trials`. `splits`: the best by the law first."""
     variation = max(stage.variation for stage in trials.profile.stages().values())
-    budgets = budgets_to_scan(splits[0], variation) if S not in trials.kept else [count(trials.kept, S)]
-    budgets = [budget for budget in budgets if trials.allows(roomy(trials.config, splits[0].keys, budget))]
+    # No budget is smaller than a kept publish interval allows.
+    fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
+    budgets = budgets_to_scan(splits[0], variation, fewest) if S not in trials.kept else [count(trials.kept, S)]
+    asked = [(budget, trials.refusal(roomy(trials.config, splits[0].keys, budget))) for budget in budgets]
+    budgets = [budget for budget, problem in asked if problem is None]
+    if not budgets:
+        raise ConfigError(asked[0][1] or "")
     scan(trials, splits, budgets)
     here = refine(trials, narrowed(trials))
     for _ in range(_ROUNDS):
@@ -65,13 +71,13 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
     return here if here.images_per_s >= enough else smallest_budget(trials)
 
 
-def budgets_to_scan(split: Split, variation: float) -> list[int]:
-    """All small ones, up to two more than the law asks for; of larger ones a few."""
+def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
+    """All small ones from `fewest` on, up to two more than the law asks for; of larger ones a few."""
     needed = smallest_useful_budget(split.times, variation)
-    top = max(needed, 1) + 2
+    top = max(needed, fewest, 1) + 2
     every = range(min(top, _EVERY_BUDGET_TO) + 1)
     beyond = range(_EVERY_BUDGET_TO, top + 1, max(1, (top - _EVERY_BUDGET_TO) // 4))
-    return sorted({*every, *beyond, top})
+    return sorted(budget for budget in {*every, *beyond, fewest, top} if budget >= fewest)
 
 
 def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ class Trials:
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
-            if not self.allows(keys):
+            if self.refusal(keys) is not None:
                 self._points[name] = None
             elif self.spent:
                 return None
@@ -101,10 +101,13 @@ class Trials:
                 self._points[name] = self.run(with_keys(self.config, keys), keys)
         return self._points[name]
 
-    def allows(self, keys: Keys) -> bool:
-        """Neither the schema refuses them, nor the algorithm to stream as `trainer.streaming: on` demands, which also depends on S."""
+    def refusal(self, keys: Keys) -> str | None:
+        """Why the schema refuses them, or the algorithm to stream as `trainer.streaming: on` demands, which also depends on S."""
         config = with_keys(self.config, {**keys, **self.kept})
-        return check(config) is None and (config.trainer.streaming != "on" or plan_updates(config).mode != "collect")
+        problem = check(config)
+        if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
+            problem = f"trainer.streaming: 'on' cannot be had with a budget of {config.staleness.max_updates}: {plan.why}"
+        return problem
 
     def measure_noise(self, point: Point) -> None:
         """What another seed changes, as a fraction of images per second: half the range over a few. Smaller differences mean nothing."""

@@ -19,11 +19,22 @@ from omni_async.simulation.tune_report import number
 _WIDTH = 140
 
 
-def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
-    """`config` is the recipe with the command line's overrides, which go into the file too. ConfigError if it cannot be written, or if it would
-    replace the recipe."""
+def require_writable(out: Path, recipe: Path) -> None:
+    """Before anything is searched: ConfigError if the file cannot be written, or would replace the recipe."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a", encoding="utf-8"):
+            pass
+        if out.stat().st_size == 0:
+            out.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
+
+
+def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
+    """`config` is the recipe with the command line's overrides, which go into the file too. ConfigError if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(tuned_yaml(os.path.relpath(recipe.resolve(), out.parent.resolve()), config, overrides, tuned), encoding="utf-8")
@@ -63,7 +74,7 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
 
 
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line changed, as a tree of final values, without what tuning chose."""
+    """What the command line changed, as a tree of final values, without what tuning chose: of a section given as a whole, the rest of it."""
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:
@@ -77,7 +88,11 @@ def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) 
                 at[key] = value
                 break
             at = at.setdefault(key, {})
-    return tree
+    for path in chosen:
+        section, _, key = path.partition(".")
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(key, None)
+    return {section: rest for section, rest in tree.items() if rest != {}}
 
 
 def _comment(text: str) -> list[str]:

@@ -88,6 +88,13 @@ def test_colocated_roles_share_accelerators_and_leave_those_beside_them_alone(re
     assert num_devices(config) == 8
 
 
+def test_colocated_ranks_are_as_many_as_a_group_can_be_dealt_over(recipe):
+    """A baseline with ranks that no trainer accepts would be faster than it can be."""
+    config = load(recipe, ["rollout.workers=5", "schedule=sync_colocated"])
+    assert (config.rollout.workers, config.trainer.workers, config.rollout.group_size) == (7, 4, 8)
+    assert num_devices(config) == 7
+
+
 def test_roles_that_share_devices_cannot_overlap(recipe):
     with pytest.raises(ConfigError, match=r"placement.colocated: .* staleness.max_updates: 0, got 3"):
         load(recipe, ["placement.colocated=true"])

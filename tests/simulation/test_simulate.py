@@ -171,6 +171,9 @@ def test_a_configuration_in_lots_has_the_same_proportions() -> None:
     assert (config.reward.batch, config.buffer.trajectories) == (2, 16)
     with pytest.raises(ValueError, match="lot: 3 samples do not divide"):
         in_lots(make_config(), 3)
+    for key in ("reward__batch", "rollout__max_batch", "rollout__max_inflight"):
+        with pytest.raises(ValueError, match=f"lot: 4 samples do not divide {key.replace('__', '.')} = 2"):
+            in_lots(make_config(**{"rollout__group_size": 16, "rollout__max_inflight": 32, "reward__batch": 8, key: 2}), 4)
 
 
 def test_validation_and_rejections_are_left_out() -> None:
@@ -270,6 +273,7 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(recipe: Path, cap
         (["--profile", "P", "--updates", "4"], "--updates: a simulation with a budget of 2 updates needs at least 7, got 4"),
         (["--profile", "P", "--updates", "12", "--sweep"], "--updates: a simulation with a budget of 8 updates needs at least 19, got 12"),
         (["--profile", "P", "--lot", "3"], "--lot: 3 samples do not divide rollout.group_size = 8"),
+        (["--profile", "P", "--lot", "8", "reward.batch=4"], "--lot: 8 samples do not divide reward.batch = 4"),
         (["--profile", "P", "rollout.workers=0"], "rollout.workers: expected"),
         (["--profile", "P", "trainer.workers=3"], "trainer.workers: 3 ranks do not divide"),
         (["--profile", "P", "algorithm.name=nonsense"], "algorithm.name: expected one of"),

@@ -17,7 +17,7 @@ from omni_async.simulation.tune import overlapped, tune
 from omni_async.simulation.tune_keys import ENGINES, RANKS, REWARDERS, SWAP, TUNED, S, keys_of
 from omni_async.simulation.tune_plot import picture
 from omni_async.simulation.tune_report import text
-from omni_async.simulation.tune_write import write_tuned
+from omni_async.simulation.tune_write import require_writable, write_tuned
 from tests.simulation.tune_world import PROFILE, RECIPE, job, simulate_by_law
 
 VARIED = replace(PROFILE, generate=ServiceTime(unit_s=1.0, cv=0.05), score=ServiceTime(unit_s=0.2, cv=0.1))
@@ -74,6 +74,21 @@ def test_what_was_given_on_the_command_line_goes_into_the_file(recipe, tmp_path)
     written = load(out)
     assert (written.trainer.groups_per_update, written.reward.scorers[0].weight, written.model.dtype) == (8, 2.0, "bfloat16")
     assert written.staleness.max_updates == tuned.keys[S] != 7
+
+
+def test_a_section_given_as_a_whole_goes_into_the_file_without_what_was_chosen(recipe, tmp_path):
+    overrides = ["buffer={groups: 96, trajectories: 512}", "run={name: whole}"]
+    config = load(recipe, overrides)
+    tuned = by_law(config)
+    out = tmp_path / "tuned.yaml"
+    write_tuned(out, recipe, config, overrides, tuned)
+    assert (load(out).run.name, keys_of(load(out), TUNED)) == ("whole", tuned.chosen.keys)
+
+
+def test_a_long_publish_interval_that_is_kept_gets_the_staleness_it_needs(recipe):
+    config = load(recipe, ["weights.publish_every=8", "staleness.max_updates=9", "buffer.groups=64"])
+    tuned = by_law(config, keep=["weights.publish_every"])
+    assert tuned.chosen.keys["weights.publish_every"] == 8 and tuned.chosen.keys[S] >= 7
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
@@ -152,7 +167,8 @@ def test_more_devices_than_the_recipes_are_compared_per_device():
 def test_what_the_schedules_without_overlap_would_make_is_shown_unless_the_schema_refuses_them():
     tuned = by_law(job(), devices=6)
     assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == {"sync": 0, "sync_colocated": 0}
-    assert tuned.in_step["sync_colocated"].keys[ENGINES] == tuned.in_step["sync_colocated"].keys[RANKS] == 6
+    colocated = tuned.in_step["sync_colocated"].keys
+    assert (colocated[ENGINES], colocated[RANKS], job().rollout.group_size) == (6, 4, 8), "six ranks could not deal a group"
     one_rank = by_law(job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"}), devices=3)
     assert one_rank.in_step.keys() == {"sync"}
 
@@ -207,9 +223,8 @@ def test_a_budget_too_small_to_scan_anything_is_refused():
 
 
 def test_the_recipe_itself_is_never_overwritten(recipe):
-    tuned = by_law(load(recipe))
     with pytest.raises(ConfigError, match=r"--out: .* is the recipe itself"):
-        write_tuned(recipe.parent / ".." / "recipes" / "recipe.yaml", recipe, load(recipe), [], tuned)
+        require_writable(recipe.parent / ".." / "recipes" / "recipe.yaml", recipe)
     assert recipe.read_text() == RECIPE
 
 

@@ -106,6 +106,10 @@ def test_overrides_come_first_and_are_kept(folder, by_law, capsys):
         (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--budget", "1"], "--budget: expected at least 12 simulations"),
         (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--out", "recipe.yaml"], "--out: recipe.yaml is the recipe itself"),
         (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--json", "."], "--json: cannot write .: "),
+        (
+            ["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--out", "recipe.yaml/t.yaml"],
+            "--out: cannot write recipe.yaml/t.yaml",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(folder, by_law, capsys, arguments, said):
@@ -114,6 +118,13 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(folder, by_law, capsys, argum
     assert told.out == ""
     assert told.err.splitlines()[-1].startswith(f"omni-async: {said}")
     assert all(line.startswith("simulated ") for line in told.err.splitlines()[:-1])
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_what_cannot_be_written_is_said_before_the_search(folder, by_law, capsys, option):
+    assert cli.main(["tune", "recipe.yaml", "--devices", "4", "--profile", "steady.json", option, "recipe.yaml/x"]) == 2
+    assert f"{option}: cannot write recipe.yaml/x" in capsys.readouterr().err
+    assert not list(folder.glob("*.tuned.yaml"))
 
 
 def test_the_help_shows_it_being_used_and_names_the_keys(capsys):
