@@ -34,7 +34,10 @@ _OWNED = {
     "run.name": "it is the arm's name",
     "run.dir": "use --out",
     "checkpoint.resume": "every run starts from the recipe's model",
+    "staleness.exact": "an arm has a budget, not an age",
 }
+# What a recipe may say and no arm may keep.
+_RESET = ("checkpoint.resume=null", "staleness.exact=false")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, few
         for owned, instead in _OWNED.items():
             if f"{key}.".startswith(f"{owned}.") or owned.startswith(f"{key}."):
                 raise ConfigError(f"override {override!r}: {owned} belongs to the benchmark: {instead}")
-    base = load(recipe, [*_LEAN, *overrides, *([f"trainer.updates={updates}"] if updates is not None else [])])
+    base = load(recipe, [*_LEAN, *_RESET, *overrides, *([f"trainer.updates={updates}"] if updates is not None else [])])
     if updates is None and base.trainer.updates < fewest:
         base = replace(base, trainer=replace(base.trainer, updates=fewest))
     if base.data.preferences is not None:
@@ -98,6 +101,7 @@ def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -
         recipe,
         [
             *_LEAN,
+            *_RESET,
             f"checkpoint.every={updates}",
             f"tracking.images_every={updates}",
             *overrides,

@@ -64,7 +64,11 @@ def add_bench(commands: Any) -> None:
     )
     add("--arms", metavar="A,B,...", help="schedules to run (default: all of the above, with S = 0, 1, 2, 4, 8)")
     add("--out", type=Path, metavar="DIR", help="folder of runs and results (default: runs/overlap-RECIPE)")
-    add("--report", action="store_true", help="run nothing: show an earlier result again, and draw its picture")
+    add(
+        "--report",
+        action="store_true",
+        help="run nothing: show an earlier result again, and write its table and picture into --out or beside it",
+    )
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -80,7 +84,9 @@ def bench(options: argparse.Namespace) -> int:
     folder = options.out or Path("runs") / f"overlap-{options.recipe.stem}"
     try:
         if options.report:
-            folder = options.recipe if options.recipe.is_dir() else options.recipe.parent
+            if given := [name for name in ("overrides", "profile", "updates", "steps", "arms") if getattr(options, name)]:
+                raise ConfigError(f"--report: runs nothing, so it takes no {given[0]}; leave it out")
+            folder = options.out or (options.recipe if options.recipe.is_dir() else options.recipe.parent)
             overlap = read_overlap(options.recipe)
             write_report(folder, overlap)
         else:
@@ -104,7 +110,8 @@ def bench(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out: cannot write {error.filename or folder}: {error.strerror or error}") from None
     show(overlap, console)
     picture = ", overlap.png" if any(arm.measured for arm in overlap.arms) else ""
-    console.print(f"wrote overlap.json, overlap.md{picture} in {folder}", markup=False, highlight=False, soft_wrap=True)
+    results = "" if options.report else "overlap.json, "
+    console.print(f"wrote {results}overlap.md{picture} in {folder}", markup=False, highlight=False, soft_wrap=True)
     return 1 if overlap.failed else 0
 
 

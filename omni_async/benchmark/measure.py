@@ -35,9 +35,9 @@ class NotMeasurableError(ValueError):
     """A run's folder does not hold what is to be measured; the text says what is missing."""
 
 
-def enough_updates(max_updates: int, steps: int = 1) -> int:
-    """Updates of a run whose steady part is whole periods of S + 1 updates, at least `steps` and the shortest that is measured."""
-    period = max_updates + 1
+def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
+    """Updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least `steps` and the shortest that is measured."""
+    period = math.lcm(max_updates + 1, publish_every)
     length = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + length + max_updates
 

@@ -18,6 +18,7 @@ import rich.console
 
 from omni_async.benchmark.arms import DEFAULT_ARMS, parse_arms
 from omni_async.benchmark.comparison import compare, median_run
+from omni_async.benchmark.fingerprint import stamp
 from omni_async.benchmark.machine import describe_machine
 from omni_async.benchmark.measure import NotMeasurableError, measure, run_profile
 from omni_async.benchmark.plan import Job, Plan, PlannedArm, finished_run, make_plan
@@ -85,6 +86,8 @@ def run_overlap(
         overlap = _overlap(plan, records, predictions, started)
         if emulated is None:
             overlap = _with_measured_law(plan, overlap, simulator, progress)
+    out.mkdir(parents=True, exist_ok=True)
+    write_overlap(out, overlap, list(compare(overlap).values()))
     write_report(out, overlap)
     if interrupted is not None:
         raise interrupted
@@ -92,12 +95,10 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """overlap.json, overlap.md and, if anything was measured, overlap.png. OSError where they cannot be written."""
+    """overlap.md and, if anything was measured, overlap.png. OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
-    summaries = compare(overlap)
-    write_overlap(out, overlap, list(summaries.values()))
     (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
-    if summaries:
+    if compare(overlap):
         from omni_async.benchmark.picture import draw
 
         draw(overlap, out / "overlap.png")
@@ -109,7 +110,7 @@ def _emulated_profile(config: Config) -> Profile | None:
 
 def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
     """One run, unless it is complete. Whatever it does wrong is its own failure."""
-    run, seconds, load = finished_run(job.config), None, None
+    run, seconds, load = finished_run(job.inputs), None, None
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
         try:
@@ -123,6 +124,7 @@ def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
         run, seconds = Path(job.config.run.dir) / summary.run, time.monotonic() - began
         if summary.status == "failed":
             return _failed(job, summary.reason or "no reason given", progress, os.path.relpath(run, out))
+        stamp(run, job.inputs)
     try:
         measured = measure(run, job.config)
     except NotMeasurableError as error:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import structs
 
 from omni_async.benchmark.arms import Arm, arm_config, base_config
+from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import to_yaml
@@ -78,7 +79,8 @@ def make_plan(
     """With `steps` each arm's runs are just long enough to measure that many. ConfigError, one line, where nothing can be measured; an arm that
     the recipe rules out is skipped with the reason."""
     if steps is not None:
-        updates = max(enough_updates(arm.max_updates, steps) for arm in arms)
+        every = base_config(recipe, overrides, None).weights.publish_every
+        updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)
     base = base_config(recipe, overrides, updates, fewest=max(enough_updates(arm.max_updates) for arm in arms))
     preflight(base)
     planned = [_planned(recipe, overrides, base, arm, steps) for arm in arms]
@@ -92,20 +94,22 @@ def make_plan(
 
 def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, steps: int | None) -> PlannedArm:
     if steps is not None:
-        base = structs.replace(base, trainer=structs.replace(base.trainer, updates=enough_updates(arm.max_updates, steps)))
+        every = base.weights.publish_every if arm.schedule == "async" else 1  # the other schedules publish every update
+        base = structs.replace(base, trainer=structs.replace(base.trainer, updates=enough_updates(arm.max_updates, steps, every)))
     try:
         return PlannedArm(arm, preflight(arm_config(recipe, overrides, base, arm)))
     except ConfigError as error:
         return PlannedArm(arm, skipped=str(error).removeprefix(f"{recipe}: "))
 
 
-def finished_run(config: Config) -> Path | None:
-    """The newest run folder in `run.dir` that was done with exactly this configuration and left a timeline."""
-    wanted = to_yaml(redact(msgspec.to_builtins(config)))
-    for run in sorted(Path(config.run.dir).glob("*/"), reverse=True):
+def finished_run(inputs: RunInputs) -> Path | None:
+    """The newest run folder in `run.dir` that was done by this code with exactly this configuration, profile, prompts and model, and left a
+    timeline."""
+    wanted, mark = to_yaml(redact(msgspec.to_builtins(inputs.config))), fingerprint(inputs)
+    for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted
-            if same and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
+            if same and stamped(run) == mark and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
                 return run
         except (OSError, ValueError):  # cut off while it was written
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from omni_async.benchmark.fingerprint import stamp
 from omni_async.config import Config
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import ServiceTime
@@ -119,6 +120,7 @@ def write_run(
         peak_memory_bytes=memory,
     )
     write_summary(run.summary, summary)
+    stamp(run.path, inputs)
     if profile is not None:
         write_profile(run.path / "profile.json", profile)
     return run, summary

@@ -99,10 +99,20 @@ def test_a_report_shows_a_result_again_without_running(bench, tmp_path, capsys):
     bench(*SHORT, "--out", "there")
     (tmp_path / "there" / "overlap.png").unlink()
     (tmp_path / "toy.yaml").unlink()
+    before = (tmp_path / "there" / "overlap.json").read_bytes()
     for place in ("there", "there/overlap.json"):
         assert cli.main(["bench", "overlap", place, "--report"]) == 0
         assert "| bound fraction" in capsys.readouterr().out
     assert (tmp_path / "there" / "overlap.png").is_file()
+    assert cli.main(["bench", "overlap", "there", "--report", "--out", "elsewhere"]) == 0
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"overlap.md", "overlap.png"}
+    assert (tmp_path / "there" / "overlap.json").read_bytes() == before, "a result is never written again"
+
+
+@pytest.mark.parametrize("given", [["reward.batch=3"], ["--arms", "sync"], ["--profile", "remote_judge"], ["--steps", "8"]])
+def test_a_report_takes_nothing_that_a_run_takes(given, tmp_path, capsys):
+    assert cli.main(["bench", "overlap", str(tmp_path), *given, "--report"]) == 2
+    assert "--report: runs nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import msgspec
 import pytest
 
+import omni_async.benchmark.fingerprint as fingerprints
 from omni_async.actors.plan import plan_updates
 from omni_async.benchmark.arms import BASELINES, DEFAULT_ARMS, Arm, parse_arms
 from omni_async.benchmark.measure import steady_part
@@ -184,22 +187,22 @@ def job_of(tmp_path, *overrides):
 
 def test_a_run_that_is_done_with_these_settings_is_found(tmp_path):
     job = job_of(tmp_path)
-    assert finished_run(job.config) is None
+    assert finished_run(job.inputs) is None
     first, _ = world.write_run(job.inputs, *world.sync_spans(24))
     second, _ = world.write_run(job.inputs, *world.sync_spans(24))
-    assert finished_run(job.config) in (first.path, second.path)
+    assert finished_run(job.inputs) in (first.path, second.path)
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_a_run_that_was_not_done_is_not_complete(tmp_path, status):
     job = job_of(tmp_path)
     world.write_run(job.inputs, *world.sync_spans(24), status=status)
-    assert finished_run(job.config) is None
+    assert finished_run(job.inputs) is None
 
 
 def test_a_run_with_other_settings_is_not_complete(tmp_path):
     world.write_run(job_of(tmp_path, "reward.batch=3").inputs, *world.sync_spans(24))
-    assert finished_run(job_of(tmp_path).config) is None
+    assert finished_run(job_of(tmp_path).inputs) is None
 
 
 @pytest.mark.parametrize("name", ["summary.json", "trace.json", "config.yaml"])
@@ -207,4 +210,14 @@ def test_a_run_that_was_cut_off_is_not_complete(tmp_path, name):
     job = job_of(tmp_path)
     run, _ = world.write_run(job.inputs, *world.sync_spans(24))
     (run.path / name).unlink()
-    assert finished_run(job.config) is None
+    assert finished_run(job.inputs) is None
+
+
+def test_a_run_of_other_code_or_another_profile_is_not_complete(tmp_path, monkeypatch):
+    job = job_of(tmp_path)
+    run, _ = world.write_run(job.inputs, *world.sync_spans(24))
+    assert finished_run(job.inputs) == run.path
+    slower = replace(job.inputs, profile=msgspec.structs.replace(job.inputs.profile, name="measured again"))
+    assert finished_run(slower) is None
+    monkeypatch.setattr(fingerprints, "_code", lambda: "mended")
+    assert finished_run(job.inputs) is None
