@@ -30,7 +30,7 @@ class TrajectoryBuffer:
         self.capacity = capacity
         self._reserved: set[str] = set()
         self._queues: dict[SampleKind, OrderedDict[str, ScoreJob]] = {"validation": OrderedDict(), "train": OrderedDict()}
-        self._scoring: set[str] = set()
+        self._scoring: dict[str, tuple[str, ScoreJob]] = {}  # sample -> the reward worker that has it
 
     @property
     def free(self) -> int:
@@ -48,7 +48,7 @@ class TrajectoryBuffer:
 
     def retry(self, job: ScoreJob) -> None:
         """Back to the front: an older sample's group is waited for sooner."""
-        self._scoring.discard(job.sample_id)
+        self._scoring.pop(job.sample_id, None)
         self.put(job)
         self._queues[job.kind].move_to_end(job.sample_id, last=False)
 
@@ -56,30 +56,34 @@ class TrajectoryBuffer:
         """Whether a sample of this kind waits for a score."""
         return bool(self._queues[kind])
 
-    def take(self, limit: int, kinds: Iterable[SampleKind] = ("validation", "train")) -> list[ScoreJob]:
-        """Samples of one kind after the other, each in the order they came."""
+    def take(self, worker: str, limit: int, kinds: Iterable[SampleKind] = ("validation", "train")) -> list[ScoreJob]:
+        """Samples for a reward worker, of one kind after the other, each in the order they came."""
         jobs: list[ScoreJob] = []
         for kind in kinds:
             queue = self._queues[kind]
             jobs += [queue.popitem(last=False)[1] for _ in range(min(limit - len(jobs), len(queue)))]
-        self._scoring.update(job.sample_id for job in jobs)
+        self._scoring.update({job.sample_id: (worker, job) for job in jobs})
         return jobs
 
-    def being_scored(self, sample_id: str) -> bool:
-        """Taken by a reward worker that has not answered yet, and still of use."""
-        return sample_id in self._scoring
+    def being_scored(self, worker: str, sample_id: str) -> bool:
+        """Taken by this reward worker, which has not answered yet, and still of use."""
+        return sample_id in self._scoring and self._scoring[sample_id][0] == worker
+
+    def jobs_of(self, worker: str) -> list[ScoreJob]:
+        """What it has taken and not answered, in that order."""
+        return [job for owner, job in self._scoring.values() if owner == worker]
 
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will never be."""
         self._reserved.discard(sample_id)
-        self._scoring.discard(sample_id)
+        self._scoring.pop(sample_id, None)
 
     def discard(self, sample_ids: set[str]) -> None:
         """Forget queued samples whose group ended."""
         for sample_id in sample_ids:
             self._queues["train"].pop(sample_id, None)
+            self._scoring.pop(sample_id, None)
         self._reserved -= sample_ids
-        self._scoring -= sample_ids
 
     def statistics(self) -> BufferStatistics:
         return BufferStatistics(self.capacity, len(self._reserved), sum(map(len, self._queues.values())))
@@ -154,6 +158,10 @@ class ReplayBuffer:
             if others and due > places + (version + self._max_updates - update) * self._per_update:
                 return False
         return True
+
+    def ready(self) -> list[ReadyGroup]:
+        """Those that wait to be taken, oldest first."""
+        return [self._ready[group] for group in self._admitted if group in self._ready]
 
     def __contains__(self, group: int) -> bool:
         return group in self._admitted

@@ -7,13 +7,14 @@
 | `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
 | `events`        | driver     | anything that happened                     | any of the above                                      |
 
-A run ends in two moments. *Closing*: nobody gets more work, every wait returns nothing, and groups nobody trains are dropped. *Ended*: the
-update under way has been answered for too, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the
-trainer's leaving it. No call here touches a tensor, blocks, or runs in another thread; its state changes only between awaits.
+A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under way has been answered
+for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the trainer's leaving it; what is unfinished then is
+dropped, though a run that goes on from the checkpoint takes it up again. No call here touches a tensor, blocks, or runs in another thread; its state changes only between awaits.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,16 +22,16 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config
-from omni_async.control.admission import Slots
-from omni_async.control.buffer import ReplayBuffer
+from omni_async.control.continuation import Continuation, Unfinished
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
 from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
 from omni_async.control.ledger import ConservationError, Ledger
+from omni_async.control.population import Population, TooStale
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
-from omni_async.control.signal import Fruitless, has_signal
+from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.control.waiting import Bell
@@ -58,48 +59,42 @@ class Coordinator:
         prompts: Sequence[Prompt],
         validation_prompts: Sequence[Prompt],
         ledger_sink: Callable[[LedgerEntry], None],
-        *,
-        start_version: int = 0,
-        start_group: int = 0,
+        start: Continuation | None = None,
     ) -> None:
+        """`start`: what an earlier life of the run had come to."""
+        start = start or Continuation()
         self._config = config
-        self._run_id = run_id
-        self._per_update = config.trainer.groups_per_update
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
         self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
-        schedule = ValidationSchedule(config.validation.every, self._last_version) if config.validation else None
+        schedule = ValidationSchedule(config.validation.every, self._last_version, start.validated) if config.validation else None
         self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)))
-        self._slots = Slots(config.staleness.max_updates, self._per_update)
+        self._groups = Population(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleFlow(config)
-        self._replay = ReplayBuffer(
-            config.buffer.groups,
-            window=config.buffer.window,
-            max_updates=config.staleness.max_updates,
-            groups_per_update=self._per_update,
-        )
-        self.ledger = Ledger(ledger_sink)
-        self.versions = Versions(start_version)
+        self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
-        self._next_group = start_group
-        self._wanted = (self._last_version - start_version) * self._per_update
-        self._fruitless = Fruitless(self._slots.capacity)
-        self._groups: dict[int, GroupProgress] = {}
-        self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
-        self._images = 0
+            self._samples.engine_joins(engine)
+        self._next_group = start.next_group
+        self._resumed = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
+        self._images = start.images
         self._ready = Bell()
         self._weights = Bell()
         self._log = EventLog()
         self._outcome: tuple[str, str | None] | None = None
         self._ended = False
+        self._last_state: Continuation | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._groups.ledger
 
     # ---- producers ----------------------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over."""
-        while self.versions.of(engine) < 0 and not self._closed:
-            await self._weights.wait()  # nothing is admitted before the last engine has some
+        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over, or goes on without this engine."""
+        while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
+            await self._weights.wait()  # nobody generates with weights that nobody checked
         return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
@@ -126,32 +121,34 @@ class Coordinator:
         if self._progress(request) is not None:
             if request.attempt <= self._config.rollout.retries:
                 again = msgspec.structs.replace(request, attempt=request.attempt + 1)
-                if home := self._groups.get(request.group) if request.kind == "train" else None:
+                if home := self._groups.live.get(request.group) if request.kind == "train" else None:
                     home.attempts = max(home.attempts, again.attempt)
                 self._samples.add([again])
             elif request.kind == "validation":
                 self._fail_validation(request, error)
             else:
-                self._end_group(self._groups[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
+                self._end_group(self._groups.live[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
         """The live sample behind a request; None if its group or round is over or the sample has a result already."""
-        home = (self._groups if request.kind == "train" else self._validation.rounds).get(request.group)
+        home = (self._groups.live if request.kind == "train" else self._validation.rounds).get(request.group)
         progress = home.samples.get(request.sample_id) if home else None
         return progress if progress is not None and progress.result is None else None
 
     # ---- reward workers -----------------------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Up to `limit` generated samples, as many as there are. Empty: the run is over."""
-        return await self._samples.jobs(limit)
+        """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this worker."""
+        return await self._samples.jobs(worker, limit)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
         for result in results:
-            if not self._samples.being_scored(result.sample_id):
+            if not self._samples.being_scored(worker, result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            home = (self._validation.rounds if kinds[result.sample_id] == "validation" else self._groups).get(_group_of(result.sample_id))
+            home = (self._validation.rounds if kinds[result.sample_id] == "validation" else self._groups.live).get(
+                _group_of(result.sample_id)
+            )
             if home is None:
                 self._samples.release(result.sample_id)
                 continue
@@ -176,8 +173,7 @@ class Coordinator:
         if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
             self._end_group(home, "rejected", "zero reward variance")
         else:
-            self._fruitless.reset()
-            self._replay.put(home.ready())
+            self._groups.complete(home)
             self._ready.ring()
 
     def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
@@ -213,24 +209,22 @@ class Coordinator:
 
     def _take(self, version: int, places: int) -> ReadyGroup | None:
         """None: there is none, or the run is over because one is too old."""
-        ready = self._replay.take(version, places) if self._may_train(version) else None
-        if ready is None:
+        if not self._may_train(version):
             return None
-        staleness = version - ready.oldest_version
-        if staleness > self._config.staleness.max_updates:
-            self._fail(
-                f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._config.staleness.max_updates}"
-            )
+        try:
+            ready = self._groups.take(version, places)
+        except TooStale as error:
+            self._fail(str(error))
             return None
-        self._training[ready.group] = (self._groups.pop(ready.group), ready)
-        self._admit()
+        if ready is not None:
+            self._admit()
         return ready
 
     def _may_train(self, version: int) -> bool:
         """With `staleness.exact` nothing is trained while anything could still be generated."""
         if not self._config.staleness.exact:
             return True
-        return self.versions.held == version and self._replay.all_ready
+        return self.versions.held == version and self._groups.all_ready
 
     async def update_done(self, report: UpdateReport) -> bool:
         """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. Reported after the run
@@ -238,13 +232,7 @@ class Coordinator:
         self.versions.trained = report.version
         if self._ended:
             return False
-        trained: list[ReadyGroup] = []
-        for group_id in report.groups:
-            progress, group = self._training.pop(group_id)
-            trained.append(group)
-            self._slots.trained(group_id, report.version)
-            self._record(progress, "trained", trained_version=report.version)
-        self.ledger.check(self._slots.live)
+        trained = self._groups.trained(report)
         tracking = self._config.tracking
         shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
         data = {
@@ -267,18 +255,22 @@ class Coordinator:
 
     async def engine_holds(self, report: WeightReport) -> None:
         """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
-        before = self.versions.held
+        before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
             self.versions.report(report)
         except WeightMismatch as error:
             self._fail(str(error))
             return
+        if newcomer and self.versions.held is not None:
+            self._weights.ring()
+        self._held_may_differ(before)
+
+    def _held_may_differ(self, before: int | None) -> None:
         held = self.versions.held
         if held is None or held == before or self._closed:
             return
-        self._weights.ring()
         self._ready.ring()
-        self._slots.held(held)
+        self._groups.slots.held(held)
         self._samples.add(self._validation.begin(held))
         self._admit()
         self._finish_if_complete()
@@ -288,19 +280,54 @@ class Coordinator:
         version = self.versions.held
         if version is None or self._closed:
             return
-        while self._slots.free > 0 and self._replay.free > 0 and self._still_wanted():
+        while self._groups.may_admit:
+            if self._resumed:
+                self._admit_again(self._resumed.popleft(), version)
+                continue
             group, self._next_group = self._next_group, self._next_group + 1
-            prompt = self._prompts[group]
-            window = self._factory.window(group)
-            requests = self._factory.training(group, prompt, window)
-            self._slots.take(group)
-            self._replay.reserve(group, version)
-            self.ledger.admit(group)
-            self._groups[group] = GroupProgress(group, prompt, window, version, requests)
-            self._samples.add(requests)
+            progress = self._progress_of(group, version)
+            self._groups.admit(progress)
+            self._samples.add([sample.request for sample in progress.samples.values()])
 
-    def _still_wanted(self) -> bool:
-        return self.ledger.events["trained"] + len(self._training) + len(self._groups) < self._wanted
+    def _admit_again(self, former: Unfinished | ReadyGroup, version: int) -> None:
+        """A group of an earlier life: made again from the same seeds, or ready as it was."""
+        if isinstance(former, ReadyGroup):
+            progress = self._progress_of(former.group, former.admitted_version)
+            progress.restore(former)
+            self._groups.admit(progress)
+            self._groups.complete(progress)
+            self._ready.ring()
+        else:
+            progress = self._progress_of(former.group, version)
+            progress.attempts = former.attempts
+            self._groups.admit(progress)
+            self._samples.add([sample.request for sample in progress.samples.values()])
+
+    def _progress_of(self, group: int, version: int) -> GroupProgress:
+        prompt, window = self._prompts[group], self._factory.window(group)
+        return GroupProgress(group, prompt, window, version, self._factory.training(group, prompt, window))
+
+    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
+
+    async def engine_joins(self, engine: str) -> None:
+        """It gets work once it holds weights no older than everybody's."""
+        self.versions.join(engine)
+        self._samples.engine_joins(engine)
+
+    async def engine_lost(self, engine: str, reason: str) -> None:
+        """It is gone, or given up: its samples are generated again, with their seeds, by others; what it still says is ignored."""
+        if not self.versions.knows(engine):
+            return
+        before = self.versions.held
+        self.versions.leave(engine)
+        self._weights.ring()
+        for sample_id in self._samples.engine_lost(engine):
+            await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
+        self._held_may_differ(before)
+
+    async def scorer_lost(self, worker: str) -> None:
+        """It is gone, or given up: what it had taken is scored by others."""
+        self._samples.scorer_lost(worker)
 
     # ---- validation ---------------------------------------------------------------------------------------------------------------
 
@@ -318,20 +345,12 @@ class Coordinator:
 
     # ---- ends ---------------------------------------------------------------------------------------------------------------------
 
-    def _record(self, progress: GroupProgress, event: Terminal, reason: str | None = None, trained_version: int | None = None) -> None:
-        self.ledger.end(progress.entry(self._run_id, event, reason, trained_version))
-
     def _end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
         """Reject or drop a live group; its slot admits a replacement at once."""
-        self._record(group, event, reason)
-        del self._groups[group.group]
-        self._slots.end(group.group)
-        self._replay.end(group.group)
+        too_many = self._groups.end(group, event, reason)
         self._samples.forget(group.group, group.samples)
-        if self._closed:
-            return
-        if self._fruitless.too_many():
-            self._fail(f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}")
+        if too_many is not None:
+            self._fail(too_many)
         self._admit()
         self._ready.ring()
 
@@ -354,14 +373,11 @@ class Coordinator:
             return
         self._outcome = (status, reason)
         self._log.add("closing", {"status": status, "reason": reason})
-        for group in self._groups.values():
-            self._drop_at_the_end(group)
-        self._groups.clear()
-        self._validation.rounds.clear()
+        self._validation.cancel()
         self._samples.close()
         self._weights.ring()
         self._ready.ring()
-        if not self._training:
+        if not self._groups.in_training:
             self._end()
 
     async def conclude(self) -> None:
@@ -373,22 +389,16 @@ class Coordinator:
     def _end(self) -> None:
         if self._outcome is None or self._ended:
             return
+        self._last_state = self._state()
         self._ended = True
-        for group, _ in self._training.values():
-            self._drop_at_the_end(group)
-        self._training.clear()
+        status, reason = self._outcome
+        self._groups.drop_all(f"run {status}" + (f": {reason}" if reason else ""))
         try:
-            self.ledger.check(self._slots.live)
+            self._groups.check()
         except ConservationError as error:
             self._outcome = ("failed", str(error))
         status, reason = self._outcome
         self._log.add("ended", {"status": status, "reason": reason, "images": self._images, **self.ledger.summary()})
-
-    def _drop_at_the_end(self, group: GroupProgress) -> None:
-        assert self._outcome is not None
-        status, reason = self._outcome
-        self._record(group, "dropped", f"run {status}" + (f": {reason}" if reason else ""))
-        self._slots.end(group.group)
 
     @property
     def _closed(self) -> bool:
@@ -405,17 +415,31 @@ class Coordinator:
     async def phase(self, text: str) -> None:
         self._log.add("phase", {"text": text})
 
-    async def next_group_number(self) -> int:
-        """The first group number no run of this lineage has used: what a checkpoint stores to continue the prompt stream."""
-        return self._next_group
+    async def take_up(self, groups: list[ReadyGroup]) -> None:
+        """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be made again."""
+        found = {group.group: group for group in groups}
+        self._resumed = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._resumed)
+
+    async def continuation(self) -> Continuation:
+        """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it was before what was
+        unfinished was dropped."""
+        return self._last_state or self._state()
+
+    def _state(self) -> Continuation:
+        unfinished, ready = self._groups.state()
+        waiting = tuple(self._resumed)
+        return Continuation(
+            version=self.versions.trained,
+            next_group=self._next_group,
+            images=self._images,
+            validated=self._validation.done,
+            ledger=self.ledger.state(),
+            unfinished=unfinished + tuple(one for one in waiting if isinstance(one, Unfinished)),
+            ready=ready + tuple(one for one in waiting if isinstance(one, ReadyGroup)),
+        )
 
     def _buffer_statistics(self) -> dict[str, dict[str, int]]:
-        statistics = {
-            "slots": self._slots.statistics(),
-            "trajectories": self._samples.statistics(),
-            "replay": self._replay.statistics(),
-        }
-        return {name: msgspec.structs.asdict(one) for name, one in statistics.items()}
+        return {**self._groups.statistics(), "trajectories": msgspec.structs.asdict(self._samples.statistics())}
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}

@@ -24,8 +24,9 @@ from omni_async.types import SampleRequest, ScoreJob
 class SampleFlow:
     def __init__(self, config: Config) -> None:
         self._streaming = config.reward.streaming
-        self._engines = len(config.engine_names)
-        self._places = math.ceil(config.buffer.trajectories / self._engines)  # of the buffer, for each engine
+        self._places = config.buffer.trajectories
+        self._engines: set[str] = set()  # that share the work
+        self._lost_scorers: set[str] = set()
         self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
         self._buffer = TrajectoryBuffer(config.buffer.trajectories)
         self._producers = Line(self._may_lease)
@@ -47,12 +48,23 @@ class SampleFlow:
         return self._closed or (self._queue.waiting and self._buffer.free > 0)
 
     def _lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        if self._closed:
+        if self._closed or engine not in self._engines:
             return []
-        leased = self._queue.lease(engine, min(free, self._buffer.free), min(capacity, self._places), self._engines)
+        engines = len(self._engines)
+        capacity = min(capacity, math.ceil(self._places / engines))
+        leased = self._queue.lease(engine, min(free, self._buffer.free), capacity, engines)
         for request in leased:
             self._buffer.reserve(request.sample_id)
         return leased
+
+    def engine_joins(self, engine: str) -> None:
+        self._engines.add(engine)
+
+    def engine_lost(self, engine: str) -> list[str]:
+        """It gets no more leases, though it may have asked. Returns the samples it has not answered for."""
+        self._engines.discard(engine)
+        self._producers.ring()
+        return self._queue.leases_of(engine)
 
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
         """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its place."""
@@ -67,9 +79,9 @@ class SampleFlow:
         self._buffer.put(job)
         self._rewarders.ring()
 
-    def jobs(self, limit: int) -> Awaitable[list[ScoreJob]]:
-        """Up to `limit` samples to score, as many as there are; none when closed."""
-        return self._rewarders.take(lambda: self._jobs(limit))
+    def jobs(self, worker: str, limit: int) -> Awaitable[list[ScoreJob]]:
+        """Up to `limit` samples for a reward worker to score, as many as there are; none when closed."""
+        return self._rewarders.take(lambda: self._jobs(worker, limit))
 
     def _may_score(self) -> bool:
         return self._closed or self._buffer.queued("validation") or (self._buffer.queued("train") and self._may_score_training())
@@ -79,14 +91,21 @@ class SampleFlow:
             return True
         return self._queue.num_training_leases == 0 and (self._queue.num_training == 0 or self._buffer.free == 0)
 
-    def _jobs(self, limit: int) -> list[ScoreJob]:
-        if self._closed:
+    def _jobs(self, worker: str, limit: int) -> list[ScoreJob]:
+        if self._closed or worker in self._lost_scorers:
             return []
-        return self._buffer.take(limit, ("validation", "train") if self._may_score_training() else ("validation",))
+        return self._buffer.take(worker, limit, ("validation", "train") if self._may_score_training() else ("validation",))
 
-    def being_scored(self, sample_id: str) -> bool:
-        """With a reward worker that has not answered yet, and still of use."""
-        return self._buffer.being_scored(sample_id)
+    def being_scored(self, worker: str, sample_id: str) -> bool:
+        """With this reward worker, which has not answered yet, and still of use."""
+        return self._buffer.being_scored(worker, sample_id)
+
+    def scorer_lost(self, worker: str) -> None:
+        """It gets no more samples, though it may have asked; those it has wait for others, before all that came later."""
+        self._lost_scorers.add(worker)
+        for job in reversed(self._buffer.jobs_of(worker)):
+            self._buffer.retry(job)
+        self._rewarders.ring()
 
     def retry_score(self, job: ScoreJob) -> None:
         self._buffer.retry(job)

@@ -50,6 +50,15 @@ class GroupProgress:
         self.attempts = 1
         self._num_unscored = len(requests)
 
+    def restore(self, ready: ReadyGroup) -> None:
+        """As it was when it was complete."""
+        for sample in ready.samples:
+            progress = self.samples[sample.sample_id]
+            versions = sample.step_versions
+            first = versions[0] if versions else ready.admitted_version
+            progress.result = SampleResult(sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0)
+            self.scored(progress, sample.score)
+
     def scored(self, progress: SampleProgress, score: Score) -> None:
         """The sample's first score."""
         progress.score = score

@@ -82,6 +82,10 @@ class WorkQueue:
         self.num_training_leases -= request.kind == "train"
         return request
 
+    def leases_of(self, engine: str) -> list[str]:
+        """Samples it has not answered for, in the order it got them."""
+        return [sample_id for sample_id, (owner, _) in self._leases.items() if owner == engine]
+
     def leased(self, sample_id: str) -> bool:
         return sample_id in self._leases
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.control.continuation import LedgerState
 from omni_async.types import LedgerEntry
 
 
@@ -20,14 +21,17 @@ class ConservationError(AssertionError):
 
 
 class Ledger:
-    def __init__(self, sink: Callable[[LedgerEntry], None]) -> None:
+    """`start`: what earlier lives of the run have recorded."""
+
+    def __init__(self, sink: Callable[[LedgerEntry], None], start: LedgerState | None = None) -> None:
+        start = start or LedgerState()
         self._sink = sink
         self._live: set[int] = set()
         self._last_group = -1
-        self.admitted = 0
-        self.events: Counter[str] = Counter({"trained": 0, "rejected": 0, "dropped": 0})
-        self.reasons: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()
+        self.admitted = start.admitted
+        self.events: Counter[str] = Counter({"trained": 0, "rejected": 0, "dropped": 0} | start.events)
+        self.reasons: Counter[str] = Counter(start.reasons)
+        self.staleness: Counter[int] = Counter(start.staleness)
 
     @property
     def live(self) -> frozenset[int]:
@@ -60,6 +64,11 @@ class Ledger:
                 f"ledger and slots disagree on groups {sorted(self._live ^ live)[:10]}"
             )
 
+    def state(self) -> LedgerState:
+        """Of everything but the live groups, which a continued run admits again."""
+        admitted = self.admitted - len(self._live)
+        return LedgerState(admitted, dict(self.events), dict(self.reasons), dict(self.staleness))
+
     def counters(self) -> dict[str, int]:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
 
@@ -70,11 +79,27 @@ class Ledger:
 
 
 class JsonlSink:
-    """Appends a line per event and flushes it, so that a killed run has told all it knew."""
+    """Appends a line per event and flushes it, so that a killed run has told all it knew.
 
-    def __init__(self, path: str | Path) -> None:
+    `valid`: how many of the lines that are there already count. The others, of updates that no checkpoint held, are moved to `<name>.void`.
+    """
+
+    def __init__(self, path: str | Path, valid: int = 0) -> None:
+        _keep(Path(path), valid)
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (lives as long as the ledger)
         self._encode = msgspec.json.Encoder().encode
 
     def __call__(self, entry: Any) -> None:
         self._file.write(self._encode(entry) + b"\n")
+
+
+def _keep(path: Path, valid: int) -> None:
+    """Void lines are in their file before they are gone from this one."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if len(lines) < valid:
+        raise ValueError(f"{path} has {len(lines)} lines, the checkpoint knows of {valid}")
+    if len(lines) > valid:
+        with path.with_name(f"{path.name}.void").open("ab") as void:
+            void.writelines(lines[valid:])
+        with path.open("r+b") as file:
+            file.truncate(sum(map(len, lines[:valid])))

@@ -34,7 +34,9 @@ def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def update_pictures(groups: Sequence[ReadyGroup], count: int) -> tuple[Picture, ...]:
-    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    samples = [
+        (group.prompt, sample) for group in groups for sample in group.samples if sample.media is not None
+    ]  # a checkpoint keeps none
     return tuple(Picture(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
 
 

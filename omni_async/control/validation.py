@@ -41,19 +41,19 @@ class ValidationRound:
 class ValidationSchedule:
     """Due at the first version, at every multiple of `every`, and at the last version."""
 
-    def __init__(self, every: int, last: int) -> None:
+    def __init__(self, every: int, last: int, done: int | None = None) -> None:
         self._every = every
         self._last = last
-        self._done: int | None = None
+        self.done = done  # the last version a round began with
 
     def due(self, held: int) -> bool:
         """Whether a round should start now that every engine holds `held`; asking marks it as started."""
-        previous = self._done
+        previous = self.done
         if previous is not None and held <= previous:
             return False
         crossed = previous is None or held // self._every > previous // self._every or held == self._last
         if crossed:
-            self._done = held
+            self.done = held
         return crossed
 
 
@@ -64,6 +64,19 @@ class Validation:
         self._schedule = schedule
         self._requests_of = requests_of
         self.rounds: dict[int, ValidationRound] = {}
+
+    @property
+    def done(self) -> int | None:
+        """The last version whose round is over, or would be repeated for nothing."""
+        if self._schedule is None:
+            return None
+        return min(self.rounds) - 1 if self.rounds else self._schedule.done
+
+    def cancel(self) -> None:
+        """The run is over: rounds under way count as not begun."""
+        if self._schedule is not None:
+            self._schedule.done = self.done
+        self.rounds.clear()
 
     def begin(self, held: int) -> list[SampleRequest]:
         """The samples of the round that is due now that every engine holds `held`; none if none is."""

@@ -21,8 +21,9 @@ class Versions:
         self._digests: dict[int, str] = {}
         self._engines: dict[str, int] = {}
         self._holders: Counter[int] = Counter()  # version -> engines that hold it: two or three versions, however many engines
+        self._begun = False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
         self.published: int | None = None
-        self.held: int | None = None  # the oldest version any live engine may still use; None while one holds nothing, or there is none
+        self.held: int | None = None  # the oldest version any engine may still use; None before all have begun, or if there is none
 
     def join(self, engine: str) -> None:
         """An engine exists, and holds nothing yet."""
@@ -40,12 +41,16 @@ class Versions:
         if holders == 0:
             del self._holders[version]
         if holders == 0 or holders == change:  # a version went or came
-            oldest = min(self._holders, default=-1)
-            self.held = oldest if oldest >= 0 else None
+            self._begun |= bool(self._holders) and min(self._holders) >= 0
+            self.held = min((v for v in self._holders if v >= 0), default=None) if self._begun else None
         return holders
 
     def of(self, engine: str) -> int:
-        return self._engines[engine]
+        """-1: it holds nothing yet, or is none of this run's (any more)."""
+        return self._engines.get(engine, -1)
+
+    def knows(self, engine: str) -> bool:
+        return engine in self._engines
 
     def announce(self, version: int, digest: str) -> None:
         if self.published is not None and version <= self.published:
@@ -56,7 +61,8 @@ class Versions:
         self.published = version
 
     def report(self, report: WeightReport) -> None:
-        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before."""
+        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before. One that joins
+        with a version that all others have left behind still holds nothing: samples could come to the trainer too old."""
         if report.engine not in self._engines:
             raise WeightMismatch(f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}")
         expected = self._digests.get(report.version)
@@ -71,6 +77,8 @@ class Versions:
         if report.version < self._engines[report.engine]:
             raise WeightMismatch(f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}")
         before = self._engines[report.engine]
+        if before < 0 and self.held is not None and report.version < self.held:
+            return
         self._engines[report.engine] = report.version
         self._count(report.version, 1)
         if self._count(before, -1) == 0 and self.held is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config, check
+from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
 from omni_async.types import (
@@ -90,11 +91,18 @@ def make_prompts(count: int) -> list[Prompt]:
 
 
 def make_coordinator(
-    config: Config, *, prompts: int = 5, validation_prompts: int = 2, **kwargs: Any
+    config: Config,
+    *,
+    prompts: int = 5,
+    validation_prompts: int = 2,
+    start_version: int = 0,
+    start_group: int = 0,
+    start: Continuation | None = None,
 ) -> tuple[Coordinator, list[LedgerEntry]]:
     """A coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
-    coordinator = Coordinator(config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, **kwargs)
+    start = start or Continuation(version=start_version, next_group=start_group)
+    coordinator = Coordinator(config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, start)
     return coordinator, entries
 
 
@@ -148,7 +156,9 @@ async def finish(coordinator: Coordinator, engine: str, requests: list[SampleReq
     await coordinator.samples_done(engine, results)
 
 
-async def score(coordinator: Coordinator, jobs: list[ScoreJob], values: Callable[[ScoreJob], float | str]) -> None:
+async def score(
+    coordinator: Coordinator, jobs: list[ScoreJob], values: Callable[[ScoreJob], float | str], worker: str = "reward-0"
+) -> None:
     """Score jobs; a text is an error."""
     results = []
     for job in jobs:
@@ -157,7 +167,7 @@ async def score(coordinator: Coordinator, jobs: list[ScoreJob], values: Callable
             results.append(ScoreResult(job.sample_id, error=value))
         else:
             results.append(ScoreResult(job.sample_id, score=Score(value)))
-    await coordinator.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results)
+    await coordinator.scored(worker, {job.sample_id: job.kind for job in jobs}, results)
 
 
 def distinct(job: ScoreJob) -> float:
@@ -239,7 +249,7 @@ class Run:
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
             await self.turns("score")
-            await score(self.coordinator, jobs, self._reward)
+            await score(self.coordinator, jobs, self._reward, worker)
 
     async def trainer(self) -> None:
         per_update, last = self.config.trainer.groups_per_update, self.config.trainer.updates

@@ -31,10 +31,10 @@ def test_a_sample_keeps_its_place_until_it_is_scored() -> None:
     with pytest.raises(ValueError, match="no room for sample b: all 1 places are reserved"):
         buffer.reserve("b")
     buffer.put(job("a"))
-    assert [j.sample_id for j in buffer.take(5)] == ["a"]
-    assert buffer.free == 0 and buffer.being_scored("a")
+    assert [j.sample_id for j in buffer.take("reward-0", 5)] == ["a"]
+    assert buffer.free == 0 and buffer.being_scored("reward-0", "a")
     buffer.release("a")
-    assert buffer.free == 1 and not buffer.being_scored("a")
+    assert buffer.free == 1 and not buffer.being_scored("reward-0", "a")
 
 
 def test_a_sample_without_a_place_is_refused() -> None:
@@ -47,12 +47,12 @@ def test_samples_are_scored_in_the_order_they_came_and_retries_first() -> None:
     for name in "abc":
         buffer.reserve(name)
         buffer.put(job(name))
-    first = buffer.take(1)[0]
+    first = buffer.take("reward-0", 1)[0]
     buffer.retry(first)
-    assert not buffer.being_scored("a")
-    assert [j.sample_id for j in buffer.take(2)] == ["a", "b"]
-    assert [j.sample_id for j in buffer.take(2)] == ["c"]
-    assert buffer.take(2) == []
+    assert not buffer.being_scored("reward-0", "a")
+    assert [j.sample_id for j in buffer.take("reward-0", 2)] == ["a", "b"]
+    assert [j.sample_id for j in buffer.take("reward-0", 2)] == ["c"]
+    assert buffer.take("reward-0", 2) == []
 
 
 def test_validation_samples_go_first_and_the_others_can_be_left() -> None:
@@ -60,11 +60,11 @@ def test_validation_samples_go_first_and_the_others_can_be_left() -> None:
     for name, kind in (("a", "train"), ("b", "validation"), ("c", "train"), ("d", "validation")):
         buffer.reserve(name)
         buffer.put(job(name, kind))  # type: ignore[arg-type]
-    assert [j.sample_id for j in buffer.take(1, ["validation"])] == ["b"]
+    assert [j.sample_id for j in buffer.take("reward-0", 1, ["validation"])] == ["b"]
     assert buffer.queued("validation") and buffer.queued("train")
-    assert [j.sample_id for j in buffer.take(2)] == ["d", "a"]
+    assert [j.sample_id for j in buffer.take("reward-0", 2)] == ["d", "a"]
     assert not buffer.queued("validation")
-    assert buffer.take(9, ["validation"]) == []
+    assert buffer.take("reward-0", 9, ["validation"]) == []
     assert buffer.statistics().ready == 1
 
 
@@ -74,9 +74,9 @@ def test_discarding_forgets_queued_samples_and_frees_their_places() -> None:
         buffer.reserve(name)
         if name != "d":
             buffer.put(job(name))
-    buffer.take(1)
+    buffer.take("reward-0", 1)
     buffer.discard({"a", "b", "x"})
-    assert [j.sample_id for j in buffer.take(9)] == ["c"]
+    assert [j.sample_id for j in buffer.take("reward-0", 9)] == ["c"]
     assert buffer.statistics().reserved == 2
 
 

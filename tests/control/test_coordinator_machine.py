@@ -61,7 +61,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.waiting: dict[str, asyncio.Task[Any]] = {}
         self.leases: list[Lease] = []
-        self.at_engines: set[str] = set()  # training samples, from the moment they are leased
+        self.at_engines: dict[str, str] = {}  # training samples, from the moment they are leased -> their engine
         self.generated: set[str] = set()  # training samples, also of groups that ended since
         self.answered: list[Lease] = []  # leases that were answered: material for second answers
         self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
@@ -88,14 +88,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.version = self.to_publish = self.start
         self.coordinator, self.entries = make_coordinator(config, start_version=self.start, start_group=10 * self.start)
         self.engines = [f"rollout-{i}" for i in range(config.rollout.workers)]
+        self.workers = ["reward-0", "reward-1"]
+        self.lost: list[str] = []
         self.holds = dict.fromkeys(self.engines, -1)
+        self.oldest = -1  # version that every engine held at some time
         self.announced = -1
 
     # ---- the event loop -----------------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int) -> list[SampleRequest]:
         requests: list[SampleRequest] = await self.coordinator.next_samples(engine, free, 4)
-        self.at_engines |= {request.sample_id for request in requests if request.kind == "train"}
+        self.at_engines |= {request.sample_id: engine for request in requests if request.kind == "train"}
         return requests
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
@@ -134,6 +137,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             getattr(self, f"got_{kind}")(name, task.result())
 
     def got_samples(self, engine: str, requests: list[SampleRequest]) -> None:
+        if engine in self.lost:
+            return  # nobody is there to take them
         assert requests or self.coordinator_closed(), f"{engine} was sent home in the middle of the run"
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
@@ -143,6 +148,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return 0 if self.stored else len(trained_steps(request))
 
     def got_jobs(self, worker: str, jobs: list[ScoreJob]) -> None:
+        if worker in self.lost:
+            return
         assert jobs or self.coordinator_closed()
         self.jobs += [(worker, job) for job in jobs]
 
@@ -163,7 +170,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
         """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the same for all."""
-        assert set(self.holds.values()) == {self.version}
+        assert {version for version in self.holds.values() if version >= 0} == {self.version}
         making = [lease.request.sample_id for lease in self.leases if lease.request.kind == "train" and self.is_live(lease.request.group)]
         unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))]
         assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
@@ -183,6 +190,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def engine(self, number: int) -> str:
         return self.engines[number % len(self.engines)]
 
+    @precondition(lambda self: self.engines)
     @rule(number=PICK, free=st.integers(1, 4))
     def ask_for_samples(self, number: int, free: int) -> None:
         engine = self.engine(number)
@@ -199,7 +207,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def finish(self, lease: Lease, versions: tuple[int, ...]) -> None:
         request = lease.request
         alive = request.kind == "validation" or self.is_live(request.group)
-        self.at_engines.discard(request.sample_id)
+        self.at_engines.pop(request.sample_id, None)
         now(self.coordinator.samples_done(lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]))
         self.answered.append(lease)
         if alive and not self.coordinator_closed():
@@ -210,7 +218,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def fail_sample(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
-        self.at_engines.discard(lease.request.sample_id)
+        self.at_engines.pop(lease.request.sample_id, None)
         now(self.coordinator.sample_failed(lease.engine, lease.request.sample_id, "out of memory"))
         self.answered.append(lease)
 
@@ -222,7 +230,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
         asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
         again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking}  # leased, not yet seen here
-        engine = self.engine(number)
+        everybody = [*self.engines, *self.lost]
+        engine = everybody[number % len(everybody)]
         if engine in again:
             return
         if failed:
@@ -235,7 +244,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
     def ask_for_jobs(self, worker: int, limit: int) -> None:
-        self.ask(f"jobs:reward-{worker}", self.next_to_score(f"reward-{worker}", limit))
+        name = self.workers[worker]
+        self.ask(f"jobs:{name}", self.next_to_score(name, limit))
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error"]))
@@ -299,12 +309,58 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def swap(self, pick: int) -> None:
         engine = sorted(self.sending)[pick % len(self.sending)]
-        version = self.sending.pop(engine)
+        self.arrives(engine, self.sending.pop(engine))
+
+    def arrives(self, engine: str, version: int) -> None:
         self.holds[engine] = version
         for lease in self.leases:
             if lease.engine == engine:
                 lease.seen.append(version)
         now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
+        self.look_at_holds()
+
+    def look_at_holds(self) -> None:
+        held = [version for version in self.holds.values() if version >= 0]
+        if held and (self.oldest >= 0 or len(held) == len(self.holds)):
+            self.oldest = max(self.oldest, min(held))
+
+    # ---- rules: who comes and goes ------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.engines)
+    @rule(number=PICK, replaced=st.booleans())
+    def lose_engine(self, number: int, replaced: bool) -> None:
+        """At any moment: with samples, while it asks for some, while weights are on their way to it."""
+        engine = self.engines.pop(number % len(self.engines))
+        self.lost.append(engine)
+        self.holds.pop(engine)
+        self.sending.pop(engine, None)
+        self.answered += [lease for lease in self.leases if lease.engine == engine]
+        self.leases = [lease for lease in self.leases if lease.engine != engine]
+        self.at_engines = {sample: at for sample, at in self.at_engines.items() if at != engine}
+        now(self.coordinator.engine_lost(engine, "killed"))
+        self.look_at_holds()
+        if replaced:
+            self.join_engine()
+
+    @precondition(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
+    @rule()
+    def join_engine(self) -> None:
+        """The publisher sends it the newest version that was announced."""
+        engine = f"rollout-{len(self.lost) + len(self.engines) + 10}"
+        self.engines.append(engine)
+        self.holds[engine] = -1
+        now(self.coordinator.engine_joins(engine))
+        if self.announced >= 0:
+            self.sending[engine] = self.announced
+
+    @rule(number=st.integers(0, 1))
+    def lose_scorer(self, number: int) -> None:
+        worker = self.workers[number]
+        self.workers[number] = f"reward-{len(self.lost) + 10}"
+        self.lost.append(worker)
+        self.scored += [held for held in self.jobs if held[0] == worker]
+        self.jobs = [held for held in self.jobs if held[0] != worker]
+        now(self.coordinator.scorer_lost(worker))
 
     # ---- rules: everybody ---------------------------------------------------------------------------------------------------------
 
@@ -333,7 +389,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return Counter(entry.event for entry in self.entries)
 
     def admitted(self) -> range:
-        return range(10 * self.start, now(self.coordinator.next_group_number()))
+        return range(10 * self.start, now(self.coordinator.continuation()).next_group)
 
     def is_live(self, group: int) -> bool:
         return group in self.admitted() and all(entry.group != group for entry in self.entries)
@@ -356,10 +412,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert set(groups) <= set(self.admitted())
         live = set(self.admitted()) - set(groups)
         assert self.coordinator.ledger.live == live
-        if self.coordinator_closed():
-            assert live <= {group.group for group in [*self.groups, *self.taken_unseen()]}, "only an update under way outlives the closing"
         assert not (live and self.ended)
-        self.coordinator.ledger.check(self.coordinator._slots.live)
+        self.coordinator.ledger.check(self.coordinator._groups.slots.live)
         counts = now(self.coordinator.statistics())["conservation"]
         assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
 
@@ -376,7 +430,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             assert "in a row" in self.ended["reason"], self.ended
 
     def slots_are_never_overdrawn(self) -> None:
-        held = min(self.holds.values())
+        held = self.oldest
         live = set(self.admitted()) - {entry.group for entry in self.entries}
         trained = [e for e in self.entries if e.event == "trained" and e.trained_version is not None and e.trained_version > held]
         if not self.coordinator_closed():
@@ -412,7 +466,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.ask("events:", self.coordinator.events())
         for engine in self.engines:
             self.ask(f"samples:{engine}", self.next_samples(engine, 4))
-        self.ask("jobs:reward-0", self.next_to_score("reward-0", 2))
+        self.ask(f"jobs:{self.workers[0]}", self.next_to_score(self.workers[0], 2))
         self.ask_for_group()
         self.settle()
         while self.leases:
@@ -426,8 +480,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.announce()
         for engine, version in [*self.sending.items()]:
             del self.sending[engine]
-            self.holds[engine] = version
-            now(self.coordinator.engine_holds(WeightReport(engine, version, digest_of(version))))
+            self.arrives(engine, version)
         self.all_is_well()
 
     def teardown(self) -> None:
@@ -439,6 +492,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         samples = (config.trainer.updates + 1) * config.trainer.groups_per_update * config.rollout.group_size + 200
         rounds = 0
         while self.ended is None:
+            if not self.engines:
+                self.join_engine()
             self.everybody_works()
             rounds += 1
             assert rounds < 20 * samples, f"stranded: {sorted(self.waiting)}, {now(self.coordinator.statistics())}"
@@ -461,7 +516,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def nobody_is_left_waiting(self) -> None:
         for engine in self.engines:
             self.ask(f"samples:{engine}", self.next_samples(engine, 4))
-        self.ask("jobs:reward-1", self.next_to_score("reward-1", 2))
+        self.ask(f"jobs:{self.workers[1]}", self.next_to_score(self.workers[1], 2))
         self.settle()
         left = [who for who in self.waiting if who != "events:"]
         assert not left, f"{left} still wait although the run is over"
@@ -506,7 +561,7 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
     pick = partial(dice.randrange, 2**16)
     moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {
         "settle": (6, lambda: True, lambda: machine.settle()),
-        "ask_for_samples": (4, lambda: True, lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4))),
+        "ask_for_samples": (4, lambda: machine.engines, lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4))),
         "finish_sample": (5, lambda: machine.leases, lambda: machine.finish_sample(pick=pick(), seed=pick())),
         "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: machine.fail_sample(pick=pick())),
         "second_answer": (
@@ -530,6 +585,13 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
         "announce": (dice.choice([0.5, 4]), lambda: machine.announced < machine.to_publish, lambda: machine.announce()),
         "swap": (dice.choice([0.5, 4]), lambda: machine.sending, lambda: machine.swap(pick=pick())),
         "cancel_a_waiter": (dice.choice([0, 1]), lambda: machine.waiting, lambda: machine.cancel_a_waiter(pick=pick())),
+        "lose_engine": (
+            dice.choice([0, 0, 0.3]),
+            lambda: machine.engines,
+            lambda: machine.lose_engine(number=pick(), replaced=dice.random() < 0.7),
+        ),
+        "join_engine": (dice.choice([0, 0.2]), lambda: len(machine.engines) < 4 and len(machine.lost) < 20, lambda: machine.join_engine()),
+        "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: machine.lose_scorer(number=dice.randint(0, 1))),
         "stop": (0.1, lambda: machine.may_stop, lambda: machine.stop()),
     }
     for name in dice.choices([*moves], weights=[weight for weight, _, _ in moves.values()], k=dice.randint(1, 2500)):

@@ -86,7 +86,7 @@ def test_a_trainer_that_waits_for_the_newest_version_is_woken_by_it() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         await hold(bench.c, 1)
-        assert now(bench.c.next_group_number()) == 2, "two updates want two groups"
+        assert now(bench.c.continuation()).next_group == 2, "two updates want two groups"
         async with asyncio.timeout(1):
             (group,) = await waiting
         assert group.group == 1

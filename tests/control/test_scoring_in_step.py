@@ -145,7 +145,7 @@ class InStep(Run):
                 queue = self.coordinator._samples._queue
                 assert queue.num_training_leases == 0, "an engine works on a training sample"
             await self.turns("score")
-            await score(self.coordinator, got, self._reward)
+            await score(self.coordinator, got, self._reward, worker)
 
 
 @settings(max_examples=60, deadline=None)

@@ -79,9 +79,9 @@ def trained(bench: Bench, updates: int) -> list[LedgerEntry]:
     async def main() -> None:
         made = 0
         for version in range(updates):
-            for group in range(made, now(bench.c.next_group_number())):
+            for group in range(made, now(bench.c.continuation()).next_group):
                 await bench.generate(group, version)
-            made = now(bench.c.next_group_number())
+            made = now(bench.c.continuation()).next_group
             taken = bench.take()
             assert taken is not None
             await bench.update(taken)

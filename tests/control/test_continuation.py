@@ -1,0 +1,149 @@
+"""A control plane that goes on from what a checkpoint kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from control_world import Bench, Run, distinct, finish, hold, make_config, make_coordinator, now, report, score
+
+from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.control.ledger import JsonlSink
+from omni_async.types import LedgerEntry
+
+
+def test_groups_in_every_state_go_on() -> None:
+    """One trained, one ready, two unfinished, the rest not begun."""
+
+    before = Bench(S=3, P=1, updates=6)
+
+    async def main() -> None:
+        config = make_config(S=3, P=1, updates=6)
+        for group in (0, 1):
+            await before.generate(group, 0)
+        taken = before.take()
+        assert taken is not None
+        await before.train(taken)
+        kept = await before.c.continuation()
+        assert (kept.version, kept.next_group, kept.ledger.lines, kept.ledger.admitted) == (1, 4, 1, 1)
+        assert [group.group for group in kept.ready] == [1] and [one.group for one in kept.unfinished] == [2, 3]
+
+        after, entries = make_coordinator(config, start=kept)
+        await hold(after, 1)
+        groups = await after.next_groups(1, 1)
+        assert [(g.group, g.oldest_version) for g in groups] == [(1, 0)], "ready as it was, as old as it was"
+        assert groups[0].rewards == kept.ready[0].rewards
+        await after.update_done(report(2, groups))
+        requests = now(after.next_samples("rollout-0", 8, 8))
+        former = {r.sample_id: r for group in (2, 3) for r in before.waiting[group]}
+        for request in requests:
+            if request.group in (2, 3):
+                assert msgspec.structs.replace(request, fields=()) == msgspec.structs.replace(former[request.sample_id], fields=())
+        assert {request.group for request in requests} >= {2, 3}
+        assert [(e.group, e.event) for e in entries] == [(1, "trained")]
+        assert after.ledger.counters() == {"admitted": 5, "trained": 2, "rejected": 0, "dropped": 0, "live": 3}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("S", [0, 1, 3])
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 5])
+def test_a_run_that_was_cut_anywhere_trains_every_group_once(S: int, stop_at: int) -> None:
+    config = make_config(S=S, P=2, updates=6, window=2, groups=16)
+
+    class Cut(Run):
+        kept: Continuation | None = None
+
+        async def turns(self, kind: str) -> None:
+            await super().turns(kind)
+            if (
+                self.kept is None
+                and kind == "publish"
+                and self.coordinator.versions.trained >= stop_at
+                and not self.coordinator._groups.in_training
+            ):
+                self.kept = await self.coordinator.continuation()
+                self.lines = len(self.entries)
+
+    first = asyncio.run(Cut(config, seed=S).play())
+    assert first.kept is not None and first.kept.ledger.lines == first.lines
+    valid = first.entries[: first.lines]  # type: ignore[attr-defined]
+    second = asyncio.run(Run(config, seed=S + 1, start_version=first.kept.version, start=first.kept).play())
+    assert second.outcome == ("done", None)
+    events = [(e.group, e.event) for e in [*valid, *second.entries]]
+    assert len({group for group, _ in events}) == len(events)
+    assert [event for _, event in events].count("trained") == 12
+    assert max(second.staleness, default=0) <= S
+
+
+def test_an_interrupted_run_keeps_what_it_drops() -> None:
+    """The ledger of this life says dropped; the next one takes the groups up again, and those lines are void."""
+
+    bench = Bench(S=1, P=2, updates=3)
+
+    async def main() -> None:
+        await bench.generate(0, 0)
+        assert bench.take() is not None
+        await bench.c.stop("ctrl-c")
+        assert await bench.c.next_groups(0, 1) == []
+        assert {e.event for e in bench.entries} == {"dropped"}
+        kept = await bench.c.continuation()
+        assert kept.ledger == LedgerState(0, {"trained": 0, "rejected": 0, "dropped": 0})
+        assert [g.group for g in kept.ready] == [0] and [one.group for one in kept.unfinished] == [1, 2, 3]
+        assert kept.next_group == 4
+
+    asyncio.run(main())
+
+
+def test_a_smaller_staleness_budget_makes_old_groups_again() -> None:
+    before = Bench(S=3, P=1, updates=6)
+
+    async def main() -> None:
+        for group in (0, 1, 2):
+            await before.generate(group, 0)
+        for _ in range(2):
+            taken = before.take()
+            assert taken is not None
+            await before.train(taken)
+        kept = await before.c.continuation()
+        assert [(g.group, g.oldest_version) for g in kept.ready] == [(2, 0)] and kept.version == 2
+        after, _ = make_coordinator(make_config(S=1, P=1, updates=6), start=kept)
+        await hold(after, 2)
+        assert 2 in {r.group for r in now(after.next_samples("rollout-0", 8, 8))}
+
+    asyncio.run(main())
+
+
+def test_attempts_are_remembered() -> None:
+    async def main() -> None:
+        kept = Continuation(version=1, next_group=3, unfinished=(Unfinished(2, attempts=3),))
+        c, entries = make_coordinator(make_config(S=0, P=1, updates=2), start=kept)
+        await hold(c, 1)
+        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 1)
+        await score(c, now(c.next_to_score("reward-0", 8)), distinct)
+        await c.update_done(report(2, await c.next_groups(1, 1)))
+        assert [(e.group, e.attempts) for e in entries] == [(2, 3)]
+
+    asyncio.run(main())
+
+
+def _entry(group: int) -> LedgerEntry:
+    return LedgerEntry("run", group, 0, "dropped", "x", 0, None, None, None, 1, None)
+
+
+def test_void_lines_leave_the_ledger_and_are_kept_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    sink = JsonlSink(path)
+    for group in range(4):
+        sink(_entry(group))
+    with path.open("ab") as torn:
+        torn.write(b'{"run": "cut o')
+    again = JsonlSink(path, valid=2)
+    again(_entry(9))
+    assert [msgspec.json.decode(line)["group"] for line in path.read_bytes().splitlines()] == [0, 1, 9]
+    void = (tmp_path / "ledger.jsonl.void").read_bytes()
+    assert void.count(b"\n") == 2 and void.endswith(b"cut o")
+    with pytest.raises(ValueError, match="has 3 lines, the checkpoint knows of 5"):
+        JsonlSink(path, valid=5)
