@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from omni_async.actors.api import CoordinatorApi
@@ -31,7 +29,6 @@ from omni_async.types import ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResu
 from omni_async.weights.digest import Bucket
 from omni_async.weights.snapshot import Snapshot
 
-_STATE = "state.json"
 # A version's number is written into its first bucket, so no two versions are the same bytes.
 _VERSION_BYTES = 8
 
@@ -76,11 +73,8 @@ class EmulatedRank:
         self._free: list[list[Bucket]] = []
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
 
-    async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
-        if resume is None:
-            return {}
-        stored: dict[str, Any] = msgspec.json.decode((Path(resume) / _STATE).read_bytes())["extra"]
-        return stored
+    async def setup(self, resume: str | None, rendezvous: str | None) -> None:
+        """There is nothing to load."""
 
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         """Nothing is known of a drift that was not computed: an empty list."""
@@ -114,9 +108,12 @@ class EmulatedRank:
         await self._device.busy(self._profile.export.sample(self._random), since)
         return Snapshot(version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets))
 
-    async def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """What a resumed run needs to go on counting; there are no weights."""
-        _write_state(Path(folder), extra)
+    async def begin_save(self, folder: str) -> dict[str, Any]:
+        """There are no weights."""
+        return {}
+
+    async def end_save(self) -> None:
+        """Nothing was begun."""
 
     async def _pass(self, batch: TrainGroup, service: ServiceTime) -> None:
         """Fetching the group is part of the profile's time. RuntimeError if a trajectory is not of the payload's size."""
@@ -200,11 +197,6 @@ class EmulatedUpdate:
         with self._tracer.span("train", version=self._version, step=self._steps):
             await self._rank.step(1.0)
         self._steps += 1
-
-
-def _write_state(folder: Path, extra: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _STATE).write_bytes(msgspec.json.encode({"extra": extra}))
 
 
 def _batch(group: ReadyGroup) -> TrainGroup:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from omni_async.checkpoint.state import read_state
 from omni_async.store import ObjectStore
 from omni_async.types import SampleDrift, TrainGroup
 from omni_async.weights.snapshot import Snapshot
@@ -40,20 +42,21 @@ class Rank:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
+    async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Join the other ranks at `rendezvous` (a torch.distributed init method) if there are any, load the model, and the checkpoint if
-        there is one; returns what was stored beside it."""
+        there is one."""
 
-        def work() -> dict[str, Any]:
+        def work() -> None:
             self._engine = self._build()
             if rendezvous is not None:
                 from omni_async.training.device import init_process_group
 
                 init_process_group(self._rank, self._world_size, rendezvous, _COLLECTIVE_TIMEOUT_S, self._engine.device)
             self._engine.setup()
-            return self._engine.load(resume) if resume else {}
+            if resume is not None:
+                self._engine.load(resume, read_state(Path(resume)).engine)
 
-        return await self._run(work)
+        await self._run(work)
 
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         """A forward pass over this rank's share of a group, before the update's first step."""
@@ -95,5 +98,9 @@ class Rank:
         snapshot = self._engine.snapshot(version, buckets)
         return None if snapshot is None else replace(snapshot, release=partial(self._free.append, buckets))
 
-    async def save(self, folder: str, extra: dict[str, Any]) -> None:
-        await self._run(lambda: self._engine.save(folder, extra))
+    async def begin_save(self, folder: str) -> dict[str, Any]:
+        self._saving, state = await self._run(lambda: self._engine.begin_save(folder))
+        return state
+
+    async def end_save(self) -> None:
+        await asyncio.wrap_future(self._saving)

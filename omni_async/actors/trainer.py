@@ -8,18 +8,19 @@ of the last whole update either way.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi, UpdateRule
+from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
 from omni_async.control.clock import Clock
+from omni_async.store import ObjectStore
 from omni_async.types import UpdateReport, WeightReport
 
 _MISMATCH_NATS = 1.0
@@ -36,6 +37,7 @@ class Trainer:
         rule: UpdateRule,
         coordinator: CoordinatorApi,
         publisher: PublisherApi,
+        store: ObjectStore,
         checkpoints: str,
         clock: Clock,
         host: str = "127.0.0.1",
@@ -45,10 +47,10 @@ class Trainer:
         self._rule = rule
         self._coordinator = coordinator
         self._publisher = publisher
-        self._checkpoints = Path(checkpoints)
         self._clock = clock
         self._host = host
         self._tracer = Tracer("trainer", coordinator, clock)
+        self._checkpointer = Checkpointer(config, ranks, rule, coordinator, store, Path(checkpoints), self._tracer)
         self._objective = find_objective(config.algorithm.name)
         self._plan = plan_updates(config)
         self._version = 0
@@ -57,9 +59,13 @@ class Trainer:
     async def start(self) -> None:
         """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
         rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
-        extras = await asyncio.gather(*(rank.setup(self._config.checkpoint.resume, rendezvous) for rank in self._ranks))
-        self._version = int(extras[0].get("version", 0))
-        self._rule.restore(extras[0])
+        resume = self._config.checkpoint.resume
+        await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self._ranks))
+        if resume is not None:
+            state = read_state(Path(resume))
+            self._version = state.version
+            self._rule.restore(state.rule)
+            await self._checkpointer.take_up(Path(resume), state)
         # Means are not needed by every objective on steps, but they show how far the policy has drifted without sampling noise (kappa).
         means = ("means",) if self._objective.process == "transition" else ()
         await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
@@ -77,7 +83,9 @@ class Trainer:
                     await self._save()
             if self._saved != self._version:
                 await self._save()
+            await self._checkpointer.settle()
         finally:
+            await self._checkpointer.close()
             flusher.cancel()
             await asyncio.gather(flusher, return_exceptions=True)
             await self._tracer.flush()
@@ -128,15 +136,8 @@ class Trainer:
         self._publisher.publish(exported[0])
 
     async def _save(self) -> None:
-        folder = self._checkpoints / f"update-{self._version:06d}"
-        next_group = await self._coordinator.next_group_number()
-        extra: dict[str, Any] = {"version": self._version, "next_group": next_group, **self._rule.state()}
-        with self._tracer.span("checkpoint", version=self._version):
-            await asyncio.gather(*(rank.save(str(folder), extra) for rank in self._ranks))
+        await self._checkpointer.save()
         self._saved = self._version
-        old = sorted(self._checkpoints.glob("update-*"))[: -self._config.checkpoint.keep]
-        for path in old:
-            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
 
 def _free_port(host: str) -> int:

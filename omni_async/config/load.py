@@ -126,6 +126,8 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     if isinstance(here, dict) and isinstance(here.get(last), str):
         if path == "emulation.profile" and not here[last].endswith(".json"):
             return  # the name of a shipped profile
+        if path == "checkpoint.resume" and here[last] == "auto":
+            return
         try:
             here[last] = str((folder / Path(here[last]).expanduser()).resolve())
         except (OSError, RuntimeError, ValueError) as error:

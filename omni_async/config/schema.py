@@ -218,7 +218,12 @@ class Validation(Section, kw_only=True, frozen=True):
 class Checkpoint(Section, kw_only=True, frozen=True):
     every: Annotated[int, _doc("Updates between checkpoints (one is always written at the end and on interruption).", ge=1)] = 20
     keep: Annotated[int, _doc("Newest checkpoints kept.", ge=1)] = 3
-    resume: Annotated[str | None, _doc("A checkpoint folder to continue from.")] = None
+    resume: Annotated[
+        str | None,
+        _doc(
+            "`auto`: go on with the newest run of this name that was not done, or start one; a run folder: go on with it; a checkpoint folder: start from it."
+        ),
+    ] = None
 
 
 class Mlflow(Section, kw_only=True, frozen=True):

@@ -42,9 +42,23 @@ class Observer:
         self._finished: list[tuple[float, int]] = []
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
+        self._images_before = 0
         self.started = clock.now()
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
+
+    def recall(self, images: int, staleness: dict[int, int]) -> None:
+        """What earlier lives of the run had come to: images, the ages of trained groups, and what the run folder's metrics say."""
+        self._images_before = images
+        self._finished.append((self.started, images))
+        self._staleness = [age for age, count in staleness.items() for _ in range(count)]
+        for line in self._run.read_metrics():
+            if "finished" in line:
+                self._rewards.append(line["reward"])
+            elif (value := line.get("validation/reward")) is not None:
+                parts = {key.removeprefix("validation/"): part for key, part in line.items() if key.startswith("validation/")}
+                parts.pop("reward")
+                self._validation.append(ValidationPoint(line["update"], value, parts))
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
         """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
@@ -128,7 +142,7 @@ class Observer:
 
     def _images_per_s(self, now: float) -> float:
         """Over the recent past, or since the start of the run while that is shorter."""
-        earlier = [(self.started, 0), *(point for point in self._finished if point[0] < now - _RECENT_S)][-1]
+        earlier = [(self.started, self._images_before), *(point for point in self._finished if point[0] < now - _RECENT_S)][-1]
         seconds = now - earlier[0]
         return (self._finished[-1][1] - earlier[1]) / seconds if seconds > 0 else 0.0
 
@@ -187,4 +201,5 @@ class Observer:
             reject_reasons=ended.get("reasons"),
             validation=self._validation,
             peak_memory_bytes=peak_memory,
+            images_before=self._images_before,
         )

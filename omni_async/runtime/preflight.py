@@ -5,10 +5,11 @@ With `emulation` there is no model, no prompt file and no scorer to look at: the
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import psutil
@@ -17,10 +18,12 @@ from msgspec.structs import replace
 from omni_async.actors.plan import require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Emulation
+from omni_async.control.continuation import Continuation, LedgerState
 from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.prompts import load_prompts
+from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt
 
 # Enough that an epoch is never over within an update.
@@ -33,7 +36,8 @@ _WEIGHT_COPIES = 4
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was looked at closely. `start_version` and `start_group` come from the checkpoint to resume, else 0.
+    """A configuration that was looked at closely. `start` is what the checkpoint to resume from knows; `run` the folder of the run that goes on,
+    if it does so in its own.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are for the console.
     """
@@ -42,22 +46,17 @@ class RunInputs:
     family: PipelineFamily
     prompts: tuple[Prompt, ...]
     validation_prompts: tuple[Prompt, ...]
-    start_version: int = 0
-    start_group: int = 0
+    start: Continuation = field(default_factory=Continuation)
+    run: Path | None = None
     profile: Profile | None = None
     notes: tuple[str, ...] = ()
-
-
-class _ResumePoint(msgspec.Struct):
-    version: Annotated[int, msgspec.Meta(ge=0)]
-    next_group: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
     if config.emulation is not None:
         require_trainable(config)
-        return _emulated(config, config.emulation)
+        return _from_checkpoint(_emulated(config, config.emulation))
     try:
         family = find_family(config.model.pipeline)
     except ValueError as error:
@@ -72,15 +71,19 @@ def preflight(config: Config) -> RunInputs:
     _check_model(config, family)
     longest = config.data.max_prompt_chars
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest) if config.validation else []
-    version, group = _resume_point(config)
-    return RunInputs(
-        config=config,
-        family=family,
-        prompts=tuple(_prompts(config)),
-        validation_prompts=tuple(validation),
-        start_version=version,
-        start_group=group,
-    )
+    return _from_checkpoint(RunInputs(config, family, prompts=tuple(_prompts(config)), validation_prompts=tuple(validation)))
+
+
+def _from_checkpoint(inputs: RunInputs) -> RunInputs:
+    point = find_resume_point(inputs.config)
+    resume = str(point.folder) if point else None
+    config = replace(inputs.config, checkpoint=replace(inputs.config.checkpoint, resume=resume))
+    if point is None:
+        return dataclasses.replace(inputs, config=config)
+    start = point.state.control
+    if point.run is None:
+        start = replace(start, ledger=LedgerState(), images=0)  # a run of its own counts its own
+    return dataclasses.replace(inputs, config=config, start=start, run=point.run, notes=(*inputs.notes, *point.notes))
 
 
 def _check_placement(config: Config) -> None:
@@ -94,26 +97,22 @@ def _check_placement(config: Config) -> None:
 
 
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:
-    """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used. One checkpoint, at the end."""
+    """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
     profile = load_profile(emulation.profile).scaled(emulation.time_scale)
     sizes = {name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()}
     profile = replace(profile, payload=Payload(**sizes))
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
-    version, group = _resume_point(config)
     return RunInputs(
         config=replace(
             config,
             validation=None,
-            checkpoint=replace(config.checkpoint, every=config.trainer.updates),
             rollout=replace(config.rollout, timeout_s=_NEVER_S),
             weights=replace(config.weights, timeout_s=_NEVER_S),
         ),
         family=PipelineFamily(config.model.pipeline, policy="", model_index_class=""),
         prompts=tuple(Prompt(i, f"emulated prompt {i}") for i in range(_SYNTHETIC_PROMPTS)),
         validation_prompts=(),
-        start_version=version,
-        start_group=group,
         profile=profile,
         notes=(
             f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds; {ignored} are ignored",
@@ -155,23 +154,6 @@ def _check_model(config: Config, family: PipelineFamily) -> None:
         )
     if not (Path(config.model.path) / "transformer" / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-
-
-def _resume_point(config: Config) -> tuple[int, int]:
-    if config.checkpoint.resume is None:
-        return 0, 0
-    state = Path(config.checkpoint.resume) / "state.json"
-    if not state.is_file():
-        raise ConfigError(f"checkpoint.resume: {config.checkpoint.resume} is not a checkpoint folder: it has no state.json")
-    extra = _read_json(state, "checkpoint.resume").get("extra")
-    try:
-        point = msgspec.convert(extra, _ResumePoint)
-    except msgspec.ValidationError:
-        raise ConfigError(f"checkpoint.resume: {state} names no version and next group") from None
-    version, group = point.version, point.next_group
-    if version >= config.trainer.updates:
-        raise ConfigError(f"checkpoint.resume: the checkpoint is at update {version} already, trainer.updates is {config.trainer.updates}")
-    return version, group
 
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:

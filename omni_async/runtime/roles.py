@@ -45,9 +45,8 @@ def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinato
         run_id,
         inputs.prompts,
         inputs.validation_prompts,
-        JsonlSink(Path(ledger)),
-        start_version=inputs.start_version,
-        start_group=inputs.start_group,
+        JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else 0),
+        inputs.start,
     )
 
 
@@ -139,4 +138,4 @@ def build_trainer(
 
         ranks = [build_rank(0, inputs, store), *others]
         rule = PolicyGradient(config, plan, ranks)
-    return Trainer(config, ranks, rule, coordinator, publisher, checkpoints, clock or WallClock(), host)
+    return Trainer(config, ranks, rule, coordinator, publisher, store, checkpoints, clock or WallClock(), host)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.supervisor import Supervisor, TaskFailed
@@ -73,7 +74,12 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure is in the summary's
     status and reason."""
     config, clock = inputs.config, WallClock()
-    run = RunDirectory.create(config, clock)
+    start = inputs.start
+    run = (
+        RunDirectory.create(config, clock)
+        if inputs.run is None
+        else RunDirectory.reopen(inputs.run, config, start.version, start.validated)
+    )
     console = console or for_stream(sys.stdout, config.trainer.updates)
     console.phase(f"run {run.run_id}")
     for note in inputs.notes:
@@ -97,13 +103,15 @@ async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory:
     async with _interrupts() as interrupted:
         try:
             if config.tracking.mlflow.enabled:
-                opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run))
+                opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run, inputs.run is not None))
             console.phase(_LOADING[config.run.runtime] if inputs.profile is None else "starting the emulated devices")
             cluster = await asyncio.to_thread(build_cluster, inputs, run)
             await _unless(interrupted, cluster.start())
             mlflow = await opening if opening else None
             console.phase("generating the first samples")
             observer = Observer(config, run, console, mlflow, clock)
+            if inputs.run is not None:
+                observer.recall(inputs.start.images, inputs.start.ledger.staleness)
             await _run(cluster, observer, interrupted, ending, config.run.closing_timeout_s)
         except Interrupted:
             ending.because("interrupted", "before the first update")
@@ -236,8 +244,8 @@ async def _first(*works: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _open_mlflow(config: Config, run: RunDirectory) -> MlflowSink:
-    return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config))
+def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink:
+    return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
 
 
 def _describe(error: BaseException) -> str:
@@ -274,6 +282,8 @@ def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) ->
         "timeline": run.trace,
     }
     lines += [f"  {name:<9} {path}" for name, path in places.items()]
+    if summary.status != "done" and any(newest_first(run.checkpoints)):
+        lines.append("            (the same command with checkpoint.resume=auto goes on with it)")
     lines.append("            (open the timeline at https://ui.perfetto.dev)")
     if mlflow:
         lines.append(f"  MLflow    {mlflow.ui_command}")

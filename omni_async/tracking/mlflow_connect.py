@@ -34,13 +34,14 @@ class MlflowUnusableError(RuntimeError):
 class Connection:
     client: MlflowClient
     run_id: str
+    is_new: bool
     ui_command: str
     run_url: str
 
 
-def connect(config: schema.Mlflow, run_dir: Path, run_name: str) -> Connection:
+def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
     """A started run in `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with
-    artifacts in `<run_dir>/mlartifacts`."""
+    artifacts in `<run_dir>/mlartifacts`. `goes_on`: the run of that name, where there is one."""
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)
@@ -50,7 +51,8 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str) -> Connection:
             run_dir.mkdir(parents=True, exist_ok=True)
         client = _client(uri)
         experiment = _experiment(client, config, run_dir)
-        run_id: str = client.create_run(experiment, run_name=run_name).info.run_id
+        former = _run_named(client, experiment, run_name) if goes_on else None
+        run_id: str = former or client.create_run(experiment, run_name=run_name).info.run_id
     except MlflowUnusableError:
         raise
     except Exception as error:  # noqa: BLE001  # any store, any reason: it ends as one clear error
@@ -61,7 +63,17 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str) -> Connection:
     server = uri.startswith(("http://", "https://"))
     run_url = f"{shown.rstrip('/') if server else _LOCAL_UI}/#/experiments/{experiment}/runs/{run_id}"
     ui_command = run_url if server else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(shown)}"
-    return Connection(client, run_id, ui_command, run_url)
+    return Connection(client, run_id, former is None, ui_command, run_url)
+
+
+def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
+    """The newest run of that name, set going again."""
+    found = client.search_runs([experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1)
+    if not found:
+        return None
+    run_id: str = found[0].info.run_id
+    client.update_run(run_id, status="RUNNING")
+    return run_id
 
 
 def _mlflow_command() -> str:

@@ -35,17 +35,18 @@ _NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a
 class MlflowSink:
     """One MLflow run. Calls return at once; they come from one thread, `finish` last."""
 
-    def __init__(self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any]) -> None:
-        """Start a run in `config.experiment`. `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`);
+    def __init__(self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False) -> None:
+        """Start a run in `config.experiment`, or go on with the one of that name, whose parameters stay. `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`);
         `params` may be nested. Raises `MlflowUnusableError`."""
-        self._connection: Connection = connect(config, Path(run_dir), run_name)
+        self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
         self._run_id = self._connection.run_id
         self._failed = False
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
-        self._put(lambda: self._send_params(params))
+        if self._connection.is_new:
+            self._put(lambda: self._send_params(params))
 
     @property
     def run_id(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,6 +17,8 @@ from omni_async.control.clock import Clock
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.redact import redact
 from omni_async.types import LedgerEntry
+
+_LOCK = ".lock"
 
 
 class RunDirectoryError(OSError):
@@ -38,6 +42,7 @@ class RunDirectory:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(parent, stem))
+            run._claim()
             for folder in (run.samples, run.checkpoints):
                 folder.mkdir()
             content = to_yaml(redact(msgspec.to_builtins(config)))
@@ -46,6 +51,59 @@ class RunDirectory:
             reason = error.strerror or str(error)
             raise RunDirectoryError(f"run.dir: cannot make a run folder in {parent}: {reason} ({error.filename or parent})") from error
         return run
+
+    @classmethod
+    def reopen(cls, path: Path, config: Config, version: int, validated: int | None) -> RunDirectory:
+        """Go on in the folder of a run that stopped: its metrics after `version`, which are void, are moved to `metrics.jsonl.void`."""
+        run = cls(path)
+        try:
+            run._claim()
+            run.summary.unlink(missing_ok=True)
+            run._void_metrics(version, -1 if validated is None else validated)
+            write_atomic(run.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
+        except RunDirectoryError:
+            raise
+        except OSError as error:
+            raise RunDirectoryError(f"checkpoint.resume: cannot go on in {path}: {error.strerror or error}") from error
+        return run
+
+    def _claim(self) -> None:
+        """For as long as this object lives. RunDirectoryError if another process has it."""
+        self._lock = (self.path / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError(f"{self.path} is running: another process has it") from None
+
+    def is_running(self) -> bool:
+        """Whether a process has claimed it."""
+        try:
+            with (self.path / _LOCK).open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def is_of(self, name: str) -> bool:
+        """Whether a run of that name made it."""
+        return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", self.path.name) is not None
+
+    def _void_metrics(self, version: int, validated: int) -> None:
+        valid: list[bytes] = []
+        void: list[bytes] = []
+        for line in _lines(self.metrics):
+            try:
+                record = msgspec.json.decode(line, type=dict[str, Any])
+                counts = record["update"] <= (version if "finished" in record else validated)
+            except (msgspec.DecodeError, KeyError, TypeError):
+                counts = False  # cut off
+            (valid if counts else void).append(line)
+        if void:
+            with self.metrics.with_name(f"{self.metrics.name}.void").open("ab") as file:
+                file.writelines(void)
+            write_atomic(self.metrics, b"".join(valid))
 
     @property
     def run_id(self) -> str:
@@ -91,9 +149,16 @@ class RunDirectory:
     def append_ledger(self, entry: LedgerEntry) -> None:
         append_jsonl(self.ledger, entry)
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return [msgspec.json.decode(line) for line in _lines(self.metrics)]
+
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
         """A line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
         append_jsonl(self.metrics, {"update": update, **metrics})
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
 def append_jsonl(path: Path, record: Any) -> None:

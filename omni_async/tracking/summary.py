@@ -81,11 +81,12 @@ def summarise(
     reject_reasons: dict[str, int] | None = None,
     validation: Iterable[ValidationPoint] = (),
     peak_memory_bytes: int | None = None,
+    images_before: int = 0,
 ) -> Summary:
-    """`started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
+    """`images_before`: of `images`, those that an earlier life of the run made. `started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
     number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none."""
     wall = max(0.0, finished - started)
-    rate = images / wall if wall > 0 else 0.0
+    rate = (images - images_before) / wall if wall > 0 else 0.0
     counts = histogram(staleness)
     return Summary(
         run=run,

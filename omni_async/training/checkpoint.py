@@ -1,72 +1,60 @@
-"""Training state on disk, through torch.distributed.checkpoint: sharded, readable by any number of ranks, and whole or absent.
+"""The tensors of a checkpoint, through torch.distributed.checkpoint: sharded safetensors files that any number of ranks can read.
 
-A checkpoint holds the trained parameters (adapters only under LoRA), the further policies kept beside them (`shadow.<which>.<name>`), the
-optimizer's state and `state.json`. It is written beside its
-place and renamed when complete. Both functions are collective.
+They are the trained parameters (adapters only under LoRA), the further policies kept beside them (`shadow.<which>.<name>`) and the optimizer's
+state. Both functions are collective. Writing copies everything to host memory first, and goes on in a thread of its own.
 """
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from omni_async.training.errors import TrainingError
 
+# One process without a process group is a fine way to save, and the thread that writes can't be told otherwise.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
+
+_FOLDER = "tensors"
 _MODEL = "model."
 _SHADOW = "shadow."
 _OPTIMIZER = "optimizer."
 
 
-class State(msgspec.Struct, frozen=True):
-    """`state.json`. `extra` is the caller's: the policy version, the data position, ..."""
-
-    optimizer_steps: int
-    extra: dict[str, Any]
-    format: int = 1
-
-
-def save(
-    folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: State
-) -> None:
-    """Writes the checkpoint `folder`, replacing one of that name only once the new one is complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    if _rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    tensors = _weights(parameters, shadows) | _optimizer_tensors(parameters, optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        write_tensors(tensors, checkpoint_id=partial)
-    _barrier()
-    if _rank() == 0:
-        (partial / "state.json").write_bytes(msgspec.json.encode(state))
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    _barrier()
+def begin_save(
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    shadows: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None,
+) -> Future[Any]:
+    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group`: of the ranks, on the CPU, used for nothing
+    else meanwhile; None where there is one."""
+    tensors = _weights(parameters, shadows) | {key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()}
+    writer = HuggingFaceStorageWriter(str(folder / _FOLDER), save_distributed=True)
+    saving = async_save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    assert isinstance(saving, Future), "the writer stages by itself"
+    return saving
 
 
-def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> State:
+def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Reads a checkpoint into `parameters`, `shadows` and `optimizer`, in place. TrainingError if it is of another model or not there."""
-    if not (folder / "state.json").is_file():
-        raise TrainingError(f"{folder} is not a checkpoint: it has no state.json")
-    state = msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
-    stored = set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    tensors = folder / _FOLDER
+    if not any(tensors.glob("*.safetensors")):
+        raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")
+    try:
+        stored = set(HuggingFaceStorageReader(str(tensors)).read_metadata().state_dict_metadata)
+    except Exception as error:
+        raise TrainingError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
     weights = _weights(parameters, shadows)
     found = {key for key in stored if key.startswith((_MODEL, _SHADOW))}
     if weights.keys() != found:
@@ -74,11 +62,9 @@ def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[
         raise TrainingError(
             f"checkpoint {folder} is of another model, LoRA setting, algorithm or trainer.ema: {example!r} is in only one of the two"
         )
-    tensors = weights | _allocate(parameters, optimizer, stored)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        read_tensors(tensors, checkpoint_id=folder)
-    return state
+    state = _allocate(parameters, optimizer, stored)
+    wanted = weights | {key: _vector(value) for key, value in state.items()}
+    read_tensors(wanted, storage_reader=HuggingFaceStorageReader(str(tensors)), no_dist=not dist.is_initialized())
 
 
 def _weights(parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,6 +81,11 @@ def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.
     }
 
 
+def _vector(value: Tensor) -> Tensor:
+    """A view with at least one dimension: the reader takes slices, of which a number has none."""
+    return value.reshape(1) if value.ndim == 0 else value
+
+
 def _allocate(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]) -> dict[str, Tensor]:
     """Gives the optimizer zeroed state of the stored kinds, to be read into."""
     optimizer.state.clear()
@@ -106,12 +97,3 @@ def _allocate(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Opt
         optimizer.state[parameter][key] = value
         tensors[entry] = value
     return tensors
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

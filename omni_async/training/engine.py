@@ -1,6 +1,6 @@
 """One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and no model family.
 
-The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`, `export`, `save` and `load`
+The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`, `export`, `begin_save` and `load`
 are collective: with several ranks, every rank calls the same ones in the same order, those that take a group with its own samples of the same
 group (at most ceil(group_size / workers), at least one; of a preference pair with both). `discard` is local, but all ranks must make the
 same choice.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class TrainEngine:
         self._trainable = self._model.trainable
         self._base, self._adapters = self._model.base(), self._model.adapters()
         self._optimizer = build_optimizer(self.config.trainer.optimizer, self._trainable.values())
+        # Checkpoints are written while ranks train: their collectives must not meet those of training.
+        self._saving_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
         # The two have rows of their own kinds, which only they look into.
         self._loss: RowLoss[Any] = kind(self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size)
@@ -204,18 +207,16 @@ class TrainEngine:
         snapshot = self.snapshot(version, self.bucket_set())
         return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
-    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
-        """Writes a checkpoint: trained parameters, further policies (reference, old, average), optimizer, step count and `extra` (plain JSON values). Call it between steps:
-        gradients are not kept."""
-        checkpoint.save(
-            Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer, checkpoint.State(self.optimizer_steps, extra)
-        )
+    def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
+        """Copies out the trained parameters, further policies (reference, old, average) and the optimizer; the future is done when this rank's part
+        of them is written. And what `load` needs besides, as plain values. Call it between steps: gradients are not kept."""
+        saving = checkpoint.begin_save(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer, self._saving_group)
+        return saving, {"optimizer_steps": self.optimizer_steps}
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continues from a checkpoint (any number of ranks may have written it) and returns its `extra`."""
+    def load(self, folder: str | Path, state: dict[str, Any]) -> None:
+        """Continues from a checkpoint that any number of ranks may have written; `state` is what `begin_save` gave beside it."""
         self.discard()
-        state = checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
+        checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
         forget_gathered(self._model.transformer)
-        self.optimizer_steps = state.optimizer_steps
+        self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)
-        return state.extra

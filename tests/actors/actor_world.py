@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.config import Config, check
+from omni_async.control.continuation import Continuation
 from omni_async.control.waiting import Bell
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.types import (
@@ -168,6 +169,9 @@ class Desk:
         self.failed: list[tuple[str, str]] = []
         self.scored_batches: list[list[ScoreResult]] = []
         self.fields: tuple[str, ...] = ()
+        self.version = 0  # before the first update
+        self.waiting: list[ReadyGroup] = []  # ready groups that a checkpoint has to keep
+        self.taken_up: list[ReadyGroup] = []
         self.updates: list[UpdateReport] = []
         self.announced: list[tuple[int, str]] = []
         self.held: list[WeightReport] = []
@@ -252,8 +256,12 @@ class Desk:
     async def phase(self, text: str) -> None:
         self.phases.append(text)
 
-    async def next_group_number(self) -> int:
-        return 77
+    async def continuation(self) -> Continuation:
+        version = self.updates[-1].version if self.updates else self.version
+        return Continuation(version=version, next_group=77, ready=tuple(self.waiting))
+
+    async def take_up(self, groups: list[ReadyGroup]) -> None:
+        self.taken_up += groups
 
 
 class HandEngine:
@@ -320,7 +328,6 @@ class AccountingRank:
     def __init__(
         self,
         log: list[str] | None = None,
-        extra: dict[str, Any] | None = None,
         *,
         rank: int = 0,
         world: int = 1,
@@ -329,8 +336,8 @@ class AccountingRank:
         metrics: Sequence[dict[str, float]] = (),
     ) -> None:
         self.log = log if log is not None else []
-        self.extra = extra or {}
         self.writes = rank == 0
+        self.disk_is_full = False
         self.theta = self.gradient = 0.0
         self.weight = 0.0  # of the rows since the last step
         self.step_weights: list[float] = []
@@ -346,9 +353,8 @@ class AccountingRank:
         """Advantages, in order."""
         return [list(batch.advantages) for batch in self.batches]
 
-    async def setup(self, resume: str | None, rendezvous: str | None) -> dict[str, Any]:
+    async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         self.setup_calls.append((resume, rendezvous))
-        return self.extra
 
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         self.assessed.append(batch)
@@ -384,9 +390,14 @@ class AccountingRank:
         self.log.append(f"export {version}")
         return make_snapshot(version) if self.writes else None
 
-    async def save(self, folder: str, extra: dict[str, Any]) -> None:
-        if not self.writes:
-            return
-        Path(folder).mkdir(parents=True)  # noqa: ASYNC240 (instant)
-        (Path(folder) / "state.json").write_bytes(msgspec.json.encode({"extra": extra}))
-        self.log.append(f"save {Path(folder).name}")
+    async def begin_save(self, folder: str) -> dict[str, Any]:
+        self._folder = Path(folder)
+        if self.writes:
+            self.log.append(f"save {self._folder.name.removeprefix('.').removesuffix('.partial')}")
+        return {"theta": self.theta}
+
+    async def end_save(self) -> None:
+        if self.disk_is_full:
+            raise OSError("no space left on device")
+        if self.writes:
+            (self._folder / "theta").write_text(str(self.theta))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from omni_async.actors.rank import Rank
+from omni_async.checkpoint.state import State, write_state
+from omni_async.control.continuation import Continuation
 from omni_async.store import LocalStore
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
@@ -27,13 +31,13 @@ class Engine:
         self.groups: list[tuple[str, GroupBatch]] = []
         self.threads: set[str] = set()
         self.calls: list[str] = []
+        self.saving: Future[None] = Future()
 
     def setup(self) -> None:
         self._called("setup")
 
-    def load(self, folder: str) -> dict[str, Any]:
-        self._called(f"load {folder}")
-        return {"version": 3}
+    def load(self, folder: str, state: dict[str, Any]) -> None:
+        self._called(f"load {Path(folder).name} {state}")
 
     def assess(self, group: GroupBatch) -> list[SampleDrift]:
         self._called("assess")
@@ -62,8 +66,9 @@ class Engine:
         buckets.fill([("t", torch.full((4,), float(version)))])
         return Snapshot(version, "full", buckets.specs, buckets.buckets)
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        self._called(f"save {folder} {extra}")
+    def begin_save(self, folder: str) -> tuple[Future[None], dict[str, Any]]:
+        self._called(f"save {folder}")
+        return self.saving, {"optimizer_steps": 7}
 
     def _called(self, what: str) -> None:
         self.calls.append(what)
@@ -129,8 +134,8 @@ def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
 def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
     async def main() -> None:
         made, engine = await started(0, 1)
-        await asyncio.gather(made.step(1.0), made.discard(), made.step(2.0), made.save("folder", {"version": 1}), made.step(3.0))
-        assert engine.calls == ["setup", "step 1.0", "discard", "step 2.0", "save folder {'version': 1}", "step 3.0"]
+        await asyncio.gather(made.step(1.0), made.discard(), made.step(2.0), made.begin_save("folder"), made.step(3.0))
+        assert engine.calls == ["setup", "step 1.0", "discard", "step 2.0", "save folder", "step 3.0"]
         assert len(engine.threads) == 1 and threading.current_thread().name not in engine.threads
 
     asyncio.run(main())
@@ -180,11 +185,28 @@ def test_other_ranks_only_take_part_in_the_gathering() -> None:
     asyncio.run(main())
 
 
-def test_a_checkpoint_is_read_after_the_model_and_gives_what_was_stored_beside_it() -> None:
+def test_a_checkpoint_is_read_after_the_model_with_what_was_kept_beside_it(tmp_path: Path) -> None:
     async def main() -> None:
         engine = Engine()
         made = Rank(0, 1, lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
-        assert await made.setup("update-000003", None) == {"version": 3}
-        assert engine.calls == ["setup", "load update-000003"]
+        folder = tmp_path / "update-000003"
+        folder.mkdir()
+        write_state(folder, State(Continuation(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))
+        await made.setup(str(folder), None)
+        assert engine.calls == ["setup", "load update-000003 {'optimizer_steps': 7}"]
+
+    asyncio.run(main())
+
+
+def test_the_ranks_thread_is_free_while_a_checkpoint_is_written() -> None:
+    async def main() -> None:
+        made, engine = await started(0, 1)
+        assert await made.begin_save("folder") == {"optimizer_steps": 7}
+        written = asyncio.create_task(made.end_save())
+        await made.step(1.0)
+        assert not written.done()
+        engine.saving.set_exception(OSError("no space left on device"))
+        with pytest.raises(OSError, match="no space"):
+            await written
 
     asyncio.run(main())

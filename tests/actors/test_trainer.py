@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from actor_world import AccountingRank, Desk, failure_of, make_config, make_group, play, settle
+from tensordict import TensorDict
 
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.trainer import Trainer
 from omni_async.actors.update import PolicyGradient
+from omni_async.checkpoint import State, read_state, require_whole
+from omni_async.checkpoint.state import write_state
 from omni_async.control.clock import ManualClock
+from omni_async.control.continuation import Continuation
+from omni_async.store import LocalStore
 from omni_async.weights.snapshot import Snapshot
 
 
@@ -47,17 +52,16 @@ class Stage:
         groups: int,
         *,
         ranks: int = 1,
-        extra: dict[str, Any] | None = None,
         metrics: Sequence[dict[str, float]] = (),
         prompts: int | None = None,
         **changes: Any,
     ) -> None:
         self.desk, self.folder = Desk(), folder
         self.publications = Publications(self.desk.log)
-        self.ranks = [AccountingRank(self.desk.log if i == 0 else None, extra, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
+        self.ranks = [AccountingRank(self.desk.log if i == 0 else None, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
         config = make_config(**changes, **{"trainer.workers": ranks})
         rule = PolicyGradient(config, plan_updates(config), self.ranks)
-        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, str(folder), ManualClock())
+        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, LocalStore(), str(folder), ManualClock())
         self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups)))
 
     async def main(self) -> None:
@@ -77,8 +81,9 @@ class Stage:
     def kept(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
 
-    def extra(self, name: str) -> dict[str, Any]:
-        return json.loads((self.folder / name / "state.json").read_text())["extra"]
+    def state(self, name: str) -> State:
+        require_whole(self.folder / name)
+        return read_state(self.folder / name)
 
 
 def test_version_0_is_published_before_anything_is_trained(tmp_path):
@@ -123,7 +128,8 @@ def test_it_saves_every_k_updates_and_keeps_the_newest(tmp_path):
     saved = [line for line in stage.desk.log if line.startswith("save")]
     assert saved == [f"save update-{version:06d}" for version in (2, 4, 6, 7)]
     assert stage.kept == ["update-000006", "update-000007"]
-    assert stage.extra("update-000007") == {"version": 7, "next_group": 77}
+    state = stage.state("update-000007")
+    assert (state.version, state.control.next_group, state.engine) == (7, 77, {"theta": stage.ranks[0].theta})
 
 
 def test_the_last_update_is_not_saved_twice(tmp_path):
@@ -140,8 +146,13 @@ def test_an_early_end_stops_it_and_leaves_a_checkpoint_of_the_last_whole_update(
 
 
 def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
-    stage = Stage(tmp_path, 4, extra={"version": 2, "next_group": 4}, **{"checkpoint.resume": "somewhere"}).play()
-    assert stage.ranks[0].setup_calls == [("somewhere", None)]
+    folder = tmp_path / "somewhere"
+    folder.mkdir()
+    write_state(folder, State(Continuation(version=2, next_group=4), "qwen_image", "flow_grpo"))
+    stage = Stage(tmp_path / "new", 4, **{"checkpoint.resume": str(folder)})
+    stage.desk.version = 2
+    stage.play()
+    assert stage.ranks[0].setup_calls == [(str(folder), None)]
     assert stage.publications.versions == [2, 3, 4]
     assert [report.version for report in stage.desk.updates] == [3, 4]
 
@@ -185,30 +196,33 @@ TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
 
 def test_a_checkpoint_holds_every_prompts_rewards_and_a_resumed_trainer_goes_on_with_them(tmp_path):
     before = Stage(tmp_path / "before", 4, prompts=1, **TRACKED, **{"trainer.updates": 2}).play()
-    extra = before.extra("update-000002")
-    assert extra["reward_history"] == {"0": pytest.approx([16, 1.5, 20.0])}  # count, mean, sum of squared deviations
+    assert before.state("update-000002").rule["reward_history"] == {
+        "0": pytest.approx([16, 1.5, 20.0])
+    }  # count, mean, sum of squared deviations
     assert before.ranks[0].groups[-1] == pytest.approx([-1.5, -0.5, 0.5, 1.5])
 
-    after = Stage(tmp_path / "after", 0, extra=extra, **TRACKED, **{"trainer.updates": 3, "checkpoint.resume": "somewhere"})
+    resume = str(tmp_path / "before" / "update-000002")
+    after = Stage(tmp_path / "after", 0, **TRACKED, **{"trainer.updates": 3, "checkpoint.resume": resume})
     after.desk.offer(*(make_group(4 + i, [3.0, 4.0, 5.0, 6.0], prompt=0) for i in range(2)))
     after.play()
     mean = (16 * 1.5 + 8 * 4.5) / 24
     assert after.ranks[0].groups == [pytest.approx([r - mean for r in (3.0, 4.0, 5.0, 6.0)])] * 2
-    count, remembered, _ = after.extra("update-000003")["reward_history"]["0"]
+    count, remembered, _ = after.state("update-000003").rule["reward_history"]["0"]
     assert (count, remembered) == (24, pytest.approx(mean))
 
 
 def test_the_rewards_of_an_update_that_was_cut_off_are_not_remembered(tmp_path):
-    extra = Stage(tmp_path, 3, **TRACKED).play().extra("update-000001")  # the second update gets one group of two
-    assert sorted(extra["reward_history"]) == ["0", "1"]
+    rule = Stage(tmp_path, 3, **TRACKED).play().state("update-000001").rule  # the second update gets one group of two
+    assert sorted(rule["reward_history"]) == ["0", "1"]
 
 
 def test_rewards_are_remembered_only_where_that_was_asked_for(tmp_path):
-    assert "reward_history" not in Stage(tmp_path, 8).play().extra("update-000004")
+    assert "reward_history" not in Stage(tmp_path, 8).play().state("update-000004").rule
 
 
 def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
-    stage = Stage(tmp_path, 0, extra={"version": 1, "reward_history": {"3": [0, 1.0]}}, **TRACKED)
+    write_state(tmp_path, State(Continuation(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}}))
+    stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
 
     async def main() -> None:
         assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
@@ -243,16 +257,78 @@ def test_several_ranks_meet_at_one_address(tmp_path):
     assert stage.ranks[0].step_weights == stage.ranks[1].step_weights == pytest.approx([0.5])
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path):
-    (tmp_path / "update-000001").mkdir()  # in the way
-    stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
-
-    async def main() -> None:
-        assert type(await failure_of(stage.main())) is FileExistsError
-
-    play(main())
-
-
 def test_waits_for_groups_are_told_apart_from_training(tmp_path):
     stage = Stage(tmp_path, 8).play()
     assert {"export", "train", "checkpoint"} <= {span.kind for span in stage.desk.spans}
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------------------------
+
+
+def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):
+    stage = Stage(tmp_path / "first", 2, **{"trainer.updates": 1})
+    shared = torch.arange(3)
+    trajectories = [TensorDict({"latents": torch.randn(3, 4).to(torch.bfloat16), "steps": {"means": shared}}) for _ in range(4)]
+    stage.desk.waiting = [make_group(9, [0.0, 1.0, 2.0, 3.0], trajectories)]
+    stage.play()
+    (kept,) = stage.state("update-000001").control.ready
+    assert kept.group == 9 and kept.rewards == [0.0, 1.0, 2.0, 3.0] and {s.trajectory for s in kept.samples} == {None}
+
+    again = Stage(tmp_path / "second", 0, **{"checkpoint.resume": str(tmp_path / "first" / "update-000001"), "trainer.updates": 2})
+    again.desk.version = 1
+    again.play()
+    (taken,) = again.desk.taken_up
+    assert taken.group == 9 and taken.rewards == kept.rewards
+    for sample, before in zip(taken.samples, trajectories, strict=True):
+        assert torch.equal(sample.trajectory["latents"], before["latents"]) and torch.equal(
+            sample.trajectory["steps", "means"], before["steps", "means"]
+        )
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
+    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
+    writing, written = asyncio.Event(), asyncio.Event()
+    end_save = stage.ranks[0].end_save
+
+    async def slowly() -> None:
+        writing.set()
+        await written.wait()
+        await end_save()
+
+    stage.ranks[0].end_save = slowly
+
+    async def main() -> None:
+        await stage.trainer.start()
+        run = asyncio.create_task(stage.trainer.run())
+        await settle()
+        await writing.wait()
+        await settle()
+        assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, "one at a time, beside the next update"
+        written.set()
+        await run
+
+    play(main())
+    assert stage.kept == ["update-000001", "update-000002", "update-000003"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):
+    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
+    stage.ranks[0].disk_is_full = True
+    phase = stage.desk.phase
+
+    async def tells(text: str) -> None:
+        await phase(text)
+        stage.ranks[0].disk_is_full = "could not be written" not in text and stage.ranks[0].disk_is_full
+
+    stage.desk.phase = tells
+    stage.play()
+    (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
+    assert "checkpoint update-000001 could not be written (OSError: no space left on device)" in warning
+    assert stage.kept == ["update-000002", "update-000003"]
+
+
+def test_the_last_checkpoint_has_to_succeed(tmp_path):
+    stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
+    stage.ranks[0].disk_is_full = True
+    with pytest.raises(OSError, match="no space left on device"):
+        stage.play()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import yaml
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from omni_async.config import Config, load
@@ -126,10 +126,11 @@ def left_behind(recipe: Path, overrides: Sequence[str]) -> Run:
 
 def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The trained parameters in a checkpoint folder, by diffusers name."""
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    reader = HuggingFaceStorageReader(str(folder / "tensors"))
+    stored = reader.read_metadata().state_dict_metadata
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items() if key.startswith("model.")}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        read_tensors(tensors, checkpoint_id=folder, no_dist=True)
+        read_tensors(tensors, storage_reader=reader, no_dist=True)
     return {key.removeprefix("model."): value for key, value in tensors.items()}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from omni_async.checkpoint import read_state
 from omni_async.cli import main
 from tests.e2e.runs import COMMAND, ENVIRONMENT, check_every_group_ended_once, command_line, left_behind
 
@@ -163,21 +164,30 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     assert all("interrupted" in line["reason"] for line in interrupted.ledger if line["event"] == "dropped")
     version = interrupted.summary.updates
     folder = interrupted.path / "checkpoints" / f"update-{version:06d}"
-    state = json.loads((folder / "state.json").read_text())
-    assert state["extra"]["version"] == version and state["optimizer_steps"] == version
+    state = read_state(folder)
+    assert state.version == version and state.engine == {"optimizer_steps": version}
     assert str(interrupted.path) in rest, "a user is told where everything is"
+    assert "checkpoint.resume=auto goes on with it" in rest
 
-    groups_before = len(interrupted.ledger)
-    shutil.copytree(folder, recipe.parent / "resume")
-    shutil.rmtree(recipe.parent / "runs")
-    again = [f"trainer.updates={version + 2}", f"checkpoint.resume={recipe.parent / 'resume'}"]
-    answer = command_line(recipe, *again)
+    copy = shutil.copytree(folder, recipe.parent / "copy")
+    again = [*overrides[1:], f"trainer.updates={version + 2}"]
+    answer = command_line(recipe, *again, "checkpoint.resume=auto")
     assert answer.code == 0 and answer.stderr == "", answer
+    assert f"going on with {interrupted.path.name} from update {version}" in answer.stdout
     resumed = left_behind(recipe, again)
-    assert [line["update"] for line in resumed.metrics] == [version + 1, version + 2]
-    assert [line["trained_version"] for line in resumed.ledger] == [version + 1] * 2 + [version + 2] * 2
-    assert min(line["group"] for line in resumed.ledger) == groups_before, "the prompt stream goes on where it stopped"
+    assert resumed.path == interrupted.path and resumed.summary.updates == version + 2
+    assert [line["update"] for line in resumed.metrics] == [*range(1, version + 3)]
+    assert sorted(line["group"] for line in resumed.ledger) == [*range(2 * version + 4)], "every group once, what was dropped included"
+    assert {line["event"] for line in resumed.ledger} == {"trained"}
     check_every_group_ended_once(resumed)
+
+    shutil.rmtree(recipe.parent / "runs")
+    answer = command_line(recipe, *again, f"checkpoint.resume={copy}")
+    assert answer.code == 0 and answer.stderr == "", answer
+    anew = left_behind(recipe, again)
+    assert anew.path.name != resumed.path.name
+    assert [line["update"] for line in anew.metrics] == [version + 1, version + 2]
+    assert [line["trained_version"] for line in anew.ledger] == [version + 1] * 2 + [version + 2] * 2
 
 
 def test_ctrl_c_while_the_model_loads(recipe: Path) -> None:

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from runtime_world import write_checkpoint, write_world
 
 from omni_async.config import Config, ConfigError
+from omni_async.control.continuation import Continuation
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime.preflight import preflight
@@ -25,19 +25,13 @@ def refusal(config: Config) -> str:
     return str(refused.value)
 
 
-def with_checkpoint(folder: Any, state: bytes, **sections: Any) -> Config:
-    (folder / "update-000002").mkdir()
-    (folder / "update-000002" / "state.json").write_bytes(state)
-    return write_world(folder, checkpoint={"resume": "update-000002"}, **sections)
-
-
 def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
     (tmp_path / "held_out.txt").write_text("a cow\n")
     inputs = preflight(write_world(tmp_path, validation={"prompts": "held_out.txt"}))
     assert [p.text for p in inputs.prompts] == ["a cat", "a dog"]
     assert [p.text for p in inputs.validation_prompts] == ["a cow"]
     assert inputs.family.name == "qwen_image"
-    assert (inputs.start_version, inputs.start_group) == (0, 0)
+    assert inputs.start == Continuation() and inputs.run is None
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_with_both_names(tmp_path):
@@ -126,35 +120,8 @@ def test_a_missing_prompt_file_is_refused_under_its_key(tmp_path, section):
     assert refusal(config).startswith(f"{section}.prompts: no such file: ")
 
 
-def test_a_resumed_run_starts_where_the_checkpoint_ended(tmp_path):
-    state = msgspec.json.encode({"optimizer_steps": 2, "extra": {"version": 2, "next_group": 9}})
-    inputs = preflight(with_checkpoint(tmp_path, state))
-    assert (inputs.start_version, inputs.start_group) == (2, 9)
-
-
-@pytest.mark.parametrize(
-    ("state", "why"),
-    [
-        (b"{}", "names no version and next group"),
-        (b'{"extra": null}', "names no version and next group"),
-        (b'{"extra": [1]}', "names no version and next group"),
-        (b'{"extra": {"version": 2}}', "names no version and next group"),
-        (b'{"extra": {"version": "2", "next_group": 9}}', "names no version and next group"),
-        (b'{"extra": {"version": true, "next_group": 9}}', "names no version and next group"),
-        (b'{"extra": {"version": -1, "next_group": 9}}', "names no version and next group"),
-        (b'{"extra": {"version": 2, "next_group": -9}}', "names no version and next group"),
-        (b"{", "cannot be read"),
-        (b'{"extra": {"version": 4, "next_group": 9}}', "the checkpoint is at update 4 already, trainer.updates is 4"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_continued_is_refused(tmp_path, state, why):
-    message = refusal(with_checkpoint(tmp_path, state))
-    assert message.startswith("checkpoint.resume: ")
-    assert why in message
-
-
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    assert "is not a checkpoint folder: it has no state.json" in refusal(write_world(tmp_path, checkpoint={"resume": "model"}))
+    assert "is not a whole checkpoint: it has no manifest.json" in refusal(write_world(tmp_path, checkpoint={"resume": "model"}))
 
 
 # ---- emulated jobs ----------------------------------------------------------------------------------------------------------------

@@ -116,3 +116,20 @@ def test_a_deleted_experiment_is_refused(runs: Path) -> None:
 
 def test_parameters_become_dotted_names() -> None:
     assert flatten({"a": {"b": None, "c": []}, "d": [{"e": 1}], "f": {}}) == {"a.b": "None", "a.c": "[]", "d.0.e": "1", "f": "{}"}
+
+
+def test_a_run_that_goes_on_is_the_same_run(runs: Path) -> None:
+    first = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-goes-on", PARAMS)
+    first.log_metrics({"reward": 0.25}, step=1)
+    first.finish("interrupted")
+    again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-goes-on", {**PARAMS, "run": {"seed": 4}}, goes_on=True)
+    assert again.run_id == first.run_id
+    assert client(runs).get_run(again.run_id).info.status == "RUNNING"
+    again.log_metrics({"reward": 0.5}, step=2)
+    again.finish("done")
+    run = client(runs).get_run(again.run_id)
+    assert run.info.status == "FINISHED" and run.data.params["run.seed"] == "3", "parameters cannot change"
+    assert [(m.step, m.value) for m in client(runs).get_metric_history(again.run_id, "reward")] == [(1, 0.25), (2, 0.5)]
+    new = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-never-seen", PARAMS, goes_on=True)
+    new.finish("done")
+    assert new.run_id != first.run_id and client(runs).get_run(new.run_id).data.params["run.seed"] == "3"

@@ -1,4 +1,4 @@
-"""A resumed engine is the engine that was saved, to the bit; a checkpoint is whole or not there."""
+"""A resumed engine is the engine that was saved, to the bit; nothing of a checkpoint is a pickle."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from omni_async.config.schema import Config
-from omni_async.training import checkpoint
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from tests.fakes import TinyPolicy, tiny_group
+from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
@@ -51,49 +51,56 @@ def test_resuming_continues_bit_for_bit(
     engine = started(config)
     for seed in range(before):
         update(engine, seed)
-    engine.save(tmp_path / "checkpoints" / "v2", {"version": 2, "cursor": [1, 2]})
+    save(engine, tmp_path / "v2")
     expected = [update(engine, seed) for seed in (5, 6)]
 
     resumed = started(config)
     update(resumed, 9)  # whatever it did before, loading replaces it
-    assert resumed.load(tmp_path / "checkpoints" / "v2") == {"version": 2, "cursor": [1, 2]}
+    load(resumed, tmp_path / "v2")
     assert resumed.optimizer_steps == before
     assert [update(resumed, seed) for seed in (5, 6)] == expected
     assert resumed.export(4)[0].digest == engine.export(4)[0].digest
 
 
+@pytest.mark.parametrize("backend", ["plain", "fsdp2"])
+def test_what_is_trained_while_it_is_written_is_not_in_it(make_config: MakeConfig, tmp_path: Path, backend: str) -> None:
+    engine = started(make_config(**{"trainer.backend": backend}))
+    update(engine, 0)
+    digest = engine.export(1)[0].digest
+    writing, state = engine.begin_save(tmp_path)
+    for seed in range(1, 6):
+        update(engine, seed)
+    writing.result()
+    resumed = started(engine.config)
+    resumed.load(tmp_path, state)
+    assert resumed.export(1)[0].digest == digest != engine.export(1)[0].digest
+
+
 def test_a_lora_checkpoint_holds_adapters_only(make_config: MakeConfig, tmp_path: Path) -> None:
-    engine = started(make_config(**{"model.lora": LORA}))
-    engine.save(tmp_path / "c", {})
-    stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    save(started(make_config(**{"model.lora": LORA})), tmp_path / "c")
+    stored = HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")).read_metadata().state_dict_metadata
     assert stored
     assert all(".lora_" in name for name in stored)
 
 
-def test_saving_leaves_nothing_beside_and_may_replace(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_every_file_is_safetensors(make_config: MakeConfig, tmp_path: Path) -> None:
     engine = started(make_config())
-    for version in (1, 2):
-        update(engine, version)
-        engine.save(tmp_path / "latest", {"version": version})
-    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
-    assert started(make_config()).load(str(tmp_path / "latest")) == {"version": 2}
-
-
-def test_an_interrupted_save_keeps_the_old_checkpoint(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = started(make_config())
-    engine.save(tmp_path / "c", {"version": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.msgspec.json, "encode", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.save(tmp_path / "c", {"version": 2})
-    assert started(make_config()).load(tmp_path / "c") == {"version": 1}
-    engine.save(tmp_path / "c", {"version": 3})
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    update(engine, 0)
+    save(engine, tmp_path / "c")
+    assert {path.suffix for path in (tmp_path / "c" / "tensors").iterdir()} == {".safetensors"}
 
 
 def test_a_checkpoint_of_something_else_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
-    started(make_config()).save(tmp_path / "full", {})
+    save(started(make_config()), tmp_path / "full")
     with pytest.raises(TrainingError, match="is of another model, LoRA setting"):
-        started(make_config(**{"model.lora": LORA})).load(tmp_path / "full")
-    with pytest.raises(TrainingError, match=r"is not a checkpoint: it has no state\.json"):
-        started(make_config()).load(tmp_path)
+        load(started(make_config(**{"model.lora": LORA})), tmp_path / "full")
+    with pytest.raises(TrainingError, match="is not a checkpoint: it has no tensors"):
+        started(make_config()).load(tmp_path, {})
+
+
+def test_files_that_are_none_are_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    save(started(make_config()), tmp_path / "c")
+    for file in (tmp_path / "c" / "tensors").iterdir():
+        file.write_bytes(b"not safetensors")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        load(started(make_config()), tmp_path / "c")

@@ -20,6 +20,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.weights.buckets import unpack, verify
 from tests.fakes import TinyPolicy, share, tiny_group, tiny_pair
+from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
 MakeConfig = Callable[..., Config]
@@ -94,7 +95,7 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     """Two updates, a checkpoint between them, an export after them."""
     engine.setup()
     first = update(engine, 0)
-    engine.save(folder / "checkpoint", {"version": 1})
+    save(engine, folder / "checkpoint")
     second = update(engine, 1)
     out = engine.export(2)
     assert (out is None) == (engine.rank > 0)
@@ -145,6 +146,6 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         assert ranks[0]["digest0"] == alone["digest0"]
 
         # A checkpoint of two ranks continues on one.
-        assert alone_engine.load(tmp_path / name / "checkpoint") == {"version": 1}
+        load(alone_engine, tmp_path / name / "checkpoint")
         update(alone_engine, 1)
         assert_same_tensors(dict(unpack(*alone_engine.export(2))), expected_weights)

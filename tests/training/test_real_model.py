@@ -14,6 +14,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.model import whole
 from omni_async.weights.buckets import digest_tensors
+from tests.training.saved import load, save
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
 qwen = pytest.importorskip("pipelines.qwen_image.policy")
@@ -122,6 +123,6 @@ def test_qwen_image_trains_in_bfloat16_on_a_gpu(
     assert metrics["kl_ref"] > 0
     manifest, _ = engine.export(2)
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
-    engine.save(tmp_path / "c", {"version": 2})
-    engine.load(tmp_path / "c")
+    save(engine, tmp_path / "c")
+    load(engine, tmp_path / "c")
     assert engine.export(2)[0].digest == manifest.digest

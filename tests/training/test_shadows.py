@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
@@ -19,6 +19,7 @@ from omni_async.training.model import whole
 from omni_async.weights.buckets import digest_tensors, unpack, verify
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import started
+from tests.training.saved import load, save
 
 MakeConfig = Callable[..., Config]
 LORA = {"rank": 2, "alpha": 4.0}
@@ -176,14 +177,14 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(make_config: Mak
     other, engine = started(config), started(config)
     other.accumulate(group, 1 / 8)
     other.step()
-    other.save(tmp_path / "c", {})
+    save(other, tmp_path / "c")
     if after == "step":
         engine.accumulate(group, 1 / 8)
     before = engine.log_probs(group)  # leaves parameters gathered
     if after == "step":
         engine.step()
     else:
-        engine.load(tmp_path / "c")
+        load(engine, tmp_path / "c")
     assert torch.equal(engine.log_probs(group), other.log_probs(group))
     assert not torch.equal(engine.log_probs(group), before)
 
@@ -234,15 +235,15 @@ def test_resuming_continues_shadows_bit_for_bit(
     engine = started(config)
     for seed in (0, 1, 2):
         update(engine, seed)
-    engine.save(tmp_path / "c", {"version": 3})
-    stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    save(engine, tmp_path / "c")
+    stored = HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")).read_metadata().state_dict_metadata
     kinds = {name.split(".")[1] for name in stored if name.startswith("shadow.")}
     assert kinds == ({"old", "ema", "reference"} if lora is None else {"old", "ema"})
     expected = [update(engine, seed) for seed in (5, 6)]
 
     resumed = started(config)
     update(resumed, 9)
-    assert resumed.load(tmp_path / "c") == {"version": 3}
+    load(resumed, tmp_path / "c")
     assert [update(resumed, seed) for seed in (5, 6)] == expected
     for which in ("old", "ema", "reference"):
         assert_same(shadow(resumed, which), shadow(engine, which))
@@ -262,17 +263,17 @@ def test_a_resumed_run_knows_how_far_it_is(make_config: MakeConfig, tmp_path: Pa
         update(engine, seed)
         seen.append(engine._loss._progress)
         if seed == 5:
-            engine.save(tmp_path / "c", {})
+            save(engine, tmp_path / "c")
     assert seen == [0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1, 1, 1]
     resumed = started(engine.config)
-    resumed.load(tmp_path / "c")
+    load(resumed, tmp_path / "c")
     assert resumed._loss._progress == 0.75
 
 
 def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(**{"algorithm.correction": {"mode": "decoupled"}, "trainer.steps_per_update": 2})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
-    engine.save(tmp_path / "c", {})
+    save(engine, tmp_path / "c")
     engine.assess(group)
     engine.accumulate(group, 1 / 8)
     engine.step()
@@ -281,7 +282,7 @@ def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, 
     engine.assess(group)
     engine.accumulate(group, 1 / 8)
     engine.step()
-    engine.load(tmp_path / "c")
+    load(engine, tmp_path / "c")
     fresh = started(config)
     for e in (engine, fresh):
         e.assess(group)
@@ -301,10 +302,10 @@ def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, 
 def test_a_checkpoint_with_other_shadows_is_refused(
     make_config: MakeConfig, tmp_path: Path, saved: dict[str, Any], opened: dict[str, Any], example: str
 ) -> None:
-    started(make_config(**saved)).save(tmp_path / "c", {})
+    save(started(make_config(**saved)), tmp_path / "c")
     engine = started(make_config(**opened))
     before = policy(engine)
     message = rf"is of another model, LoRA setting, algorithm or trainer\.ema: '{example}.*' is in only one of the two"
     with pytest.raises(TrainingError, match=message):
-        engine.load(tmp_path / "c")
+        load(engine, tmp_path / "c")
     assert_same(policy(engine), before)

@@ -1,0 +1,118 @@
+"""Writes checkpoints beside the training: the trainer waits while tensors are copied to host memory, and for nothing else of it.
+
+One checkpoint is written at a time; the next waits for it. It is in its place, under its name, only when every byte is on the disk. One that
+cannot be written is told of, and the next is tried when it is due; only the last one of a run has to succeed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
+from omni_async.actors.tracer import Tracer
+from omni_async.checkpoint.folders import finish, folder_name, partial, rotate
+from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.state import State, write_state
+from omni_async.checkpoint.trajectories import read_group, write_group
+from omni_async.config import Config
+from omni_async.control.continuation import Continuation
+from omni_async.store import ObjectStore
+from omni_async.types import ReadyGroup
+
+
+class Checkpointer:
+    """`checkpoints` is the folder of the run's checkpoints. The update rule's state is taken when a save begins."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Sequence[RankApi],
+        rule: UpdateRule,
+        coordinator: CoordinatorApi,
+        store: ObjectStore,
+        checkpoints: Path,
+        tracer: Tracer,
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._rule = rule
+        self._coordinator = coordinator
+        self._store = store
+        self._checkpoints = checkpoints
+        self._tracer = tracer
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self) -> None:
+        """Between two updates. Returns when the weights may change again."""
+        await self.settle(last=False)
+        control = await self._coordinator.continuation()
+        folder = self._checkpoints / folder_name(control.version)
+        with self._tracer.span("checkpoint", version=control.version):
+            await asyncio.to_thread(_clear, partial(folder))
+            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
+        self._writing = asyncio.create_task(self._write(folder, control, engines[0], self._rule.state()), name=folder.name)
+
+    async def settle(self, last: bool = True) -> None:
+        """Until nothing is being written. A failure is raised if it is the `last` one's, and otherwise told."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            await writing
+        except Exception as error:
+            if last:
+                raise
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            await self._coordinator.phase(
+                f"warning: checkpoint {writing.get_name()} could not be written ({why}); the next one is tried as planned"
+            )
+
+    async def close(self) -> None:
+        """Whatever is being written is left unfinished: a folder without a name."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
+        place = partial(folder)
+        await asyncio.gather(*(rank.end_save() for rank in self._ranks))
+        for group in control.ready:
+            trajectories = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            await asyncio.to_thread(write_group, place, group.group, trajectories)
+        stripped = replace(control, ready=tuple(_with_trajectories(group, [None] * len(group.samples)) for group in control.ready))
+        state = State(stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule)
+
+        def complete() -> None:
+            write_state(place, state)
+            write_manifest(place)
+            finish(folder)
+            rotate(self._checkpoints, self._config.checkpoint.keep)
+
+        await asyncio.to_thread(complete)
+
+    async def take_up(self, folder: Path, state: State) -> None:
+        """Put the trajectories of groups that were ready back into the store, and give the groups to the coordinator."""
+        groups = []
+        for group in state.control.ready:
+            trajectories = await asyncio.to_thread(read_group, folder, group.group, len(group.samples))
+            groups.append(_with_trajectories(group, await self._store.put_all(trajectories)))
+        if groups:
+            await self._coordinator.take_up(groups)
+
+
+def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
+    """Pictures are not kept."""
+    samples = zip(group.samples, references, strict=True)
+    return replace(group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples))
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

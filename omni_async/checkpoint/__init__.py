@@ -1,0 +1,16 @@
+"""What a run leaves behind to go on from, torch-free but for the tensors themselves.
+
+update-000020/
+  tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint (omni_async.training.checkpoint)
+  groups/           trajectories of groups that were ready and not trained, a safetensors file each
+  state.json        versions, counters, cursors: `State`
+  manifest.json     every file's size and digest, written last
+
+A folder is written beside its place and renamed when it is whole. Nothing in it is code: no pickle, neither written nor read.
+"""
+
+from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.folders import folder_name, newest_whole, require_whole
+from omni_async.checkpoint.state import State, read_state
+
+__all__ = ["CheckpointError", "State", "folder_name", "newest_whole", "read_state", "require_whole"]

@@ -1,0 +1,82 @@
+"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omni_async.checkpoint.errors import CheckpointError
+
+_FOLDER = "groups"
+_ARRAY = "array"  # the name of what has none: an emulated trajectory
+
+
+def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
+    """Tensors or arrays, each sample's under its number. Blocks; give it a thread."""
+    leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
+    path = _path(folder, group)
+    path.parent.mkdir(exist_ok=True)
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
+        from safetensors.numpy import save_file as save_arrays
+
+        save_arrays(leaves, path)
+    else:
+        from safetensors.torch import save_file as save_tensors
+
+        # Samples of one process share what they have in common, which the format does not know.
+        save_tensors({name: leaf.clone() for name, leaf in leaves.items()}, path)
+
+
+def read_group(folder: Path, group: int, samples: int) -> list[Any]:
+    """What `write_group` was given. CheckpointError if it is not there, or of other samples. Blocks."""
+    path = _path(folder, group)
+    try:
+        found: list[dict[str, Any]] = [{} for _ in range(samples)]
+        for name, leaf in _read(path):
+            sample, _, rest = name.partition("/")
+            found[int(sample)][rest] = leaf
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not all(found):
+        raise CheckpointError(f"{path} does not hold {samples} samples")
+    return [_joined(leaves) for leaves in found]
+
+
+def _path(folder: Path, group: int) -> Path:
+    return folder / _FOLDER / f"{group:09d}.safetensors"
+
+
+def _read(path: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        names = list(file.keys())
+        arrays = all(name.endswith(f"/{_ARRAY}") for name in names)
+        if arrays:
+            yield from ((name, file.get_tensor(name)) for name in names)
+    if not arrays:
+        from safetensors.torch import load_file
+
+        yield from load_file(path).items()
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, np.ndarray):
+        yield _ARRAY, value
+        return
+    for name, leaf in value.items():
+        if hasattr(leaf, "batch_size"):
+            yield from _leaves(leaf, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", leaf
+
+
+def _joined(leaves: dict[str, Any]) -> Any:
+    if leaves.keys() == {_ARRAY}:
+        return leaves[_ARRAY]
+    from tensordict import TensorDict
+
+    return TensorDict({tuple(name.split("/")): leaf for name, leaf in leaves.items()}, batch_size=[])

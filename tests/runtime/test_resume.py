@@ -1,0 +1,135 @@
+"""Where a run goes on: which folder, which checkpoint, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import msgspec
+import pytest
+from runtime_world import write_world
+
+from omni_async.checkpoint.folders import finish, folder_name, partial
+from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.state import State, write_state
+from omni_async.config import Config, ConfigError
+from omni_async.control.continuation import Continuation
+from omni_async.runtime.resume import find_resume_point
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
+
+
+def recipe(folder: Path, resume: str | None = "auto", **sections: object) -> Config:
+    return write_world(folder, checkpoint={"resume": resume}, **sections)
+
+
+def run_of(config: Config, stamp: str, *versions: int, status: str | None = None, algorithm: str = "flow_grpo") -> Path:
+    run = Path(config.run.dir) / f"{config.run.name}-{stamp}"
+    (run / "checkpoints").mkdir(parents=True)
+    for version in versions:
+        folder = run / "checkpoints" / folder_name(version)
+        partial(folder).mkdir()
+        write_state(partial(folder), State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm))
+        write_manifest(partial(folder))
+        finish(folder)
+    if status is not None:
+        (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
+    return run
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        find_resume_point(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_nothing_to_resume_is_a_new_run(tmp_path: Path) -> None:
+    assert find_resume_point(recipe(tmp_path, None)) is None
+    assert find_resume_point(recipe(tmp_path)) is None
+
+
+def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run_of(config, "20260101-000000", 3)
+    newest = run_of(config, "20260102-000000", 1, 2)
+    run_of(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=f"{config.run.name}-other")), "20270101-000000", 3)
+    point = find_resume_point(config)
+    assert point is not None
+    assert (point.run, point.folder, point.state.version) == (newest, newest / "checkpoints" / "update-000002", 2)
+    assert point.notes == (f"going on with {newest.name} from update 2",)
+
+
+def test_auto_starts_anew_after_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run_of(config, "20260101-000000", 3)
+    run_of(config, "20260102-000000")
+    assert find_resume_point(config) is None
+
+
+def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    older, newer = run_of(config, "20260101-000000", 3), run_of(config, "20260102-000000", 1)
+    with (newer / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        point = find_resume_point(config)
+        assert point is not None and point.run == older
+        assert "is running" in refusal(recipe(tmp_path, str(newer)))
+        with pytest.raises(RunDirectoryError, match="is running"):
+            RunDirectory.reopen(newer, config, 1, None)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 1, 2)
+    (run / "checkpoints" / "update-000002" / "state.json").write_bytes(b"{}")
+    point = find_resume_point(config)
+    assert point is not None and point.state.version == 1
+    warning, note = point.notes
+    assert warning.startswith("warning: not resumed from update-000002: ") and "2 bytes" in warning
+    assert note.endswith("from update 1")
+
+
+def test_no_usable_checkpoint_is_refused_rather_than_begun_anew(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 1)
+    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
+    message = refusal(config)
+    assert "no checkpoint to go on from (not resumed from update-000001" in message and message.endswith(
+        "checkpoint.resume=null starts a new run"
+    )
+
+
+def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 1, algorithm="diffusion_nft")
+    assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(config)
+    folder = str(run / "checkpoints" / "update-000001")
+    assert refusal(recipe(tmp_path, folder)).startswith("checkpoint.resume: ")
+
+
+def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:
+    run = run_of(recipe(tmp_path), "20260101-000000", 1, 2, status="done")
+    going_on = find_resume_point(recipe(tmp_path, str(run)))
+    assert going_on is not None and (going_on.run, going_on.state.version) == (run, 2)
+    new = find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000001")))
+    assert new is not None and (new.run, new.state.version) == (None, 1)
+
+
+def test_a_checkpoint_at_the_last_update_leaves_a_new_run_nothing_to_do(tmp_path: Path) -> None:
+    run = run_of(recipe(tmp_path), "20260101-000000", 4)
+    assert "is at update 4 already, trainer.updates is 4" in refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000004")))
+
+
+def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
+    config = recipe(tmp_path, None)
+    run = RunDirectory(run_of(config, "20260101-000000", 2))
+    for update in (1, 2, 3):
+        run.append_metrics(update, {"reward": update, "finished": float(update)})
+    for version in (0, 2):
+        run.append_metrics(version, {"validation/reward": 0.5})
+    with run.metrics.open("ab") as torn:
+        torn.write(b'{"update": 4, "rew')
+    again = RunDirectory.reopen(run.path, config, 2, 0)
+    assert [(line["update"], "finished" in line) for line in again.read_metrics()] == [(1, True), (2, True), (0, False)]
+    assert (run.path / "metrics.jsonl.void").read_bytes().count(b"\n") == 2
