@@ -1,0 +1,160 @@
+"""kill -9 of a whole job at random moments, resumed each time: does the ledger still account for every group once, and what did it cost?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from omni_async.config import Config, ConfigError, load
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
+_HELP = """\
+Train a recipe, kill all of its processes at random moments, and go on with checkpoint.resume=auto, until it is done.
+
+  python -m benchmarks.kill_everything                                        # emulated, one process, 20 kills: some minutes
+  python -m benchmarks.kill_everything --kills 5 --within 60 --recipe recipes/quickstart/quickstart.yaml trainer.updates=40
+
+Printed is what was lost, and whether every admitted group ended in exactly one line of the ledger and every update was made of its groups once.
+
+Exit codes: 0 the ledger is right, 1 it is not or the job failed, 2 wrong usage.
+"""
+_QUICK = ("run.runtime=inprocess", "emulation.time_scale=0.001", "trainer.updates=300", "checkpoint.every=10")
+
+
+@dataclass
+class Job:
+    """The command, again and again. `overrides` name a run.dir of its own."""
+
+    recipe: Path
+    overrides: Sequence[str]
+    lives: int = 0
+    seconds: float = 0.0
+    said: list[str] = field(default_factory=list)
+
+    def live(self, until: float | None) -> int | None:
+        """One life: to its end, or killed `until` seconds after its first update. Its exit code; None if it was killed."""
+        self.lives += 1
+        began = time.monotonic()
+        command = [sys.executable, "-m", "omni_async.cli", "train", str(self.recipe), *self.overrides, "checkpoint.resume=auto"]
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert job.stdout is not None
+        try:
+            for line in job.stdout:
+                self.said.append(line.rstrip())
+                if until is not None and line.startswith("update ") and (self.lives > 1 or self._has_checkpoint()):
+                    time.sleep(until)
+                    if job.poll() is None:
+                        return None
+                    break
+            job.stdout.read()
+            return job.wait()
+        finally:
+            _kill(job)
+            self.seconds += time.monotonic() - began
+
+    def _has_checkpoint(self) -> bool:
+        return any(self.folder.glob("*/checkpoints/update-*"))
+
+    @property
+    def config(self) -> Config:
+        return load(self.recipe, [*self.overrides])
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir)
+
+    @property
+    def run(self) -> Path:
+        (run,) = self.folder.glob(f"{self.config.run.name}-*/")
+        return run
+
+    def lines(self, name: str) -> list[dict[str, object]]:
+        path = self.run / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _kill(job: subprocess.Popen[str]) -> None:
+    """It and everything it started, at once."""
+    try:
+        family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    job.wait()
+
+
+def problems(job: Job) -> list[str]:
+    """What is wrong with what a finished job left behind; nothing, if every group ended once and every update was made once."""
+    config, ledger = job.config, job.lines("ledger.jsonl")
+    found = []
+    groups = sorted(int(str(line["group"])) for line in ledger)
+    if groups != [*range(len(groups))]:
+        found.append(f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different")
+    trained = Counter(line["trained_version"] for line in ledger if line["event"] == "trained")
+    wanted = dict.fromkeys(range(1, config.trainer.updates + 1), config.trainer.groups_per_update)
+    if trained != wanted:
+        wrong = [version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version)]  # type: ignore[index]
+        found.append(f"updates {sorted(map(str, wrong))[:10]} were not made of {config.trainer.groups_per_update} groups")
+    updates = [line["update"] for line in job.lines("metrics.jsonl") if "finished" in line]
+    if updates != [*wanted]:
+        found.append(f"metrics tell of {len(updates)} updates, {len(set(map(str, updates)))} of them different")
+    if stale := [line for line in ledger if line["event"] == "trained" and int(str(line["staleness"])) > config.staleness.max_updates]:
+        found.append(f"{len(stale)} groups were trained beyond the staleness budget")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kill_everything", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--recipe", type=Path, help="default: an emulated one, quick and in one process")
+    parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--within", type=float, default=3.0, metavar="S", help="kill up to S seconds after a life's first update (default: 3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/kill-everything"))
+    options = parser.parse_args(arguments)
+    overrides = [*(_QUICK if options.recipe is None else ()), *options.overrides, f"run.dir={options.out.absolute()}"]
+    job = Job(options.recipe or RECIPE, overrides)
+    try:
+        if any(job.folder.glob("*/")):
+            parser.error(f"--out: {options.out} holds runs already; give another folder")
+    except ConfigError as error:
+        parser.error(str(error))
+    dice, kills, code = random.Random(options.seed), 0, None
+    while code is None:
+        code = job.live(dice.uniform(0, options.within) if kills < options.kills else None)
+        kills += code is None
+        sys.stdout.write(f"life {job.lives}: {'killed' if code is None else f'ended with exit code {code}'}: {job.said[-1]}\n")
+    if code != 0:
+        sys.stderr.write("\n".join(job.said[-5:]) + "\n")
+        return 1
+    wrong = problems(job)
+    void = sum(len(path.read_bytes().splitlines()) for path in job.run.glob("ledger.jsonl.void"))
+    redone = sum(b'"finished"' in line for path in job.run.glob("metrics.jsonl.void") for line in path.read_bytes().splitlines())
+    sys.stdout.write(
+        f"{kills} kills, {job.config.trainer.updates} updates, {len(job.lines('ledger.jsonl'))} groups, each with one line of the ledger; {redone} updates and "
+        f"{void} groups' ends were void and done again; {job.seconds:.0f} s in {job.lives} lives\n"
+    )
+    for line in wrong:
+        sys.stderr.write(f"WRONG: {line}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

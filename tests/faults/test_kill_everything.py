@@ -1,0 +1,83 @@
+"""kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job, with nothing lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.kill_everything import RECIPE, Job, main, problems
+from tests.e2e.runs import COMMAND, ENVIRONMENT, check_every_group_ended_once, command_line, left_behind, write_recipe
+
+UPDATES = 60
+QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint.every=7"]
+
+
+@pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
+def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
+    tmp_path: Path, seed: int, settings: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*QUICK, *settings, "run.runtime=inprocess"]
+    arguments = ["--kills", "4", "--within", "1.5", "--seed", str(seed), "--out", str(tmp_path / "runs")]
+    assert main([*arguments, "--recipe", str(RECIPE), *overrides]) == 0, capfd.readouterr()
+    assert "4 kills, 60 updates" in capfd.readouterr().out
+    job = Job(RECIPE, [*overrides, f"run.dir={tmp_path / 'runs'}"])
+    assert (job.run / "ledger.jsonl.void").read_bytes(), "updates after a checkpoint were done again"
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert (summary["updates"], summary["conserved"], summary["status"]) == (UPDATES, True, "done")
+    assert sum(summary["staleness"].values()) == summary["counters"]["trained"] == UPDATES * 32
+
+    # And it would have been noticed.
+    ledger = job.run / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    for tampered, said in ((lines[:-1], "were not made of 32 groups"), ([*lines, lines[5]], "1921 lines for groups 0 to 1919, 1920 of them different")):
+        ledger.write_bytes(b"".join(tampered))
+        assert any(said in problem for problem in problems(job))
+
+
+@pytest.mark.slow
+def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint: str, tmp_path: Path) -> None:
+    """To the bit, with AdamW and an average."""
+    settings = [
+        "trainer.updates=6",
+        "trainer.optimizer.name=adamw",
+        "trainer.optimizer.lr=0.001",
+        "trainer.ema.every=1",
+        "checkpoint.every=1",
+        "checkpoint.keep=10",
+    ]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    recipe = write_recipe(tmp_path / "whole", checkpoint)
+    answer = command_line(recipe, *settings)
+    assert answer.code == 0, answer
+    whole = left_behind(recipe, settings)
+
+    recipe = write_recipe(tmp_path / "killed", checkpoint)
+    for last in ("update 2/", "update 4/"):
+        killed_at([recipe, *settings, "checkpoint.resume=auto"], last)
+    answer = command_line(recipe, *settings, "checkpoint.resume=auto")
+    assert answer.code == 0 and "going on with" in answer.stdout, answer
+    killed = left_behind(recipe, settings)
+    check_every_group_ended_once(killed)
+    expected, found = whole.weights(), killed.weights()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert [line["reward"] for line in killed.metrics] == [line["reward"] for line in whole.metrics]
+
+
+def killed_at(arguments: list[str | Path], line: str) -> None:
+    """In a session of its own, so that all of it can be killed at once."""
+    command = [*COMMAND, *map(str, arguments)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT, start_new_session=True)
+    assert job.stdout is not None
+    for said in job.stdout:
+        if said.startswith(line):
+            break
+    os.killpg(job.pid, signal.SIGKILL)
+    job.communicate(timeout=30)
