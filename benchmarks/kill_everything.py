@@ -47,7 +47,9 @@ class Job:
         self.lives += 1
         began = time.monotonic()
         command = [sys.executable, "-m", "omni_async.cli", "train", str(self.recipe), *self.overrides, "checkpoint.resume=auto"]
-        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        job = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         assert job.stdout is not None
         try:
             for line in job.stdout:
@@ -105,11 +107,11 @@ def problems(job: Job) -> list[str]:
     groups = sorted(int(str(line["group"])) for line in ledger)
     if groups != [*range(len(groups))]:
         found.append(f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different")
-    trained = Counter(line["trained_version"] for line in ledger if line["event"] == "trained")
+    trained = Counter(int(str(line["trained_version"])) for line in ledger if line["event"] == "trained")
     wanted = dict.fromkeys(range(1, config.trainer.updates + 1), config.trainer.groups_per_update)
     if trained != wanted:
-        wrong = [version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version)]  # type: ignore[index]
-        found.append(f"updates {sorted(map(str, wrong))[:10]} were not made of {config.trainer.groups_per_update} groups")
+        wrong = sorted(version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version))
+        found.append(f"updates {wrong[:10]} were not made of {config.trainer.groups_per_update} groups")
     updates = [line["update"] for line in job.lines("metrics.jsonl") if "finished" in line]
     if updates != [*wanted]:
         found.append(f"metrics tell of {len(updates)} updates, {len(set(map(str, updates)))} of them different")
@@ -125,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--recipe", type=Path, help="default: an emulated one, quick and in one process")
     parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
-    parser.add_argument("--within", type=float, default=3.0, metavar="S", help="kill up to S seconds after a life's first update (default: 3)")
+    parser.add_argument(
+        "--within", type=float, default=3.0, metavar="S", help="kill up to S seconds after a life's first update (default: 3)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill-everything"))
     options = parser.parse_args(arguments)

@@ -35,7 +35,10 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
     # And it would have been noticed.
     ledger = job.run / "ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
-    for tampered, said in ((lines[:-1], "were not made of 32 groups"), ([*lines, lines[5]], "1921 lines for groups 0 to 1919, 1920 of them different")):
+    for tampered, said in (
+        (lines[:-1], "were not made of 32 groups"),
+        ([*lines, lines[5]], "1921 lines for groups 0 to 1919, 1920 of them different"),
+    ):
         ledger.write_bytes(b"".join(tampered))
         assert any(said in problem for problem in problems(job))
 
@@ -74,7 +77,9 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 def killed_at(arguments: list[str | Path], line: str) -> None:
     """In a session of its own, so that all of it can be killed at once."""
     command = [*COMMAND, *map(str, arguments)]
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT, start_new_session=True)
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT, start_new_session=True
+    )
     assert job.stdout is not None
     for said in job.stdout:
         if said.startswith(line):
