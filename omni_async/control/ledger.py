@@ -81,11 +81,13 @@ class Ledger:
 class JsonlSink:
     """Appends a line per event and flushes it, so that a killed run has told all it knew.
 
-    `valid`: how many of the lines that are there already count. The others, of updates that no checkpoint held, are moved to `<name>.void`.
+    `valid`: how many of the lines that are there already count, if not all. The others, of updates that no checkpoint held, are moved to
+    `<name>.void`.
     """
 
-    def __init__(self, path: str | Path, valid: int = 0) -> None:
-        _keep(Path(path), valid)
+    def __init__(self, path: str | Path, valid: int | None = None) -> None:
+        if valid is not None:
+            _keep(Path(path), valid)
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (lives as long as the ledger)
         self._encode = msgspec.json.Encoder().encode
 

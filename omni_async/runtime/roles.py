@@ -45,7 +45,7 @@ def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinato
         run_id,
         inputs.prompts,
         inputs.validation_prompts,
-        JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else 0),
+        JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else None),
         inputs.start,
     )
 
