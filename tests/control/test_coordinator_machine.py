@@ -517,7 +517,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for engine in self.engines:
             self.ask(f"samples:{engine}", self.next_samples(engine, 4))
         self.ask(f"jobs:{self.workers[1]}", self.next_to_score(self.workers[1], 2))
-        self.settle()
+        for _ in range(len(self.waiting)):  # in a line each wakes the next
+            self.settle()
         left = [who for who in self.waiting if who != "events:"]
         assert not left, f"{left} still wait although the run is over"
         self.waiting.get("events:", self.loop.create_task(asyncio.sleep(0))).cancel()
