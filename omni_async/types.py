@@ -76,10 +76,13 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
+    """`attempt` is the sample's: one that was lost and generated again has another picture."""
+
     sample_id: str
     kind: SampleKind
     prompt: Prompt
     media: Any
+    attempt: int = 1
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -95,11 +98,14 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
-    """Exactly one of `score` and `error` is set: a failed score is never a number."""
+    """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's; `gone`: the picture could not be had
+    any more, which is not the scorer's failure."""
 
     sample_id: str
+    attempt: int
     score: Score | None = None
     error: str | None = None
+    gone: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True):
