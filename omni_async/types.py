@@ -136,7 +136,8 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """What of a ready group is trained on: one entry per chosen sample, in the same order everywhere.
+    """What of a ready group is trained on, beside the trajectories that a rank has fetched: one entry per chosen sample, in the same order
+    everywhere.
 
     `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one. `staleness[i][k]` is the
     version trained from minus the version that took trained step k. `weights[i][k]`, where given, are importance weights made from the
@@ -144,7 +145,6 @@ class TrainGroup(msgspec.Struct, frozen=True):
     """
 
     group: int
-    trajectories: tuple[Any, ...]
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
     staleness: tuple[tuple[int, ...], ...]

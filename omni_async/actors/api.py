@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.control.continuation import Continuation
@@ -41,6 +42,8 @@ class CoordinatorApi(Protocol):
     async def phase(self, text: str) -> None: ...
     async def continuation(self) -> Continuation: ...
     async def take_up(self, groups: list[ReadyGroup]) -> None: ...
+    async def group_gone(self, group: int, reason: str) -> None: ...
+    async def engine_lost(self, engine: str, reason: str) -> None: ...
 
 
 class ProducerApi(Protocol):
@@ -63,6 +66,12 @@ class PublisherApi(Protocol):
     async def run(self) -> None:
         """Carry versions to the engines, until cancelled."""
 
+    async def admit(self, name: str, producer: ProducerApi) -> None:
+        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not take it."""
+
+    def dismiss(self, name: str) -> None:
+        """An engine is gone: nothing is sent to it any more."""
+
 
 class RankApi(Protocol):
     """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
@@ -76,6 +85,9 @@ class RankApi(Protocol):
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        """Read this rank's share of a group before anything is computed with it, and keep it for this update. ObjectLost if that is gone."""
+
     async def export(self, version: int) -> Snapshot | None: ...
     async def begin_save(self, folder: str) -> dict[str, Any]:
         """Copy out what a checkpoint holds of this rank and write it into `folder` from then on; what else has to be kept, as plain values."""

@@ -24,7 +24,7 @@ from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import TransportError, WeightReceiver
+from omni_async.weights.transport.base import WeightReceiver
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
@@ -151,12 +151,13 @@ class Producer:
         await self._receiver.connect(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stage in the background, then swap at the boundary that `weights.swap` names. Raises EngineError if the weights do not arrive whole."""
+        """Stage in the background, then swap at the boundary that `weights.swap` names. TransportError if the weights do not arrive, EngineError
+        if they arrive wrong."""
         async with self._swapping:
             staging = self._clock.now()
             try:
                 manifest, buckets = await self._receiver.receive(manifest, parcel)
-            except (TransportError, WeightError, LookupError) as error:
+            except (WeightError, LookupError) as error:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
             digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:

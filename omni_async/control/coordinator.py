@@ -361,9 +361,10 @@ class Coordinator:
         """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is generated again."""
         if self._closed:
             return
-        for home in [*self._groups.live.values(), *self._validation.rounds.values()]:
-            of_it = [p for p in home.samples.values() if p.result is not None and p.result.engine == engine]
-            self._generate_again(home, of_it if isinstance(home, GroupProgress) else [p for p in of_it if p.score is None])
+        for group in self._groups.live.values():
+            self._generate_again(group, _made_by(engine, group))
+        for round_ in self._validation.rounds.values():
+            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
 
     async def group_gone(self, group: int, reason: str) -> None:
         """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
@@ -489,6 +490,10 @@ class Coordinator:
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
+
+
+def _made_by(engine: str, home: GroupProgress | ValidationRound) -> list[SampleProgress]:
+    return [sample for sample in home.samples.values() if sample.result is not None and sample.result.engine == engine]
 
 
 def _group_of(sample_id: str) -> int:

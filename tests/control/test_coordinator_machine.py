@@ -263,7 +263,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.next_value += 1
         value = None if how == "error" else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         before = self.rounds_failed(job)
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout")]))
+        now(
+            self.coordinator.scored(
+                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout")]
+            )
+        )
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
             self.unscored.pop(job.sample_id, None)
@@ -284,7 +288,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
             return
         score = None if failed else Score(-1.0)
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)]))
+        now(
+            self.coordinator.scored(
+                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)]
+            )
+        )
 
     # ---- rules: trainer and weights -----------------------------------------------------------------------------------------------
 

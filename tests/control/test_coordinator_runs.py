@@ -138,7 +138,10 @@ def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own
     asyncio.run(hold(c, 0))
     asyncio.run(finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0))
     jobs = now(c.next_to_score("reward-0", 8))
-    results = [ScoreResult(job.sample_id, job.attempt, Score(1.0, values=values)) for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)]
+    results = [
+        ScoreResult(job.sample_id, job.attempt, Score(1.0, values=values))
+        for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)
+    ]
     now(c.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results))
     assert [entry.event for entry in entries] == ([] if event is None else [event])
 

@@ -59,6 +59,8 @@ class Invitation:
 class CollectiveSender:
     """Rank 0. `host` is the address under which the engines' machines reach this one."""
 
+    one_by_one = False
+
     def __init__(self, host: str, backend: Backend, timeout_s: float) -> None:
         self._host = host
         self._backend: Backend = backend
