@@ -47,6 +47,10 @@ class Rewarder:
             await self._tracer.flush()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    async def leave(self) -> None:
+        """Take no more samples, and end when those under way are scored."""
+        await self._coordinator.scorer_leaves(self.name)
+
     async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
         await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
