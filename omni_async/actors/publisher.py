@@ -41,6 +41,7 @@ class WeightPublisher:
         self._waiting: Snapshot | None = None
         self._carried: Snapshot | None = None  # on its way
         self._newest: tuple[WeightManifest, Snapshot] | None = None  # that went out
+        self._met: set[str] = set()  # engines that can receive together
         self._sending = asyncio.Lock()
         self._bell = Bell()
 
@@ -95,8 +96,10 @@ class WeightPublisher:
                 # Nothing is exported into its memory meanwhile.
                 manifest, snapshot = self._newest
                 self._newest, self._carried = None, snapshot
-                await self._send(manifest, snapshot, [name] if self._sender.one_by_one else [*self._producers])
-                self._newest, self._carried = (manifest, snapshot), None
+                try:
+                    await self._send(manifest, snapshot, [name] if self._sender.one_by_one else [*self._producers])
+                finally:
+                    self._newest, self._carried = (manifest, snapshot), None
         if name not in self._producers:
             raise EngineError(f"{name} could not join: the coordinator was told why")
 
@@ -116,10 +119,10 @@ class WeightPublisher:
         """Every engine meets the sender. Who does not come is lost, and the rest meet again."""
         while self._producers:
             failed: dict[str, BaseException] = {}
+            joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
             try:
-                await self._sender.connect(
-                    {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
-                )
+                await self._sender.connect(joining)
+                self._met = {*joining}
                 return
             except TransportError:
                 if not failed:
@@ -141,6 +144,11 @@ class WeightPublisher:
         that are left meet again, and try again."""
         left = [name for name in names if name in self._producers]
         for last in (*(False for _ in range(_TRIES)), True):
+            if not self._sender.one_by_one and self._met != self._producers.keys():
+                await self._connect()  # whoever is gone would be waited for
+                left = [*self._producers]
+            if not (left or self._sender.one_by_one):
+                return  # there is no group to send to
             failed = await self._attempt(manifest, snapshot, left)
             together = not (last or self._sender.one_by_one)
             victims = [name for name, error in failed.items() if together and isinstance(error, TransportError)]

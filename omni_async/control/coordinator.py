@@ -76,6 +76,7 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
+        self._lost: set[str] = set()  # engines
         self._next_group = start.next_group
         self._resumed = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
         self._images = start.images
@@ -273,6 +274,8 @@ class Coordinator:
 
     async def engine_holds(self, report: WeightReport) -> None:
         """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
+        if report.engine in self._lost:
+            return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
             self.versions.report(report)
@@ -329,6 +332,7 @@ class Coordinator:
 
     async def engine_joins(self, engine: str) -> None:
         """It gets work once it holds weights no older than everybody's."""
+        self._lost.discard(engine)
         self.versions.join(engine)
         self._samples.engine_joins(engine)
 
@@ -340,6 +344,7 @@ class Coordinator:
             self._log.add("lost", {"name": engine, "reason": reason})
         before = self.versions.held
         self.versions.leave(engine)
+        self._lost.add(engine)
         self._weights.ring()
         for sample_id in self._samples.engine_lost(engine):
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
