@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
 from omni_async.control.waiting import Bell
+from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.faults import Fault
 
 _WINDOW_S = 3600.0
@@ -214,4 +215,6 @@ class Keeper:
 
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
+    if isinstance(error, PeerLost):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -148,4 +148,6 @@ async def _first(*works: Any) -> None:
 def describe(error: BaseException) -> str:
     if isinstance(error, TaskFailed) and error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, PeerLost):
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
