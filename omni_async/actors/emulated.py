@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
 from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
@@ -138,8 +138,8 @@ class EmulatedRule:
         self._plan = plan
         self._rank = rank
 
-    def begin(self, version: int, tracer: Tracer) -> EmulatedUpdate:
-        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer)
+    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
+        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer, hurry)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -151,10 +151,11 @@ class EmulatedRule:
 class EmulatedUpdate:
     """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
 
-    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer) -> None:
+    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> None:
         self._config = config
         self._plan = plan
         self._rank = rank
+        self._hurry = hurry
         self._version = version
         self._tracer = tracer
         self._steps = 0
@@ -178,6 +179,8 @@ class EmulatedUpdate:
             for group in self.groups:
                 await self._assess(group)
             for number, group in enumerate(self.groups, start=1):
+                if self._hurry() and not self._steps:
+                    raise Abandoned
                 await self._accumulate(group)
                 if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
                     await self._step()

@@ -56,7 +56,7 @@ class Session:
             self.keeper = keeper = Keeper(cluster, supervisor, self._restarts, self._clock, observer.tell, observer.fault)
             observer.on_lost, observer.on_closing = keeper.give_up, keeper.close
             watching = services.start("driver", observer.watch(coordinator, cluster.store))
-            services.start("interrupts", _stop_when(interrupted, coordinator))
+            services.start("interrupts", _stop_when(interrupted, cluster))
             for name, work in cluster.services().items():
                 services.start(name, work)
             for name, work in cluster.work().items():
@@ -126,9 +126,10 @@ async def _close_in_order(supervisor: Supervisor, seconds: float) -> tuple[str |
     return None, None
 
 
-async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
+async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
     await interrupted.wait()
-    await coordinator.stop("by a signal")
+    await cluster.coordinator.stop("by a signal")
+    await cluster.hurry()
     await asyncio.Event().wait()  # a service: it ends by being cancelled
 
 
