@@ -95,11 +95,13 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
-    """Exactly one of `score` and `error` is set: a failed score is never a number."""
+    """Exactly one of `score` and `error` is set: a failed score is never a number. `postponed`: the error is the scorer's and not the sample's,
+    which is to be scored later as if it had not been tried."""
 
     sample_id: str
     score: Score | None = None
     error: str | None = None
+    postponed: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True):

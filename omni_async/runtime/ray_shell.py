@@ -23,7 +23,9 @@ from omni_async.runtime.ray_store import RayStore
 __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
 # Calls that wait for something to happen; everything else goes through the control door.
-_LONG_CALLS = frozenset({"next_samples", "next_to_score", "next_groups", "events", "run", "run_publisher", "start", "receive_weights"})
+_LONG_CALLS = frozenset(
+    {"next_samples", "next_to_score", "closing", "next_groups", "events", "run", "run_publisher", "start", "receive_weights"}
+)
 
 
 class Shell:

@@ -51,11 +51,12 @@ class NotANumber:
         return [Score(float("nan") if image.mean() == 1 else 2.0) for image in images]
 
 
-def on_stage(scorer: Scorer, scene: Callable[[Desk], Awaitable[None]], **changes: float) -> Desk:
+def on_stage(scorer: Scorer | WeightedScorer, scene: Callable[[Desk], Awaitable[None]], **changes: float) -> Desk:
     desk = Desk()
 
     async def main() -> None:
-        rewarder = Rewarder("reward-0", make_config(**changes), scorer, desk, LocalStore(), ManualClock())
+        reward = scorer if isinstance(scorer, WeightedScorer) else WeightedScorer.alone(scorer)
+        rewarder = Rewarder("reward-0", make_config(**changes), reward, desk, LocalStore(), ManualClock())
         await rewarder.start()
         run = asyncio.create_task(rewarder.run())
         await scene(desk)
@@ -97,7 +98,7 @@ def test_a_bad_sample_does_not_take_its_neighbours_along():
         await desk.until(scored(desk, 3))
 
     desk = on_stage(scorer, scene)
-    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "ValueError: unreadable", "g0.s2": 2.0}
+    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "scorer 'brightness': ValueError: unreadable", "g0.s2": 2.0}
     assert scorer.batches == [[0, 1, 2], [0], [1], [2]]
 
 
@@ -108,7 +109,7 @@ def test_a_bad_sample_alone_is_not_tried_twice():
         desk.offer(make_job(0, "bad"))
         await desk.until(scored(desk, 1))
 
-    assert values(on_stage(scorer, scene)) == {"g0.s0": "ValueError: unreadable"}
+    assert values(on_stage(scorer, scene)) == {"g0.s0": "scorer 'brightness': ValueError: unreadable"}
     assert scorer.batches == [[0]]
 
 
@@ -123,7 +124,7 @@ def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a_threa
         scorer.go.set()
 
     desk = on_stage(scorer, scene, **{"reward.timeout_s": 0.02})
-    assert values(desk) == {"g0.s0": "ScoreError: no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
+    assert values(desk) == {"g0.s0": "scorer 'brightness': no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
 
 
 def test_a_scorers_own_timeout_is_told_in_its_own_words():
@@ -131,7 +132,7 @@ def test_a_scorers_own_timeout_is_told_in_its_own_words():
         desk.offer(make_job(0, "offline"))
         await desk.until(scored(desk, 1))
 
-    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "TimeoutError: the judge's server did not answer"}
+    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "scorer 'brightness': TimeoutError: the judge's server did not answer"}
 
 
 def test_nan_is_an_error_and_never_a_score():
@@ -185,7 +186,7 @@ def test_a_picture_that_is_gone_is_its_samples_failure():
     desk = Desk()
 
     async def main() -> None:
-        run = asyncio.create_task(Rewarder("reward-0", make_config(), Brightness(), desk, Leaky(), ManualClock()).run())
+        run = asyncio.create_task(Rewarder("reward-0", make_config(), WeightedScorer.alone(Brightness()), desk, Leaky(), ManualClock()).run())
         desk.offer(make_job(0), make_job(1), make_job(2))
         await desk.until(scored(desk, 3))
         desk.close()
