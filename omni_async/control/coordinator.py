@@ -155,7 +155,7 @@ class Coordinator:
                 continue
             progress = home.samples[result.sample_id]
             if result.postponed:
-                self._samples.retry_score(progress.job())
+                self._samples.postpone_score(progress.job())
             elif result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
             else:

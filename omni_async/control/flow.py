@@ -111,11 +111,16 @@ class SampleFlow:
             self._buffer.retry(job)
         self._rewarders.ring()
 
-    def retry_score(self, job: ScoreJob, failures: int = 0) -> None:
-        """Again, before all that came later; after so many failures only when a pause is over. It keeps its place meanwhile."""
+    def retry_score(self, job: ScoreJob, failures: int) -> None:
+        """When the pause after so many failures is over, before all that came later. It keeps its place meanwhile."""
         self._buffer.put_off(job)
-        pause_s = self._backoff.pause_s(failures) if failures else 0.0
-        self._retries.call(job.sample_id, pause_s, partial(self._retry, job))
+        self._retries.call(job.sample_id, self._backoff.pause_s(failures), partial(self._retry, job))
+
+    def postpone_score(self, job: ScoreJob) -> None:
+        """After all others: a scorer that failed is tried with another sample."""
+        self._buffer.put_off(job)
+        self._buffer.put(job)
+        self._rewarders.ring()
 
     def _retry(self, job: ScoreJob) -> None:
         self._buffer.retry(job)

@@ -3,9 +3,9 @@
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the pauses between attempts, and for
 those. Unblocked by the scorer's answers and by timers alone; who wants to end earlier cancels.
 
-Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When the scorer
-has failed several times in a row it is asked for a sample that it has scored before: if it answers, the samples are at fault, and otherwise the
-scorer is down, and that is held against no sample.
+Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When a sample
+fails alone, the scorer is asked for one that it has scored before: if it answers, the fault is the sample's, and otherwise the scorer is down, and
+that is held against no sample. A scorer that has never answered is down after some failures in a row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Prompts = list[Prompt]
     Answer = list[Score] | ScoreError
 
-# Failures in a row that make a scorer suspect; fewer if a sample is not tried as often.
+# Failures in a row of a scorer that never answered; fewer if a sample is not tried as often.
 _IN_A_ROW = 3
 # Calls that may hang at once. Their threads cannot be stopped, only left behind.
 _MOST_HANGING = 8
@@ -52,7 +52,7 @@ class Failure(Struct, frozen=True):
 
 
 class GuardedScorer:
-    """`tell` gets a sentence when the scorer goes down, is given up, and is back."""
+    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is back."""
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class GuardedScorer:
             give_up_s=config.outage_s,
         )
         self._known: tuple[Images, Prompts] | None = None  # a sample that it could score
+        self._told_down = False
         self._told_given_up = False
 
     @property
@@ -87,7 +88,7 @@ class GuardedScorer:
             return [self._failure()] * len(images)
         outcomes = await self._score(images, prompts)
         if self._breaker.state is State.HALF_OPEN:
-            self._breaker.missed()
+            await self._missed()
         if self.down:  # which may have shown only after the first of them
             outcomes = [self._failure() if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
@@ -119,21 +120,29 @@ class GuardedScorer:
             return answer
         breaker = self._breaker
         breaker.failed(str(answer))
-        if breaker.suspicious:
-            if self._known is not None and not isinstance(await self._call(*self._known), ScoreError):
-                breaker.succeeded()
-            else:
+        if self._known is None:
+            if breaker.suspicious:
                 breaker.trip()
-                await self._tell(f"warning: scorer {self._label!r} fails ({breaker.reason}); its samples wait")
+        elif len(images) == 1 and not self.down:
+            if isinstance(await self._call(*self._known), ScoreError):
+                breaker.trip()
+            else:
+                breaker.succeeded()
         return answer
+
+    async def _missed(self) -> None:
+        self._breaker.missed()
+        if not self._told_down:
+            self._told_down = True
+            await self._tell(f"warning: scorer {self._label!r} fails ({self._breaker.reason}); its samples wait")
 
     async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
         if self._known is None:
             self._known = [image.copy()], [prompt]  # a copy, because the original is the object store's
-        seconds, was_down = self._breaker.open_s, self.down
+        seconds, told = self._breaker.open_s, self._told_down
         self._breaker.succeeded()
-        self._told_given_up = False
-        if was_down:
+        self._told_down = self._told_given_up = False
+        if told:
             await self._tell(f"scorer {self._label!r} answers again after {seconds:.0f} s")
 
     async def recover(self) -> None:
@@ -152,7 +161,7 @@ class GuardedScorer:
             answer = await self._call(*self._known)
             if isinstance(answer, ScoreError):
                 breaker.failed(str(answer))
-                breaker.missed()
+                await self._missed()
             else:
                 await self._answered(self._known[0][0], self._known[1][0])
 
@@ -160,7 +169,7 @@ class GuardedScorer:
         if self._threads.busy >= _MOST_HANGING:
             raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
         if not self._told_given_up:
-            self._told_given_up = True
+            self._told_down = self._told_given_up = True
             await self._tell(f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples fail now")
 
     def _hanging(self) -> str:

@@ -64,7 +64,7 @@ class Judge:
 
 
 class Paced(ScoredRun):
-    """A sample takes a second, so that a run takes minutes."""
+    """Roles take tenths of a second for what they do."""
 
     async def turns(self, kind: str) -> None:
         await asyncio.sleep(0.1 * self._random.randint(0, self._pause[kind]))
@@ -144,13 +144,13 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
-    """Whatever the arrangement. Outages are minutes apart, because each may cost a sample a try or two before it is seen to be one."""
+    """Whatever the arrangement, once the scorer has answered each worker."""
     dice = random.Random(seed)
     bad = {group for group in range(1, 40) if dice.random() < 0.2}
-    down, t = [], dice.uniform(0, 20)
+    down, t = [], dice.uniform(2, 20)
     for _ in range(dice.randint(0, 3)):
         down.append((t, t := t + dice.uniform(1, 300)))
-        t += dice.uniform(60, 200)
+        t += dice.uniform(1, 100)
     judge = Judge(lambda now: not any(a <= now < b for a, b in down), lambda group, sample: group in bad and sample == 1)
     config = make_config(
         S=dice.randint(0, 2),

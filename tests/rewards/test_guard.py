@@ -113,15 +113,15 @@ def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer() ->
         assert await stage.score(1, 2) == [1.0, 2.0]
         await asyncio.sleep(5)
         assert await stage.score(3, 4, 5) == [None, None, None]
-        assert judge.calls[1:] == [(5, [3, 4, 5]), (5, [3]), (5, [4]), (5, [1])], "the last is one that it could score before"
+        assert judge.calls[1:] == [(5, [3, 4, 5]), (5, [3]), (5, [1])], "the last is one that it could score before"
         assert stage.panel.down
         await stage.panel.recover()
-        assert [time for time, _ in judge.calls[5:]] == [6, 8, 12, 20, 36, 66]
-        assert {tuple(pixels) for _, pixels in judge.calls[5:]} == {(1,)}
+        assert [time for time, _ in judge.calls[4:]] == [6, 8, 12, 20, 36, 66]
+        assert {tuple(pixels) for _, pixels in judge.calls[4:]} == {(1,)}
         assert not stage.panel.down
         assert await stage.score(3, 4, 5) == [3.0, 4.0, 5.0]
         assert stage.told == [
-            (5, "warning: scorer '0' fails (scorer '0': ConnectionRefusedError: nobody listens); its samples wait"),
+            (6, "warning: scorer '0' fails (scorer '0': ConnectionRefusedError: nobody listens); its samples wait"),
             (66, "scorer '0' answers again after 61 s"),
         ]
 
@@ -135,7 +135,20 @@ def test_a_last_sample_alone_does_not_lose_its_tries_to_an_outage(retries: int) 
         await stage.score(1)
         await asyncio.sleep(5)
         outcomes = [await stage.score(2) for _ in range(retries + 1)]
-        assert outcomes[-1] == [None]
+        assert outcomes == [[None]] * (retries + 1)
+
+    play(main())
+
+
+def test_an_outage_that_is_over_after_the_first_pause_is_not_worth_a_word() -> None:
+    async def main() -> None:
+        stage = Stage(Judge(up=lambda t: not 5 <= t < 5.5))
+        await stage.score(1)
+        await asyncio.sleep(5)
+        assert await stage.score(2) == [None]
+        await stage.panel.recover()
+        assert await stage.score(2) == [2.0]
+        assert now() == 6 and stage.told == []
 
     play(main())
 
