@@ -1,11 +1,11 @@
 """A circuit breaker: whether somebody who keeps failing is asked at all. Pure bookkeeping; it owns no task and waits for nothing.
 
-    closed --- trip, after `in_a_row` failures ---> open --- try_again, after a pause ---> half open
-       ^                                             ^                                        |
-       |                                             +--------------- missed ----------------+
-       +----------------------------- succeeded ----------------------------------------------+
+    closed ------ trip ------> open --- try_again, after a pause ---> half open
+       ^                        ^                                        |
+       |                        +--------------- missed -----------------+
+       +------------------------ succeeded ------------------------------+
 
-Open, nobody is asked. Half open, one attempt is made to see. The pauses grow from one attempt to the next, and `give_up_s` after it opened the
+Open, nobody is asked. Half open, an attempt is made to see. The pauses grow from one attempt to the next, and `give_up_s` after it opened the
 breaker has *given up*: attempts go on, but nobody should wait for them any more.
 """
 
@@ -24,42 +24,32 @@ class State(Enum):
 
 
 class Breaker:
-    def __init__(self, clock: Clock, *, in_a_row: int, pauses: Backoff, give_up_s: float) -> None:
+    def __init__(self, clock: Clock, *, pauses: Backoff, give_up_s: float) -> None:
         self._clock = clock
-        self._in_a_row = in_a_row
         self._pauses = pauses
         self._give_up_s = give_up_s
-        self._failures = 0
         self._attempts = 0
         self._opened = 0.0
         self._missed = 0.0
         self.state = State.CLOSED
         self.reason = ""  # of the last failure
 
-    def failed(self, reason: str) -> None:
-        self._failures += 1
-        self.reason = reason
-
     def succeeded(self) -> None:
         self.state = State.CLOSED
-        self._failures = 0
 
-    @property
-    def suspicious(self) -> bool:
-        """Closed, after so many failures in a row that it had better not be."""
-        return self.state is State.CLOSED and self._failures >= self._in_a_row
-
-    def trip(self) -> None:
+    def trip(self, reason: str) -> None:
         self.state = State.OPEN
+        self.reason = reason
         self._attempts = 1
         self._opened = self._missed = self._clock.now()
 
     def try_again(self) -> None:
         self.state = State.HALF_OPEN
 
-    def missed(self) -> None:
+    def missed(self, reason: str) -> None:
         """The attempt failed too."""
         self.state = State.OPEN
+        self.reason = reason
         self._attempts += 1
         self._missed = self._clock.now()
 

@@ -5,7 +5,7 @@ those. Unblocked by the scorer's answers and by timers alone; who wants to end e
 
 Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When a sample
 fails alone, the scorer is asked for one that it has scored before: if it answers, the fault is the sample's, and otherwise the scorer is down, and
-that is held against no sample. A scorer that has never answered is down after some failures in a row.
+that is held against no sample. A scorer that has never answered counts as down, until it answers for any sample.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     Prompts = list[Prompt]
     Answer = list[Score] | ScoreError
 
-# Failures in a row of a scorer that never answered; fewer if a sample is not tried as often.
-_IN_A_ROW = 3
 # Calls that may hang at once. Their threads cannot be stopped, only left behind.
 _MOST_HANGING = 8
 # A reason goes into a line of the ledger and onto the console; a server's error page would not fit.
@@ -70,7 +68,6 @@ class GuardedScorer:
         self._tell = tell
         self._breaker = Breaker(
             clock,
-            in_a_row=min(_IN_A_ROW, config.retries + 1),
             pauses=Backoff(config.backoff_s, config.backoff_max_s),
             give_up_s=config.outage_s,
         )
@@ -84,26 +81,25 @@ class GuardedScorer:
 
     async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
         """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
-        if self._breaker.state is State.OPEN:
-            return [self._failure()] * len(images)
         outcomes = await self._score(images, prompts)
         if self._breaker.state is State.HALF_OPEN:
-            await self._missed()
+            await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
         if self.down:  # which may have shown only after the first of them
             outcomes = [self._failure() if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
 
     async def _score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
-        answer = await self._ask(images, prompts)
+        if self._breaker.state is State.OPEN:
+            return [self._failure()] * len(images)
+        answer = await self._call(images, prompts)
         if not isinstance(answer, ScoreError):
+            await self._answered(images[0], prompts[0])
             return [*answer]
-        if len(images) == 1:
-            return [Failure(str(answer))]
-        outcomes: list[Score | Failure] = []
-        for image, prompt in zip(images, prompts, strict=True):
-            stopped = self._breaker.state is State.OPEN
-            outcomes += [self._failure()] if stopped else await self._score([image], [prompt])
-        return outcomes
+        if len(images) > 1:
+            return [outcome for i, p in zip(images, prompts, strict=True) for outcome in await self._score([i], [p])]
+        if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
+            self._breaker.trip(str(answer))
+        return [Failure(str(answer))]
 
     def _failure(self) -> Failure:
         """Of a sample while the scorer is down."""
@@ -112,29 +108,11 @@ class GuardedScorer:
             return Failure(breaker.reason, postponed=True)
         return Failure(f"scorer {self._label!r} has been failing for {breaker.open_s:.0f} s: {breaker.reason}")
 
-    async def _ask(self, images: Images, prompts: Prompts) -> Answer:
-        """A call that counts. It opens and closes the breaker."""
-        answer = await self._call(images, prompts)
-        if not isinstance(answer, ScoreError):
-            await self._answered(images[0], prompts[0])
-            return answer
-        breaker = self._breaker
-        breaker.failed(str(answer))
-        if self._known is None:
-            if breaker.suspicious:
-                breaker.trip()
-        elif len(images) == 1 and not self.down:
-            if isinstance(await self._call(*self._known), ScoreError):
-                breaker.trip()
-            else:
-                breaker.succeeded()
-        return answer
-
-    async def _missed(self) -> None:
-        self._breaker.missed()
+    async def _missed(self, reason: str) -> None:
+        self._breaker.missed(reason)
         if not self._told_down:
             self._told_down = True
-            await self._tell(f"warning: scorer {self._label!r} fails ({self._breaker.reason}); its samples wait")
+            await self._tell(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
 
     async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
         if self._known is None:
@@ -160,8 +138,7 @@ class GuardedScorer:
                 return
             answer = await self._call(*self._known)
             if isinstance(answer, ScoreError):
-                breaker.failed(str(answer))
-                await self._missed()
+                await self._missed(str(answer))
             else:
                 await self._answered(self._known[0][0], self._known[1][0])
 

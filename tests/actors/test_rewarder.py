@@ -99,7 +99,7 @@ def test_a_bad_sample_does_not_take_its_neighbours_along():
 
     desk = on_stage(scorer, scene)
     assert values(desk) == {"g0.s0": 0.0, "g0.s1": "scorer 'brightness': ValueError: unreadable", "g0.s2": 2.0}
-    assert scorer.batches == [[0, 1, 2], [0], [1], [2]]
+    assert scorer.batches == [[0, 1, 2], [0], [1], [0], [2]]  # after the failure one that it could score
 
 
 def test_a_bad_sample_alone_is_not_tried_twice():
@@ -186,7 +186,9 @@ def test_a_picture_that_is_gone_is_its_samples_failure():
     desk = Desk()
 
     async def main() -> None:
-        run = asyncio.create_task(Rewarder("reward-0", make_config(), WeightedScorer.alone(Brightness()), desk, Leaky(), ManualClock()).run())
+        run = asyncio.create_task(
+            Rewarder("reward-0", make_config(), WeightedScorer.alone(Brightness()), desk, Leaky(), ManualClock()).run()
+        )
         desk.offer(make_job(0), make_job(1), make_job(2))
         await desk.until(scored(desk, 3))
         desk.close()

@@ -27,7 +27,7 @@ class Pictures(LocalStore):
 
     async def get(self, reference: str) -> np.ndarray:
         group, _, sample = reference.removeprefix("media g").partition(".s")
-        return np.full((2, 2, 3), divmod(int(group), 256) + (int(sample),), np.uint8)
+        return np.full((2, 2, 3), (*divmod(int(group), 256), int(sample)), np.uint8)
 
 
 class ScoredRun(Run):

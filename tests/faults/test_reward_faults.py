@@ -131,7 +131,12 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
         publisher = asyncio.create_task(played.publisher())
         async with asyncio.timeout(1e5):
             await asyncio.gather(
-                stop(), played.driver(), played.trainer(), played.producer("rollout-0"), played.rewarder("reward-0"), played.rewarder("reward-1")
+                stop(),
+                played.driver(),
+                played.trainer(),
+                played.producer("rollout-0"),
+                played.rewarder("reward-0"),
+                played.rewarder("reward-1"),
             )
         publisher.cancel()
         assert asyncio.get_running_loop().time() <= 1001
@@ -261,7 +266,7 @@ def test_a_run_outlives_everything_its_judge_server_does() -> None:
         played = ScoredRun(config, lambda: HttpJudge(server.port), WallClock(), reward_workers=2)
 
         async def trained(count: int) -> None:
-            while len(played.taken) < count:
+            while len(played.taken) < count:  # noqa: ASYNC110 (the run tells nobody when its trainer takes a group)
                 await asyncio.sleep(0.005)
 
         async def trouble() -> None:
@@ -284,7 +289,7 @@ def test_a_run_outlives_everything_its_judge_server_does() -> None:
     finally:
         server.stop()
     assert played.outcome == ("done", None)
-    assert set(server.moods) == {"well", "slow", "error", "garbage", "short", "nan", "null"}, "each was met"
+    assert set(server.moods) - {"away"} == {"well", "slow", "error", "garbage", "short", "nan", "null"}, "each was met"
     ended = events(played)
     assert len(ended["trained"]) == 120 and not ended["dropped"]
     assert not ended["rejected"], "no sample was to blame"

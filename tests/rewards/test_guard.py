@@ -210,7 +210,9 @@ def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_no
         for _ in range(20):
             await stage.panel.recover()  # waits for nothing
             (first, second) = await stage.score(2, 3)
-            assert first == second == f"scorer '0' has been failing for {now() - 5:.0f} s: scorer '0': ConnectionRefusedError: nobody listens"
+            assert (
+                first == second == f"scorer '0' has been failing for {now() - 5:.0f} s: scorer '0': ConnectionRefusedError: nobody listens"
+            )
             await asyncio.sleep(3)
         assert now() == 186 and len(judge.calls) - calls == 1, "one attempt every 30 s"
         await asyncio.sleep(1000)
@@ -314,18 +316,20 @@ def test_a_call_that_fails_while_the_other_runs_decides_nothing() -> None:
 
 def test_there_is_one_second_call_and_the_timeout_is_for_both() -> None:
     async def main() -> None:
-        stage = Stage(concurrent(slow(HANGS, HANGS)), hedge_s=10.0, timeout_s=25.0)
-        assert await stage.score(1) == ["scorer '0': no score within 25 s"]
-        assert now() == 25 and stage.threads["p/0"].begun == 2
+        stage = Stage(concurrent(slow(0, HANGS, HANGS)), hedge_s=10.0, timeout_s=25.0)
+        assert await stage.score(1) == [1.0]
+        assert await stage.score(2) == ["scorer '0': no score within 25 s"]
+        assert now() == 25 and stage.threads["p/0"].busy == 2
 
     play(main())
 
 
 def test_a_call_that_fails_at_once_is_not_repeated() -> None:
     async def main() -> None:
-        stage = Stage(concurrent(Judge(bad=(1,))), hedge_s=10.0)
-        assert await stage.score(1) == ["scorer '0': ValueError: unreadable"]
-        assert stage.threads["p/0"].begun == 1
+        stage = Stage(concurrent(judge := Judge(bad=(7,))), hedge_s=10.0)
+        assert await stage.score(1) == [1.0]
+        assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
+        assert [pixels for _, pixels in judge.calls] == [[1], [7], [1]]
 
     play(main())
 
@@ -355,6 +359,9 @@ def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads(
     async def main() -> None:
         judge = Judge(seconds=lambda t: HANGS if t % 20 < 10 else 0.0)
         stage = Stage(judge, timeout_s=10.0)
+        await asyncio.sleep(10)
+        assert await stage.score(2) == [2.0]
+        await asyncio.sleep(10)
         with pytest.raises(ScorerHangs, match="8 calls have not returned; give its calls a timeout of their own"):
             for _ in range(100):
                 assert await stage.score(1) == ["scorer '0': no score within 10 s"]
