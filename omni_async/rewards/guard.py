@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     Prompts = list[Prompt]
     Answer = list[Score] | ScoreError
 
+# Where samples are tried again at once: a scorer that is down should not be asked all the time.
+_FIRST_PAUSE_S = 1.0
 # Calls that may hang at once. Their threads cannot be stopped, only left behind.
 _MOST_HANGING = 8
 # A reason goes into a line of the ledger and onto the console; a server's error page would not fit.
@@ -68,7 +70,7 @@ class GuardedScorer:
         self._tell = tell
         self._breaker = Breaker(
             clock,
-            pauses=Backoff(config.backoff_s, config.backoff_max_s),
+            pauses=Backoff(config.backoff_s or _FIRST_PAUSE_S, config.backoff_max_s),
             give_up_s=config.outage_s,
         )
         self._known: tuple[Images, Prompts] | None = None  # a sample that it could score

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,8 @@ class Panel:
 
     async def recover(self) -> None:
         """Until samples may be sent to every scorer, be it in vain."""
-        await asyncio.gather(*(guard.recover() for guard in self._guards))
+        for guard in self._guards:
+            await guard.recover()
 
     async def score(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[Score | Failure]:
         """One outcome per image. A sample that a scorer fails is not shown to those after it."""
