@@ -156,9 +156,9 @@ class GuardedScorer:
 
     async def _call(self, images: Images, prompts: Prompts) -> Answer:
         """The first answer of a call, or of a second one made beside it if it is slow and the scorer allows that."""
-        if self._threads.busy >= _MOST_HANGING:
+        if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
             if not self.down:
-                raise ScorerHangs(self._hanging())  # it answers, so it will not do for long: every sample takes a thread with it
+                raise ScorerHangs(self._hanging())  # it answers some, but has threads for no more
             return ScoreError(self._hanging())
         loop, config = asyncio.get_running_loop(), self._config
         began = loop.time()

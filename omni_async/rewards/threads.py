@@ -1,4 +1,4 @@
-"""Threads for blocking calls, of which some never return. Owns them; waits for nothing.
+"""Threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for that or for its timeout.
 
 A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap share one thread (and
 what libraries keep per thread). A thread cannot be stopped: who gives a call up leaves it `busy`. They are daemons, so that the process can end
@@ -64,6 +64,11 @@ class Threads:
         self._busy[future] = thread
         future.add_done_callback(self._returned)
         return future
+
+    async def one_returns(self, timeout_s: float) -> bool:
+        """Whether one of the busy calls returns within so many seconds."""
+        done, _ = await asyncio.wait(list(self._busy), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
 
     def _returned(self, future: asyncio.Future[Any]) -> None:
         thread = self._busy.pop(future)

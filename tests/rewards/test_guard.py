@@ -54,12 +54,7 @@ class VirtualThreads(Threads):
     def __init__(self, judge: Judge) -> None:
         super().__init__("virtual")
         self._judge = judge
-        self._tasks: set[asyncio.Task[Any]] = set()
         self.begun = 0
-
-    @property
-    def busy(self) -> int:
-        return len(self._tasks)
 
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
         self.begun += 1
@@ -70,8 +65,8 @@ class VirtualThreads(Threads):
             return call()
 
         task = asyncio.create_task(work())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._busy[task] = None  # type: ignore[assignment]
+        task.add_done_callback(self._busy.pop)
         return task
 
 
@@ -368,6 +363,18 @@ def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads(
                 assert await stage.score(2) == [2.0]
                 await asyncio.sleep(10)
         assert stage.threads["p/0"].busy == 8 and not stage.panel.down
+
+    play(main())
+
+
+def test_slow_calls_that_were_given_up_are_waited_for_before_there_are_too_many() -> None:
+    async def main() -> None:
+        seconds = iter([0.0] + [50.0, 0.0] * 20)  # every other call is slow, and its second is not
+        stage = Stage(concurrent(Judge(seconds=lambda t: next(seconds))), hedge_s=1.0)
+        for pixel in range(1, 21):
+            assert await stage.score(pixel) == [float(pixel)]
+            assert stage.threads["p/0"].busy <= 9
+        assert 50 < now() < 150, "twice for eight of them"
 
     play(main())
 
