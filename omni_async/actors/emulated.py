@@ -24,6 +24,8 @@ from omni_async.performance.device import Device
 from omni_async.performance.media import random_bytes
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure
 from omni_async.rewards.replay import ReplayScorer
 from omni_async.store import ObjectStore
 from omni_async.types import ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
@@ -40,8 +42,9 @@ class EmulatedRewarder(Rewarder):
 
     def __init__(self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
         self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
-        super().__init__(name, config, self._replay, coordinator, store, clock)
+        super().__init__(name, config, WeightedScorer.alone(self._replay), coordinator, store, clock)
         self._device = Device()
+        self._since = 0.0
         self._switch = profile.switch if config.placement.reward_in_turn else None
         self._random = random.Random(f"{config.run.seed}/{name}/switch")
         self._turn = -1
@@ -54,11 +57,19 @@ class EmulatedRewarder(Rewarder):
                 await self._device.busy(self._switch.sample(self._random), self._device.now())
         return await super()._score_all(jobs)
 
-    async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
-        since = self._device.now()
-        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
-        await self._device.busy(self._replay.seconds(len(jobs)), since)
-        return self._replay.score(pictures, [job.prompt for job in jobs])
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure]:
+        self._since = self._device.now()  # fetching is part of the profile's time
+        return await super()._fetch(jobs)
+
+    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        await self._device.busy(self._replay.seconds(len(jobs)), self._since)
+        return [self._replayed(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+
+    def _replayed(self, picture: np.ndarray, job: ScoreJob) -> Score | Failure:
+        try:
+            return self._replay.score([picture], [job.prompt])[0]
+        except ValueError as error:
+            return Failure(f"ValueError: {error}")
 
 
 class EmulatedRank:

@@ -14,6 +14,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from omni_async.config import schema
+from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 
 ENTRY_POINT_GROUP = "omni_async.scorers"
@@ -77,6 +78,11 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
 def check(config: schema.Scorer) -> None:
     """Raise `ScorerConfigError` if `build` would, without loading any model (the scorer's module is imported)."""
     _arguments(config.name, _load(config.name), config.params)
+
+
+def is_concurrent(config: schema.Scorer) -> bool:
+    """Whether the scorer declares that calls of it may overlap; see `Scorer`."""
+    return base.is_concurrent(_load(config.name))
 
 
 def build(config: schema.Scorer) -> Scorer:

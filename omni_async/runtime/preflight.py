@@ -68,6 +68,9 @@ def preflight(config: Config) -> RunInputs:
             scorers.check(scorer)
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None
+    if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
+        names = ", ".join(scorer.name for scorer in config.reward.scorers)
+        raise ConfigError(f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave it out")
     _check_model(config, family)
     longest = config.data.max_prompt_chars
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest) if config.validation else []

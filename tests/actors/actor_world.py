@@ -226,6 +226,9 @@ class Desk:
         self.scored_batches.append(results)
         self._bell.ring()
 
+    async def closing(self) -> None:
+        await self.until(lambda: self.closed)
+
     @property
     def scores(self) -> dict[str, ScoreResult]:
         return {result.sample_id: result for batch in self.scored_batches for result in batch}

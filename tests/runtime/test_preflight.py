@@ -114,6 +114,23 @@ def test_a_scorers_wrong_parameter_is_refused(tmp_path):
     assert "takes no parameter 'colour'" in message
 
 
+class Client:
+    """A scorer that may be called twice at once."""
+
+    name = "client"
+    concurrent = True
+
+    def score(self, images, prompts):
+        raise NotImplementedError
+
+
+def test_hedging_scorers_that_may_not_be_called_twice_is_refused(tmp_path):
+    message = refusal(write_world(tmp_path, reward={"hedge_s": 5, "scorers": [{"name": "jpeg_size"}]}))
+    assert "reward.hedge_s: only scorers with `concurrent = True`" in message and "got jpeg_size" in message
+    scorers = [{"name": "jpeg_size"}, {"name": f"{__name__}:Client"}]
+    preflight(write_world(tmp_path, reward={"hedge_s": 5, "scorers": scorers}))
+
+
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_a_missing_prompt_file_is_refused_under_its_key(tmp_path, section):
     config = write_world(tmp_path, **{section: {"prompts": "nowhere.txt"}})
