@@ -14,8 +14,8 @@ from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import to_yaml
+from omni_async.config.redact import redact
 from omni_async.runtime.preflight import RunInputs, preflight
-from omni_async.tracking.redact import redact
 from omni_async.tracking.summary import read_summary
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from omni_async.config import schema
 from omni_async.rewards import registry
 from omni_async.rewards.checks import require_images, require_scores
+from omni_async.rewards.hiding import hiding
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -35,14 +36,16 @@ class WeightedScorer:
         if not configs:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
         self._members = [(label, config.weight, registry.build(config)) for label, config in zip(_labels(configs), configs, strict=True)]
+        self._secrets = [registry.secrets_of(config) for config in configs]
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         require_images(self.name, images, prompts)
         if not images:
             return []
         columns = []
-        for label, _, scorer in self._members:
-            scores = scorer.score(images, prompts)
+        for (label, _, scorer), secrets in zip(self._members, self._secrets, strict=True):
+            with hiding(secrets):
+                scores = scorer.score(images, prompts)
             require_scores(label, scores, prompts)
             columns.append(scores)
         combined = [self._combine(row) for row in zip(*columns, strict=True)]

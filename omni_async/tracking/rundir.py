@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from omni_async.config.load import to_yaml
+from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
 from omni_async.tracking.files import write_atomic
-from omni_async.tracking.redact import redact
 from omni_async.types import LedgerEntry
 
 _LOCK = ".lock"
