@@ -63,6 +63,8 @@ def read_group(folder: Path, group: int, samples: int) -> list[Any]:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]
         for name, leaf in _read(path):
             sample, _, rest = name.partition("/")
+            if not sample.isdecimal():
+                raise CheckpointError(f"{path} holds {name[:80]!r}, which is of no sample")
             found[int(sample)][rest] = leaf
         if not all(found):
             raise CheckpointError(f"{path} does not hold {samples} samples")

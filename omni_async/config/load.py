@@ -24,6 +24,7 @@ _PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts"
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
+_LONGEST_NUMBER = 1000  # characters
 _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
 
 
@@ -51,6 +52,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
+        if len(node.value) > _LONGEST_NUMBER:
+            raise ValueError(f"a number of {len(node.value)} characters")
+        integer = node.tag == "tag:yaml.org,2002:int"
+        number: int | float = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
+        return number
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would read as something else."""
@@ -63,6 +72,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
@@ -80,7 +91,13 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{place}: not valid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply") from None
-    except (ValueError, LookupError, AttributeError, TypeError) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
+    except (
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+    ) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
         raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
 
 
