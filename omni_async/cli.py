@@ -18,8 +18,6 @@ from omni_async.config.redact import one_line, redact_text
 from omni_async.simulation.command import add_simulate
 from omni_async.simulation.tune_command import add_tune
 
-_LONGEST_LINE = 10_000
-
 _TRAIN = """\
 Train from a recipe. Every value of the YAML file can be overridden on the command line:
 
@@ -185,8 +183,7 @@ def _refuse(message: str) -> int:
 
 def _tell(message: str) -> None:
     """One line, whatever a prompt file or a scorer put into the message."""
-    line = one_line(redact_text(message))
-    sys.stderr.write(f"omni-async: {line if len(line) <= _LONGEST_LINE else f'{line[:_LONGEST_LINE]}...'}\n")
+    sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 
 if __name__ == "__main__":

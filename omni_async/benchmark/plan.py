@@ -111,6 +111,6 @@ def finished_run(inputs: RunInputs) -> Path | None:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted
             if same and stamped(run) == mark and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
                 return run
-        except (OSError, ValueError):  # cut off while it was written
+        except (OSError, ValueError, RecursionError):  # cut off while it was written
             continue
     return None

@@ -15,7 +15,7 @@ import yaml
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
-from omni_async.config.redact import is_secret_key, redact, redact_text
+from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 
@@ -24,12 +24,16 @@ _PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts"
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
+_LONGEST_MESSAGE = 2000
 _LONGEST_NUMBER = 1000  # characters
 _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; its text is the whole message for the user."""
+    """A configuration that cannot run; its text is the whole message for the user: one line, whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class _Loader(yaml.SafeLoader):
@@ -111,13 +115,14 @@ def _told(override: str) -> str:
     """Without its value, which may be or hold a credential."""
     path, separator, value = override.partition("=")
     plain = redact_text(value) == value and not is_secret_key(path) and not any(mark in value for mark in ":{[")
-    return override if plain or not separator else f"{path}=..."
+    shown = override if plain or not separator else f"{path}=..."
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def _index(items: list[Any], key: str, override: str) -> int:
     indices = [str(i) for i in range(len(items))]
     if key not in indices:
-        raise ConfigError(f"override {_told(override)!r}: {key!r} is not an index of a list of {len(items)}")
+        raise ConfigError(f"override {_told(override)!r}: {key[:80]!r} is not an index of a list of {len(items)}")
     return indices.index(key)
 
 

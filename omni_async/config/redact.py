@@ -59,9 +59,11 @@ def secrets_in(value: Any) -> frozenset[str]:
     return frozenset(found for found in _secrets(value, False) if len(found) >= _SHORTEST)
 
 
-def one_line(text: str) -> str:
-    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their escapes."""
-    return "".join(c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in text.strip())
+def one_line(text: str, longest: int = 10_000) -> str:
+    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their escapes, the end is cut off."""
+    text = text.strip()
+    shown = text if len(text) <= longest else f"{text[:longest]}..."
+    return "".join(c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown)
 
 
 def _masked(value: Any) -> Any:

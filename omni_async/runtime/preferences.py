@@ -176,13 +176,17 @@ class PreferencePairs:
             inside = not Path(text).is_absolute() and file.is_relative_to(self._folder)
             exists = inside and file.is_file()
         except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
-            raise ConfigError(f"{where}: {text[:200]!r} is no usable path: {_one_line(error)}") from None
+            raise ConfigError(
+                f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or _one_line(error)}"
+            ) from None
         if not inside:
-            raise ConfigError(f"{where}: {text!r} leads out of the parquet's folder; expected a path relative to it, to a file inside")
+            raise ConfigError(
+                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file inside"
+            )
         if not exists:
-            raise ConfigError(f"{where}: no such file: {file}")
+            raise ConfigError(f"{where}: no such file: {text[:200]!r}")
         if file.stat().st_size > _MAX_IMAGE_BYTES:
-            raise ConfigError(f"{where}: {file} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
+            raise ConfigError(f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
         return file
 
 

@@ -60,5 +60,5 @@ def _parse_json(index: int, line: str, where: str) -> Prompt:
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
     target = fields.get("target")
     if target is not None and not isinstance(target, str):
-        raise ConfigError(f"{where}: target: expected a string, got {target!r}")
+        raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
     return Prompt(index, fields["prompt"], target, {k: v for k, v in fields.items() if k not in ("prompt", "target")})

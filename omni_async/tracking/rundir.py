@@ -97,7 +97,7 @@ class RunDirectory:
             try:
                 record = msgspec.json.decode(line, type=dict[str, Any])
                 counts = record["update"] <= (version if "finished" in record else validated)
-            except (msgspec.DecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 counts = False  # cut off
             (valid if counts else void).append(line)
         if void:
