@@ -69,7 +69,7 @@ def _impossible(state: State) -> str | None:
             return f"{what} is {number if abs(number) < 2**63 else 'a number of ' + str(number.bit_length()) + ' bits'}"
     if any(not group.samples for group in control.ready):
         return "a group that waits for the trainer has no samples"
-    groups = [one.group for one in (*control.unfinished, *control.ready)]
+    groups = [*(one.group for one in control.unfinished), *(one.group for one in control.ready)]
     if len(set(groups)) != len(groups):
         return "a group stands there twice"
     return next((f"{what}.{problem}" for what in ("engine", "rule") if (problem := _too_large(getattr(state, what)))), None)
