@@ -126,5 +126,6 @@ class UpdateRule(Protocol):
 
     def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> PolicyUpdate:
         """`hurry`: whether the update is to be given up if it has not changed the weights yet."""
+
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...

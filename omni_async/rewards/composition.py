@@ -10,6 +10,7 @@ from omni_async.config import schema
 from omni_async.rewards import registry
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.checks import require_images, require_scores
+from omni_async.rewards.hiding import Discreet
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ class WeightedScorer:
     def __init__(self, configs: Sequence[schema.Scorer]) -> None:
         if not configs:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
-        labels = _labels(configs)
-        self.members = [Member(label, config.weight, registry.build(config)) for label, config in zip(labels, configs, strict=True)]
+        self.members = [
+            Member(label, config.weight, Discreet(registry.build(config), registry.secrets_of(config)))
+            for label, config in zip(_labels(configs), configs, strict=True)
+        ]
 
     @classmethod
     def alone(cls, scorer: Scorer) -> WeightedScorer:

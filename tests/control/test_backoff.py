@@ -75,7 +75,9 @@ def test_a_run_ends_without_waiting_for_retries() -> None:
         await hold(c, 0)
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
         jobs = await c.next_to_score("reward-0", 2)
-        await c.scored("reward-0", {job.sample_id: "train" for job in jobs}, [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs])
+        await c.scored(
+            "reward-0", {job.sample_id: "train" for job in jobs}, [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs]
+        )
         asking, closing = asyncio.create_task(c.next_to_score("reward-0", 2)), asyncio.create_task(c.closing())
         await asyncio.sleep(1)
         assert not asking.done() and not closing.done()

@@ -65,9 +65,7 @@ class World:
         async def main() -> None:
             clock = VirtualClock()
             async with Supervisor() as supervisor:
-                self.keeper = Keeper(
-                    self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append
-                )
+                self.keeper = Keeper(self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append)
                 for name in self.workers:
                     self.keeper.employ(name, self.team.work(name))
                 await asyncio.sleep(1)

@@ -57,6 +57,14 @@ def test_streaming_that_cannot_be_had_is_refused_with_the_reason(tmp_path, algor
     assert message.startswith("trainer.streaming: 'on' cannot be had here: ") and why in message and "'auto'" in message
 
 
+def test_weights_that_are_pickles_only_are_refused(tmp_path):
+    config = write_world(tmp_path)
+    (tmp_path / "model" / "transformer" / "model.bin").write_bytes(b"")
+    assert "transformer/model.bin is a pickle" in refusal(config)
+    (tmp_path / "model" / "transformer" / "model.safetensors").write_bytes(b"")
+    preflight(config)
+
+
 @pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json"])
 def test_a_checkpoint_folder_with_a_file_missing_is_refused(tmp_path, missing):
     config = write_world(tmp_path)
