@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(load(options.recipe, options.overrides))
             case "list":
                 return _list()
-            case "status" | "scale":
+            case "status" | "scale" | "stop":
                 return operate(options)
             case "bench":
                 from omni_async.benchmark.command import bench

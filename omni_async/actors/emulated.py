@@ -16,7 +16,7 @@ import numpy as np
 
 from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
-from omni_async.actors.rewarder import Rewarder
+from omni_async.actors.rewarder import Gone, Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
@@ -57,7 +57,7 @@ class EmulatedRewarder(Rewarder):
                 await self._device.busy(self._switch.sample(self._random), self._device.now())
         return await super()._score_all(jobs)
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure]:
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
         self._since = self._device.now()  # fetching is part of the profile's time
         return await super()._fetch(jobs)
 

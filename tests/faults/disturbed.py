@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.kill_everything import Job, problems
+from benchmarks.kill_everything import Job
 from omni_async.config import load
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
@@ -51,7 +53,7 @@ class Disturbed:
             "rollout": {"workers": 2, "group_size": 4, "height": 32, "width": 32, "max_batch": 4, "max_inflight": 8},
             "reward": {"workers": 2, "batch": 4, "scorers": [{"name": "none"}]},
             "buffer": {"trajectories": 32, "groups": 16},
-            "trainer": {"updates": 30, "groups_per_update": 2},
+            "trainer": {"updates": 100_000, "groups_per_update": 2},
             "checkpoint": {"every": 3},
             "tracking": {"mlflow": {"enabled": False}},
             "emulation": {"profile": "profile.json"},
@@ -73,8 +75,12 @@ class Disturbed:
         thread.start()
         try:
             disturb(self)
-        finally:
-            thread.join(timeout_s)
+        except BaseException:
+            with contextlib.suppress(ControlError):
+                ask(self.job.run / "control.sock", Request(stop=True), timeout_s=10)
+            thread.join(20)
+            raise
+        thread.join(timeout_s)
         assert not thread.is_alive(), f"the run hangs: {self.console.phases[-1:]} {self.console.notes[-3:]}"
         assert self._summary is not None, "the run raised"
         return self._summary
@@ -96,6 +102,11 @@ class Disturbed:
     def signal(self, part: str, number: int) -> None:
         os.kill(self.parts()[part]["pid"], number)
 
+    def stop(self) -> None:
+        """As Ctrl-C would, after two more updates."""
+        self.updated(self.console.updates[-1]["update"] + 2)
+        ask(self.job.run / "control.sock", Request(stop=True), timeout_s=60)
+
     def scale(self, **workers: int) -> dict[str, Any]:
         return ask(self.job.run / "control.sock", Request(workers), timeout_s=60)
 
@@ -104,9 +115,15 @@ class Disturbed:
         return read_faults(self.job.run / "faults.jsonl")
 
     def require_whole(self, summary: Summary) -> None:
-        """Done, with every group in exactly one line and every update made of its groups."""
-        assert summary.status == "done", summary.reason
-        assert summary.conserved and not problems(self.job)
+        """It ended as it was told to, with every group in exactly one line and every update made of its groups."""
+        assert summary.status == "interrupted" and summary.reason == "by a signal", summary.reason
+        assert summary.conserved
+        ledger = self.ledger()
+        assert sorted(line["group"] for line in ledger) == [*range(summary.counters.admitted)]
+        trained = Counter(line["trained_version"] for line in ledger if line["event"] == "trained")
+        assert trained == dict.fromkeys(range(1, summary.updates + 1), 2)
+        assert all(line["reason"].startswith("run interrupted") for line in ledger if line["event"] != "trained")
+        assert all(line["staleness"] <= 2 for line in ledger if line["event"] == "trained")
 
     def ledger(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.job.run / "ledger.jsonl").read_text().splitlines()]

@@ -44,14 +44,14 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path: P
         pid = run.parts()[part]["pid"]
         run.signal(part, number)
         run.wait_for(lambda: any(fault.part == part for fault in run.faults))
-        assert not os.path.exists(f"/proc/{pid}"), "a stopped process would keep its memory and its accelerator"
+        assert not Path(f"/proc/{pid}").exists(), "a stopped process would keep its memory and its accelerator"
         assert f"{part}.2" in run.parts()
+        run.stop()
 
-    run = Disturbed(tmp_path, profile(slow, 0.15), trainer={"updates": 60})
+    run = Disturbed(tmp_path, profile(slow, 0.05))
     summary = run.run(disturb)
     run.require_whole(summary)
     assert summary.faults == 1
-    assert all(line["event"] == "trained" for line in run.ledger())
 
 
 @pytest.mark.parametrize(("part", "number"), [("rollout-0", KILL), ("reward-0", KILL)])
@@ -62,8 +62,9 @@ def test_a_worker_that_dies_while_it_puts_or_gets_is_replaced(tmp_path: Path, pa
         run.updated(2)
         run.signal(part, number)
         run.wait_for(lambda: bool(run.faults))
+        run.stop()
 
-    run = Disturbed(tmp_path, profile("none", 0.0, LARGE), trainer={"updates": 30})
+    run = Disturbed(tmp_path, profile("none", 0.0, LARGE))
     run.require_whole(run.run(disturb))
     if part.startswith("rollout"):
         assert any(line["attempts"] > 1 for line in run.ledger()), "samples were lost with it"
@@ -83,6 +84,7 @@ def test_a_run_that_loses_its_heart_goes_on_from_its_last_checkpoint(tmp_path: P
         run.updated(8)
         run.signal(part, number)
         run.wait_for(lambda: bool(run.faults))
+        run.stop()
 
     run = Disturbed(tmp_path, profile(slow, 0.05))
     summary = run.run(disturb)
@@ -99,6 +101,7 @@ def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_b
         run.wait_for(lambda: any((run.job.run / "checkpoints").glob(".*.partial")))
         run.signal("trainer", KILL)
         run.wait_for(lambda: bool(run.faults))
+        run.stop()
 
     run = Disturbed(tmp_path, profile("none", 0.0, Payload(trajectory=2_000_000, media=1_000, weights=1_000)), checkpoint={"every": 1})
     run.require_whole(run.run(disturb))
@@ -111,6 +114,7 @@ def test_every_engine_at_once(tmp_path: Path) -> None:
         for name in ("rollout-0", "rollout-1"):
             os.kill(parts[name]["pid"], KILL)
         run.wait_for(lambda: len(run.faults) == 2)
+        run.stop()
 
     run = Disturbed(tmp_path, profile("generate", 0.1))
     run.require_whole(run.run(disturb))
@@ -125,7 +129,7 @@ def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_
         run.signal("rollout-0", KILL)
         killed = time.monotonic()
 
-    run = Disturbed(tmp_path, profile("generate", 0.05), run={"restarts": 0}, trainer={"updates": 1000})
+    run = Disturbed(tmp_path, profile("generate", 0.05), run={"restarts": 0})
     summary = run.run(disturb)
     assert time.monotonic() - killed < 20
     assert summary.status == "failed" and "rollout-0 was lost" in (summary.reason or "") and "run.restarts is 0" in (summary.reason or "")
@@ -143,10 +147,9 @@ def test_workers_are_added_and_removed_while_the_job_runs(tmp_path: Path) -> Non
         run.updated(before + 3)
         run.scale(rollout=1)
         run.wait_for(lambda: [name for name in run.parts() if name.startswith("rollout")] == ["rollout-0"])
-        run.updated(run.console.updates[-1]["update"] + 3)
+        run.stop()
 
-    run = Disturbed(tmp_path, profile("generate", 0.05), trainer={"updates": 150})
+    run = Disturbed(tmp_path, profile("generate", 0.05))
     summary = run.run(disturb)
     run.require_whole(summary)
     assert summary.faults == 0
-    assert all(line["event"] == "trained" for line in run.ledger())
