@@ -1,0 +1,112 @@
+"""What must hold in every schedule, whatever happens: after each message, and of all lives of a job together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from chaos_job import Job
+
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.seeds import PromptStream, sample_seed
+from omni_async.control.windows import window_of
+from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, UpdateReport
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Violation(what)
+
+
+class Checks:
+    def __init__(self, job: Job, prompts: list[Prompt]) -> None:
+        self._config = job.config
+        self._prompts = PromptStream(prompts, job.config.run.seed, job.config.data.shuffle)
+        self._last_rounds: set[int] = set()  # validation rounds of all lives
+
+    # ---- after each message -------------------------------------------------------------------------------------------------------------
+
+    def message(self, coordinator: Coordinator, call: str, args: tuple[Any, ...], answer: Any) -> None:
+        """`call` was made with `args` and is about to be answered."""
+        self._buffers(coordinator)
+        match call:
+            case "next_samples":
+                _, free, _ = args
+                require(len(answer) <= free, f"{len(answer)} samples leased, {free} asked for")
+            case "next_to_score":
+                require(len(answer) <= args[1], f"{len(answer)} samples to score, {args[1]} asked for")
+            case "next_groups":
+                require(len(answer) <= args[1], f"{len(answer)} groups for {args[1]} places")
+                for group in answer:
+                    self._group(coordinator, args[0], group)
+            case "update_done":
+                self._update(args[0])
+
+    def _buffers(self, coordinator: Coordinator) -> None:
+        statistics = coordinator._buffer_statistics()
+        slots = statistics["slots"]
+        require(slots["live"] + slots["awaiting_publication"] <= slots["capacity"], f"slots over capacity: {slots}")
+        for name in ("replay", "trajectories"):
+            buffer = statistics[name]
+            require(0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], f"{name} buffer over capacity: {buffer}")
+        coordinator._groups.check()
+
+    def _group(self, coordinator: Coordinator, version: int, group: ReadyGroup) -> None:
+        """As the trainer takes it to train from `version`."""
+        config = self._config
+        staleness = version - group.oldest_version
+        require(0 <= staleness <= config.staleness.max_updates, f"group {group.group} is {staleness} updates old, S = {config.staleness.max_updates}")
+        overtaken = [older for older in coordinator._groups.live if older < group.group]
+        require(len(overtaken) < config.buffer.window, f"group {group.group} overtook {overtaken}, window = {config.buffer.window}")
+        require(len(group.samples) == config.rollout.group_size, f"group {group.group} has {len(group.samples)} samples")
+        for number, sample in enumerate(group.samples):
+            made = sample.trajectory.value
+            require(made.request.sample_id == sample.sample_id == f"g{group.group}.s{number}", f"{sample.sample_id} is {made.request.sample_id}")
+            self.request(made.request)
+            trained = tuple(made.versions[step] for step in group.window.steps) if group.window else made.versions
+            require(sample.step_versions == trained, f"{sample.sample_id} says {sample.step_versions}, its engine used {made.versions}")
+
+    def request(self, request: SampleRequest) -> None:
+        """Prompt, seed and window follow from the group's number alone, in every life."""
+        if request.kind == "validation":
+            return
+        config, seed = self._config, self._config.run.seed
+        require(request.prompt == self._prompts[request.group], f"{request.sample_id} of prompt {request.prompt.index}")
+        expected = sample_seed(seed, request.prompt.index, request.group, request.sample)
+        require(request.seed == expected, f"{request.sample_id} with seed {request.seed}, its own is {expected}")
+        require(request.window == window_of(request.group, config), f"{request.sample_id} with window {request.window}")
+
+    def _update(self, report: UpdateReport) -> None:
+        number = self._config.trainer.groups_per_update
+        require(len(set(report.groups)) == len(report.groups) == number, f"update {report.version} trained groups {report.groups}")
+
+    # ---- of a life, and of all --------------------------------------------------------------------------------------------------------
+
+    def life(self, start: int, events: Iterable[Any]) -> None:
+        """`events` of one life, which began at version `start`."""
+        updates = [event.data["version"] for event in events if event.kind == "update"]
+        require(updates == [*range(start + 1, start + 1 + len(updates))], f"from version {start} on updates {updates} were made")
+        rounds = [event.data["version"] for event in events if event.kind == "validation"]
+        require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
+        self._last_rounds.update(rounds)
+
+    def ledger(self, lines: list[LedgerEntry]) -> None:
+        """Of a job that is done: the lines that count, of all lives."""
+        trainer = self._config.trainer
+        numbers = sorted(line.group for line in lines)
+        require(numbers == [*range(len(numbers))], f"groups {numbers} have a line: not each exactly once, or with gaps")
+        trained = Counter(line.trained_version for line in lines if line.event == "trained")
+        expected = dict.fromkeys(range(1, trainer.updates + 1), trainer.groups_per_update)
+        require(trained == expected, f"groups by update: {dict(trained)}")
+        for line in lines:
+            require((line.event == "trained") == (line.reason is None), f"{line.event} because {line.reason}")
+            require(not (line.reason or "").startswith("run "), f"group {line.group} was admitted for nothing: {line.reason}")
+            if line.staleness is not None:
+                require(0 <= line.staleness <= self._config.staleness.max_updates, f"group {line.group} was trained {line.staleness} updates old")
+        if self._config.validation is not None:
+            require({0, trainer.updates} <= self._last_rounds, f"rounds of versions {sorted(self._last_rounds)} only")
