@@ -31,6 +31,18 @@ class DeadlockError(RuntimeError):
     """Every task waits for something that only another waiting task could do."""
 
 
+class _NumberedTask(asyncio.Task[T]):
+    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address in memory, which differs
+    from run to run."""
+
+    def __init__(self, number: int, coro: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, name: str | None, context: Context | None) -> None:
+        self._number = number
+        super().__init__(coro, loop=loop, name=name, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """See the module. Time starts at `start` seconds; `dice` draws the order of what is ready together."""
 
@@ -50,6 +62,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._num_timers = 0
         self._num_cancelled = 0
         self._settling: list[Callable[[], object]] = []
+        self._num_tasks = 0
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        self._num_tasks += 1
+        return _NumberedTask(self._num_tasks, coro, self, name or f"Task-{self._num_tasks}", context)
 
     def time(self) -> float:
         return self.now

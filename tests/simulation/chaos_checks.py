@@ -27,7 +27,8 @@ class Checks:
     def __init__(self, job: Job, prompts: list[Prompt]) -> None:
         self._config = job.config
         self._prompts = PromptStream(prompts, job.config.run.seed, job.config.data.shuffle)
-        self._last_rounds: set[int] = set()  # validation rounds of all lives
+        self._rounds: list[int] = []  # validated versions, of all lives
+        self._lives = 0
 
     # ---- after each message -------------------------------------------------------------------------------------------------------------
 
@@ -93,7 +94,8 @@ class Checks:
         require(updates == [*range(start + 1, start + 1 + len(updates))], f"from version {start} on updates {updates} were made")
         rounds = [event.data["version"] for event in events if event.kind == "validation"]
         require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
-        self._last_rounds.update(rounds)
+        self._rounds += rounds
+        self._lives += 1
 
     def ledger(self, lines: list[LedgerEntry]) -> None:
         """Of a job that is done: the lines that count, of all lives."""
@@ -109,4 +111,5 @@ class Checks:
             if line.staleness is not None:
                 require(0 <= line.staleness <= self._config.staleness.max_updates, f"group {line.group} was trained {line.staleness} updates old")
         if self._config.validation is not None:
-            require({0, trainer.updates} <= self._last_rounds, f"rounds of versions {sorted(self._last_rounds)} only")
+            expected_rounds = {0, trainer.updates} if self._lives == 1 else {trainer.updates}  # the first may have been cut short
+            require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")

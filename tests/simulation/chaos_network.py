@@ -28,6 +28,7 @@ class Process:
         self.dead = False
         self.hung = False
         self.tasks: list[asyncio.Task[Any]] = []
+        self._hanging: list[asyncio.Future[None]] = []
 
     def start(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -42,16 +43,17 @@ class Process:
     async def pause(self, seconds: float) -> None:
         """What every step of its work costs."""
         if self.hung or self.dead:
-            await for_ever()
+            await self.for_ever()
         if seconds:
             await asyncio.sleep(seconds)
             if self.hung or self.dead:
-                await for_ever()
+                await self.for_ever()
 
-
-async def for_ever() -> NoReturn:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError("nobody completes it")
+    async def for_ever(self) -> NoReturn:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hanging.append(never)  # what nobody refers to is collected, with a complaint
+        await never
+        raise AssertionError("nobody completes it")
 
 
 class Owner(Protocol):
@@ -74,7 +76,7 @@ class Network:
 
     async def call(self, caller: Process, name: str, target: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         if caller.dead or caller.hung:
-            await for_ever()
+            await caller.for_ever()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
         self._send(self._carry(caller, name, answer, target, args), name)

@@ -279,6 +279,7 @@ class Life:
         """Why it is gone; None if it came home because the run is over."""
         given_up = self._ends[process.name] = self._loop.create_future()
         task = process.start(work, process.name)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have been given up before it failed
         await asyncio.wait([task, given_up], return_when=asyncio.FIRST_COMPLETED)
         if given_up.done():
             return given_up.result()
