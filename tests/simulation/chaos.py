@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
@@ -12,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from chaos_job import draw
 from chaos_world import World
+
+
+gc.freeze()  # else every collection walks through all of torch
 
 
 class ScheduleFailed(AssertionError):

@@ -89,7 +89,7 @@ def draw(seed: int) -> Job:
     samples = config.trainer.updates * config.trainer.groups_per_update * config.rollout.group_size
     messages = 5 * samples + 8 * config.trainer.updates + 6 * config.rollout.workers
     kinds = list(FAULTS)
-    number = dice.choice([0, 1, 1, 2, 2, 3, 4, 6])
+    number = dice.choice([0, 1, 1, 2, 2, 3, 5])
     drawn = dice.choices(kinds, [FAULTS[kind] for kind in kinds], k=number)
     faults = tuple(sorted((dice.randrange(messages), kind) for kind in drawn))
     return Job(seed, config, _temper(dice), faults, prompts=dice.choice([1, 2, 5]))
@@ -97,7 +97,7 @@ def draw(seed: int) -> Job:
 
 def _config(dice: random.Random, seed: int) -> Config | None:
     """Buffers may be the smallest that are legal."""
-    max_updates, per_update, size = dice.choice([0, 0, 1, 1, 2, 3]), dice.randint(1, 3), dice.randint(2, 3)
+    max_updates, per_update, size = dice.choice([0, 0, 1, 1, 2, 3]), dice.choice([1, 1, 2, 2, 3]), dice.choice([2, 2, 3])
     exact, in_step = dice.random() < 0.15, dice.random() < 0.25
     slots = (max_updates + 1) * per_update
     places = dice.choice([1, 2, 4, 64])
@@ -120,7 +120,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         buffer__window=dice.choice([1, 1, 2, 4]),
         weights__publish_every=1 if exact else dice.randint(1, max_updates + 1),
         weights__swap=dice.choice(["step", "request", "drain"]),
-        trainer__updates=dice.choice([1, 2, 3, 3, 4]),
+        trainer__updates=dice.choice([1, 2, 2, 3, 4]),
         trainer__groups_per_update=per_update,
         trainer__steps_per_update=dice.choice([n for n in range(1, per_update + 1) if per_update % n == 0]),
         trainer__streaming=dice.choice(["auto", "auto", "off"]),

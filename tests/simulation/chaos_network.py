@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 from omni_async.rollout.base import EngineError
+from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.types import WeightManifest, WeightReport
 
 # A second delivery, however late, must change nothing.
@@ -45,7 +46,7 @@ class Process:
         if self.hung or self.dead:
             await self.for_ever()
         if seconds:
-            await asyncio.sleep(seconds)
+            await sleep(seconds)
             if self.hung or self.dead:
                 await self.for_ever()
 
@@ -54,6 +55,12 @@ class Process:
         self._hanging.append(never)  # what nobody refers to is collected, with a complaint
         await never
         raise AssertionError("nobody completes it")
+
+
+def sleep(seconds: float) -> asyncio.Future[None]:
+    """Cheaper than asyncio's: ten thousand schedules are mostly this."""
+    loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
+    return loop.sleep_until(loop.now + seconds)
 
 
 class Owner(Protocol):
@@ -126,7 +133,7 @@ class Network:
 
     async def _travel(self) -> None:
         if seconds := self._delay():
-            await asyncio.sleep(seconds)
+            await sleep(seconds)
 
 
 class CoordinatorLine:

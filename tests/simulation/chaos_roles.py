@@ -67,7 +67,11 @@ class Engine:
         self.doing: set[str] = set()
         self._process, self._world = process, world
         self._version, self._staged = 0, WeightManifest(-1, "full", "", ())
-        self._running = 0
+        self.running = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.doing)
 
     async def start(self) -> WeightReport:
         return WeightReport(self.name, 0, "")
@@ -75,8 +79,8 @@ class Engine:
     async def generate(self, request: SampleRequest) -> Trajectory:
         world = self._world
         world.check_request(request)
-        self._running += 1
-        world.require(self._running <= world.config.rollout.max_inflight, f"{self.name} has {self._running} samples at once")
+        self.running += 1
+        world.require(self.running <= world.config.rollout.max_inflight, f"{self.name} has {self.running} samples at once")
         try:
             versions = []
             for _ in range(request.num_inference_steps):
@@ -85,7 +89,7 @@ class Engine:
             if world.generation_fails(request):
                 raise ValueError("out of memory")
         finally:
-            self._running -= 1
+            self.running -= 1
         if world.config.weights.swap != "step":
             world.require(len(set(versions)) == 1, f"{request.sample_id} was made by {versions} although weights.swap waits for it")
         picture = np.array([request.group, request.sample, request.prompt.index], np.int64)

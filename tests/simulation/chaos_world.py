@@ -44,7 +44,7 @@ class World:
         self.trace = trace
         self.prompts = [Prompt(index, f"prompt {index}") for index in range(job.prompts)]
         self.checks = Checks(job, self.prompts)
-        self.seen: Counter[str] = Counter()  # what happened: for coverage
+        self.seen: Counter[str] = Counter(self._kind_of_job())  # what happened: for coverage
         self.faults = list(job.faults)
         self.messages = 0
         self.checkpoint: Continuation | None = None
@@ -62,6 +62,8 @@ class World:
             self._life = life = Life(self, start)
             dice = random.Random(f"order/{self.job.seed}/{number}") if self.temper.shuffled else None
             status = run(life.play(), start=self.now, dice=dice)
+            self.seen["a message of the dead"] += life.network.late
+            self.seen["a message twice"] += life.network.duplicates
             self.seen[f"life ended: {status}"] += 1
             if status == "done":
                 self.checks.ledger(self.lines)
@@ -69,6 +71,21 @@ class World:
             if status == "fruitless":
                 return self
         raise AssertionError
+
+    def _kind_of_job(self) -> list[str]:
+        config, temper = self.config, self.temper
+        kinds = {
+            f"swap: {config.weights.swap}": True,
+            f"S = {config.staleness.max_updates}": True,
+            "scored in step": not config.reward.streaming,
+            "exact": config.staleness.exact,
+            "validated": config.validation is not None,
+            "several steps": config.trainer.steps_per_update > 1,
+            "one place for samples": config.buffer.trajectories == 1,
+            "one place for groups": config.buffer.groups == 1,
+            "shuffled": temper.shuffled,
+        }
+        return [kind for kind, there in kinds.items() if there]
 
     # ---- chance ---------------------------------------------------------------------------------------------------------------------
 
@@ -141,6 +158,11 @@ class Life:
         self.scorers: dict[str, Process] = {}
         self._ends: dict[str, asyncio.Future[str]] = {}  # why a process was given up
         self._messages = 0
+        self._processes: list[Process] = []  # the dead as well: what hangs in them must not be collected
+
+    def _process(self, name: str) -> Process:
+        self._processes.append(Process(name))
+        return self._processes[-1]
 
     async def play(self) -> str:
         """How it ended: done, interrupted, killed, or fruitless."""
@@ -237,7 +259,7 @@ class Life:
         """An engine, and its replacements."""
         for incarnation in count():
             name = f"rollout-{slot}" + (f".{incarnation}" if incarnation else "")
-            process = Process(name)
+            process = self._process(name)
             engine, store = Engine(process, self.world), Store(process, self.world.store_s)
             producer = Producer(name, self.config, engine, self._line(process), store, VirtualClock())
             producer._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
@@ -260,7 +282,7 @@ class Life:
     async def _keep_scorer(self, slot: int) -> None:
         for incarnation in count():
             name = f"reward-{slot}" + (f".{incarnation}" if incarnation else "")
-            process = Process(name)
+            process = self._process(name)
             store = Store(process, self.world.store_s)
             rewarder = Rewarder(name, self.config, Scorer(self.world), self._line(process), store, VirtualClock())
             rewarder._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
@@ -332,7 +354,9 @@ class Life:
         self.world.checks.message(self.coordinator, call, args, answer)
         while world.faults and world.faults[0][0] <= world.messages:
             _, kind = world.faults.pop(0)
-            self._loop.call_soon(self._strike, kind)
+            temper = world.temper
+            longest = world.dice.choice([0.0, temper.message_s, temper.step_s, temper.train_s])
+            self._loop.call_later(world.seconds(longest), self._strike, kind)
 
     def _strike(self, kind: str) -> None:
         if self._verdict.done():
@@ -343,6 +367,7 @@ class Life:
             case "engine":
                 self._hurt([process for process, _ in self.engines.values()], how)
             case "every engine":
+                self._note(kind)
                 for process in [process for process, _ in self.engines.values()]:
                     self._hurt([process], "crash")
             case "scorer":
@@ -358,7 +383,8 @@ class Life:
         well = [process for process in candidates if not process.dead and not process.hung]
         if not well:
             return
-        process = self.world.dice.choice(well)
+        busy = [process for process in well if process.name in self.engines and self.engines[process.name][1].busy]
+        process = self.world.dice.choice(busy if busy and self.world.dice.random() < 0.7 else well)
         kind = "engine" if process.name.startswith("rollout") else "scorer"
         self._note(f"{kind} {how}")
         if kind == "engine":
@@ -382,7 +408,7 @@ class Life:
             self.world.seen[f"{what} / trainer {phase}"] += 1
 
     def _note_engine(self, how: str, process: Process, engine: Engine) -> None:
-        doing = [*engine.doing, *(["generating"] if engine._running else [])] or ["idle"]
+        doing = [*engine.doing, *(["generating"] if engine.running else [])] or ["idle"]
         if self.coordinator.versions.of(process.name) < 0:
             doing.append("joining")
         for phase in doing:
