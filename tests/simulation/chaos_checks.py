@@ -8,10 +8,12 @@ from typing import Any
 
 from chaos_job import Job
 
+from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
+from omni_async.control.groups import SampleProgress
 from omni_async.control.seeds import PromptStream, sample_seed
 from omni_async.control.windows import window_of
-from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, UpdateReport
+from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, SampleResult, Score, UpdateReport
 
 
 class Violation(AssertionError):
@@ -47,6 +49,15 @@ class Checks:
                     self._group(coordinator, args[0], group)
             case "update_done":
                 self._update(args[0])
+            case "samples_done" if not coordinator.versions.knows(args[0]):
+                for result in args[1]:
+                    require(_result(coordinator, result.sample_id) is not result, f"{result.sample_id}: {args[0]} was lost, and is believed")
+            case "scored" if args[0] in coordinator._samples._lost_scorers:
+                for result in args[2]:
+                    believed = result.score is not None and _score(coordinator, result.sample_id) is result.score
+                    require(not believed, f"{result.sample_id}: {args[0]} was lost, and is believed")
+            case "continuation" if not coordinator._closed:
+                self._continuation(coordinator, answer)
 
     def _buffers(self, coordinator: Coordinator) -> None:
         statistics = coordinator._buffer_statistics()
@@ -82,6 +93,12 @@ class Checks:
         require(request.seed == expected, f"{request.sample_id} with seed {request.seed}, its own is {expected}")
         require(request.window == window_of(request.group, config), f"{request.sample_id} with window {request.window}")
 
+    def _continuation(self, coordinator: Coordinator, kept: Continuation) -> None:
+        complete = {group.group for group in coordinator._groups.live.values() if group.complete}
+        require(complete <= {group.group for group in kept.ready}, f"groups {complete} are ready, {len(kept.ready)} are kept")
+        rounds = coordinator._validation.rounds
+        require(kept.validated is None or all(version > kept.validated for version in rounds), f"rounds {[*rounds]} would not be repeated")
+
     def _update(self, report: UpdateReport) -> None:
         number = self._config.trainer.groups_per_update
         require(len(set(report.groups)) == len(report.groups) == number, f"update {report.version} trained groups {report.groups}")
@@ -113,3 +130,20 @@ class Checks:
         if self._config.validation is not None:
             expected_rounds = {0, trainer.updates} if self._lives == 1 else {trainer.updates}  # the first may have been cut short
             require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")
+
+
+def _result(coordinator: Coordinator, sample_id: str) -> SampleResult | None:
+    """What the coordinator goes by, of a sample that is being worked on."""
+    found = _progress(coordinator, sample_id)
+    return found.result if found else None
+
+
+def _score(coordinator: Coordinator, sample_id: str) -> Score | None:
+    found = _progress(coordinator, sample_id)
+    return found.score if found else None
+
+
+def _progress(coordinator: Coordinator, sample_id: str) -> SampleProgress | None:
+    homes: Any = coordinator._groups.live if sample_id.startswith("g") else coordinator._validation.rounds
+    home = homes.get(int(sample_id.split(".")[0][1:]))
+    return home.samples.get(sample_id) if home else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ class Temper:
     """Longest times in seconds (drawn anew each time), and the odds of what may happen to a message or a sample.
 
     `grain`: times are multiples of it, so that things happen in the same instant; 0 for any time. `shuffled`: what is ready together runs in
-    any order. `lasting` groups fail, or have equal rewards, each time they are made.
+    any order. Some groups fail, are slow, or have equal rewards, each time they are made.
     """
 
     message_s: float
@@ -44,6 +44,7 @@ class Temper:
     score_fails: float
     equal_rewards: float
     lasting_failures: float
+    slow_groups: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class Job:
     temper: Temper
     faults: tuple[tuple[int, str], ...] = ()
     prompts: int = 3
-    tags: frozenset[str] = field(default_factory=frozenset)
 
 
 def make_config(**changes: Any) -> Config | None:
@@ -119,6 +119,8 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         buffer__groups=max(dice.choice([1, per_update, slots, 32]), slots if exact else 1),
         buffer__window=dice.choice([1, 1, 2, 4]),
         weights__publish_every=1 if exact else dice.randint(1, max_updates + 1),
+        rollout__timeout_s=2000.0,  # longer than any sample takes that is well
+        weights__timeout_s=6000.0,
         weights__swap=dice.choice(["step", "request", "drain"]),
         trainer__updates=dice.choice([1, 2, 2, 3, 4]),
         trainer__groups_per_update=per_update,
@@ -151,4 +153,5 @@ def _temper(dice: random.Random) -> Temper:
         score_fails=odds(0.0, 0.0, 0.02, 0.2),
         equal_rewards=odds(0.0, 0.0, 0.1, 0.3),
         lasting_failures=odds(0.0, 0.0, 0.1),
+        slow_groups=odds(0.0, 0.0, 0.3),
     )

@@ -84,7 +84,7 @@ class Engine:
         try:
             versions = []
             for _ in range(request.num_inference_steps):
-                await self._process.pause(world.step_s())
+                await self._process.pause(world.step_s(request))
                 versions.append(self._version)
             if world.generation_fails(request):
                 raise ValueError("out of memory")
