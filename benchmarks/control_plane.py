@@ -133,7 +133,7 @@ class Roles:
     async def _reward_worker(self, name: str) -> None:
         while jobs := await self._coordinator.next_to_score(name, self._config.reward.batch):
             await asyncio.sleep(0)
-            results = [ScoreResult(job.sample_id, Score(_reward(job))) for job in jobs]
+            results = [ScoreResult(job.sample_id, job.attempt, Score(_reward(job))) for job in jobs]
             await self._coordinator.scored(name, {job.sample_id: job.kind for job in jobs}, results)
 
     async def _trainer(self) -> None:

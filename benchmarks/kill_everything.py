@@ -62,7 +62,7 @@ class Job:
             job.stdout.read()
             return job.wait()
         finally:
-            _kill(job)
+            end_job(job)
             self.seconds += time.monotonic() - began
 
     def _has_checkpoint(self) -> bool:
@@ -86,7 +86,7 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _kill(job: subprocess.Popen[str]) -> None:
+def end_job(job: subprocess.Popen[str]) -> None:
     """It and everything it started, at once."""
     try:
         family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]

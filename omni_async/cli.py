@@ -14,6 +14,7 @@ from pathlib import Path
 from omni_async import __version__
 from omni_async.benchmark.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
+from omni_async.runtime.operate import add_operations, operate
 from omni_async.simulation.command import add_simulate
 from omni_async.simulation.tune_command import add_tune
 
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
     docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
     docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
+    add_operations(commands)
     add_bench(commands)
     add_simulate(commands)
     add_tune(commands)
@@ -92,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(load(options.recipe, options.overrides))
             case "list":
                 return _list()
+            case "status" | "scale":
+                return operate(options)
             case "bench":
                 from omni_async.benchmark.command import bench
 

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
+class ObjectLost(LookupError):
+    """A stored value is gone, with the process or the machine that had it."""
+
+
 class ObjectStore(Protocol):
     async def put(self, value: Any) -> Any:
         """Store `value`; the object lives as long as somebody holds the returned reference."""
@@ -18,7 +22,7 @@ class ObjectStore(Protocol):
         that the same readers want at about the same time."""
 
     async def get(self, reference: Any) -> Any:
-        """The stored value, shared with everybody who has the reference: it must not be written to. Raises LookupError if it is gone."""
+        """The stored value, shared with everybody who has the reference: it must not be written to. Raises ObjectLost if it is gone."""
 
 
 class LocalStore:

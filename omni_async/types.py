@@ -76,10 +76,13 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
+    """`attempt` is the sample's: one that was lost and generated again has another picture."""
+
     sample_id: str
     kind: SampleKind
     prompt: Prompt
     media: Any
+    attempt: int = 1
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -95,11 +98,14 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
-    """Exactly one of `score` and `error` is set: a failed score is never a number."""
+    """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's; `gone`: the picture could not be had
+    any more, which is not the scorer's failure."""
 
     sample_id: str
+    attempt: int
     score: Score | None = None
     error: str | None = None
+    gone: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True):
@@ -130,7 +136,8 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """What of a ready group is trained on: one entry per chosen sample, in the same order everywhere.
+    """What of a ready group is trained on, beside the trajectories that a rank has fetched: one entry per chosen sample, in the same order
+    everywhere.
 
     `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one. `staleness[i][k]` is the
     version trained from minus the version that took trained step k. `weights[i][k]`, where given, are importance weights made from the
@@ -138,7 +145,6 @@ class TrainGroup(msgspec.Struct, frozen=True):
     """
 
     group: int
-    trajectories: tuple[Any, ...]
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
     staleness: tuple[tuple[int, ...], ...]

@@ -21,8 +21,8 @@ from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation
-from omni_async.store import ObjectStore
+from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 
 
@@ -83,10 +83,16 @@ class Checkpointer:
     async def _write(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
         place = partial(folder)
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
+        kept, gone = [], []
         for group in control.ready:
-            trajectories = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            try:
+                trajectories = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            except ObjectLost:
+                gone.append(Unfinished(group.group))  # it would be generated again in this life too
+                continue
             await asyncio.to_thread(write_group, place, group.group, trajectories)
-        stripped = replace(control, ready=tuple(_with_trajectories(group, [None] * len(group.samples)) for group in control.ready))
+            kept.append(_with_trajectories(group, [None] * len(group.samples)))
+        stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
         state = State(stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule)
 
         def complete() -> None:

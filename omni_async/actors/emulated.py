@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -71,18 +72,27 @@ class EmulatedRank:
         self._random = random.Random(f"{config.run.seed}/trainer")
         self._units = config.rollout.group_size / config.trainer.workers
         self._free: list[list[Bucket]] = []
+        self._since: float | None = None  # when the group that is computed next began to be fetched
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """There is nothing to load."""
 
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        """Part of the profile's time for the pass that follows. RuntimeError if a trajectory is not of the payload's size."""
+        self._since = self._device.now()
+        expected = self._profile.payload.trajectory
+        for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
+            if trajectory.nbytes != expected:
+                raise RuntimeError(f"group {group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}")
+
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         """Nothing is known of a drift that was not computed: an empty list."""
-        await self._pass(batch, self._profile.assess)
+        await self._pass(self._profile.assess)
         return []
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        await self._pass(batch, self._profile.train)
+        await self._pass(self._profile.train)
 
     async def step(self, grad_scale: float) -> dict[str, float]:
         await self._device.busy(self._profile.step.sample(self._random), self._device.now())
@@ -115,14 +125,9 @@ class EmulatedRank:
     async def end_save(self) -> None:
         """Nothing was begun."""
 
-    async def _pass(self, batch: TrainGroup, service: ServiceTime) -> None:
-        """Fetching the group is part of the profile's time. RuntimeError if a trajectory is not of the payload's size."""
-        since = self._device.now()
-        expected = self._profile.payload.trajectory
-        for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in batch.trajectories)):
-            if trajectory.nbytes != expected:
-                raise RuntimeError(f"group {batch.group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}")
-        await self._device.busy(service.sample(self._random, self._units), since)
+    async def _pass(self, service: ServiceTime) -> None:
+        since, self._since = self._since, None
+        await self._device.busy(service.sample(self._random, self._units), self._device.now() if since is None else since)
 
 
 class EmulatedRule:
@@ -160,6 +165,7 @@ class EmulatedUpdate:
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
+        await self._rank.fetch(group.group, [sample.trajectory for sample in group.samples])
         self.groups.append(group)
         if self._plan.mode != "collect":
             await self._begin_turn(first=len(self.groups) == 1)
@@ -200,5 +206,5 @@ class EmulatedUpdate:
 
 
 def _batch(group: ReadyGroup) -> TrainGroup:
-    """Every sample of the group; nothing of the rest is computed."""
-    return TrainGroup(group.group, tuple(sample.trajectory for sample in group.samples), (), (), ())
+    """Nothing of it is computed."""
+    return TrainGroup(group.group, (), (), ())

@@ -122,7 +122,7 @@ class PreferenceReader:
     async def _score_samples(self) -> None:
         while jobs := await self._coordinator.next_to_score(self.name, self._config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
-                results = [ScoreResult(job.sample_id, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs]
+                results = [ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs]
             await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
     # ---- in the thread ----------------------------------------------------------------------------------------------------------------

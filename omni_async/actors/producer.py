@@ -24,7 +24,7 @@ from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import TransportError, WeightReceiver
+from omni_async.weights.transport.base import WeightReceiver
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
@@ -55,6 +55,7 @@ class Producer:
         self._changed = asyncio.Condition()
         self._leasing_paused = False
         self._starting_paused = False
+        self._leaving = False
         self._swapping = asyncio.Lock()
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not started.
         places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
@@ -78,8 +79,9 @@ class Producer:
                         working.add(task)
                         task.add_done_callback(working.discard)
                 flusher.cancel()
-                for task in working:
-                    task.cancel()  # the run is over: nobody wants them any more
+                if not self._leaving:
+                    for task in working:
+                        task.cancel()  # the run is over: nobody wants them any more
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to tell why
         finally:
@@ -87,6 +89,11 @@ class Producer:
                 await self._tracer.flush()
             finally:
                 await self._engine.close()
+
+    async def leave(self) -> None:
+        """Take no more samples, and end when those under way are done."""
+        self._leaving = True
+        await self._coordinator.engine_leaves(self.name)
 
     async def _next_samples(self) -> list[SampleRequest]:
         capacity = self._config.rollout.max_inflight
@@ -151,12 +158,13 @@ class Producer:
         await self._receiver.connect(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stage in the background, then swap at the boundary that `weights.swap` names. Raises EngineError if the weights do not arrive whole."""
+        """Stage in the background, then swap at the boundary that `weights.swap` names. TransportError if the weights do not arrive, EngineError
+        if they arrive wrong."""
         async with self._swapping:
             staging = self._clock.now()
             try:
                 manifest, buckets = await self._receiver.receive(manifest, parcel)
-            except (TransportError, WeightError, LookupError) as error:
+            except (WeightError, LookupError) as error:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
             digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:

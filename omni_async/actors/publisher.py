@@ -2,13 +2,16 @@
 
 Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not the one that trains.
 Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that is handed over meanwhile waits, and is
-superseded by the next: engines only ever need the newest.
+superseded by the next: engines only ever need the newest. The last that went out is kept for engines that join later, as long as the trainer
+does not need its memory. An engine that does not take a version is reported as lost, and the others go on without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi
 from omni_async.actors.tracer import Tracer
@@ -18,7 +21,12 @@ from omni_async.control.waiting import Bell
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
-from omni_async.weights.transport.base import WeightSender
+from omni_async.weights.transport.base import TransportError, WeightSender
+
+# Transports have the time-out themselves and say more when it passes; this is for those who do not even answer that.
+_GRACE_S = 10.0
+# How often a version is sent again after the engines that receive it together were disturbed.
+_TRIES = 3
 
 
 class WeightPublisher:
@@ -26,18 +34,26 @@ class WeightPublisher:
         self, config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi, sender: WeightSender, clock: Clock
     ) -> None:
         self._config = config
-        self._producers = producers
+        self._producers = dict(producers)
         self._coordinator = coordinator
         self._sender = sender
         self._tracer = Tracer("publisher", coordinator, clock)
         self._waiting: Snapshot | None = None
+        self._carried: Snapshot | None = None  # on its way
+        self._newest: tuple[WeightManifest, Snapshot] | None = None  # that went out
+        self._met: set[str] = set()  # engines that can receive together
+        self._sending = asyncio.Lock()
         self._bell = Bell()
 
     def withdraw(self) -> None:
-        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used again."""
+        """Before an export: its memory is that of a version which was handed over but has not left, or of the last that went out while
+        another is on its way to replace it."""
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
+        elif self._carried is not None and self._newest is not None:
+            self._newest[1].release()
+            self._newest = None
 
     def publish(self, snapshot: Snapshot) -> None:
         """Take over a version; everything that follows happens beside the training."""
@@ -46,39 +62,120 @@ class WeightPublisher:
         self._bell.ring()
 
     async def run(self) -> None:
-        """Until cancelled. EngineError if an engine does not take a version, TransportError if it can't be sent."""
-        await self._sender.connect({name: producer.join_weights for name, producer in self._producers.items()})
+        """Until cancelled. TransportError if a version can't be sent at all."""
+        async with self._sending:
+            await self._connect()
         while True:
             while self._waiting is None:
                 await self._bell.wait()
-            snapshot, self._waiting = self._waiting, None
-            with self._tracer.span("publish", version=snapshot.version, megabytes=round(snapshot.nbytes / 1e6, 3)):
-                await self._carry(snapshot)
-            snapshot.release()
+            async with self._sending:
+                await self._publish_waiting()
             await self._tracer.flush()
 
-    async def _carry(self, snapshot: Snapshot) -> None:
-        manifest = await asyncio.to_thread(snapshot.manifest)
-        await self._coordinator.announce(manifest.version, manifest.digest)
-        async with self._sender.sending(manifest, snapshot.buckets) as parcel:
-            await self._deliver_to_all(manifest, parcel)
+    async def _publish_waiting(self) -> None:
+        self._carried, self._waiting = self._waiting, None
+        if self._carried is None:
+            return  # withdrawn while an engine joined
+        with self._tracer.span("publish", version=self._carried.version, megabytes=round(self._carried.nbytes / 1e6, 3)):
+            manifest = await asyncio.to_thread(self._carried.manifest)
+            await self._coordinator.announce(manifest.version, manifest.digest)
+            await self._send(manifest, self._carried, [*self._producers])
+        before, self._newest, self._carried = self._newest, (manifest, self._carried), None
+        if before is not None:
+            before[1].release()
 
-    async def _deliver_to_all(self, manifest: WeightManifest, parcel: object) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for name, producer in self._producers.items():
-                    tasks.create_task(self._deliver(name, producer, manifest, parcel))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one engine without the weights is enough
+    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
 
-    async def _deliver(self, name: str, producer: ProducerApi, manifest: WeightManifest, parcel: object) -> None:
+    async def admit(self, name: str, producer: ProducerApi) -> None:
+        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not take it."""
+        async with self._sending:
+            self._producers[name] = producer
+            if not self._sender.one_by_one:
+                await self._connect()
+            if self._newest is not None and name in self._producers:
+                # Nothing is exported into its memory meanwhile.
+                manifest, snapshot = self._newest
+                self._newest, self._carried = None, snapshot
+                try:
+                    await self._send(manifest, snapshot, [name] if self._sender.one_by_one else [*self._producers])
+                finally:
+                    self._newest, self._carried = (manifest, snapshot), None
+        if name not in self._producers:
+            raise EngineError(f"{name} could not join: the coordinator was told why")
+
+    def dismiss(self, name: str) -> None:
+        """An engine is gone: nothing is sent to it any more."""
+        self._producers.pop(name, None)
+
+    async def _lose(self, name: str, version: int | None, error: BaseException) -> None:
+        if name in self._producers:
+            self.dismiss(name)
+            what = "it did not join the weight transport" if version is None else f"it did not take version {version}"
+            await self._coordinator.engine_lost(name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}")
+
+    # ---- sending ------------------------------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        """Every engine meets the sender. Who does not come is lost, and the rest meet again."""
+        while self._producers:
+            failed: dict[str, BaseException] = {}
+            joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
+            try:
+                await self._sender.connect(joining)
+                self._met = {*joining}
+                return
+            except TransportError:
+                if not failed:
+                    raise
+            # Who could be asked and then waited in vain for the others is not to blame, if anybody else is.
+            for name in [name for name, error in failed.items() if not isinstance(error, TransportError)] or [*failed]:
+                await self._lose(name, None, failed[name])
+
+    async def _join(self, name: str, producer: ProducerApi, failed: dict[str, BaseException], invitation: Any) -> None:
         try:
-            async with asyncio.timeout(self._config.weights.timeout_s) as deadline:
-                report = await producer.receive_weights(manifest, parcel)
-        except TimeoutError:
-            if not deadline.expired():
+            async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S):
+                await producer.join_weights(invitation)
+        except Exception as error:
+            failed[name] = error
+            raise TransportError(f"{name}: {error}") from error
+
+    async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
+        """Until every engine of `names` that is still there holds the version. Where all receive at once, and one fails, all do: then those
+        that are left meet again, and try again."""
+        left = [name for name in names if name in self._producers]
+        for last in (*(False for _ in range(_TRIES)), True):
+            if not self._sender.one_by_one and self._met != self._producers.keys():
+                await self._connect()  # whoever is gone would be waited for
+                left = [*self._producers]
+            if not (left or self._sender.one_by_one):
+                return  # there is no group to send to
+            failed = await self._attempt(manifest, snapshot, left)
+            together = not (last or self._sender.one_by_one)
+            victims = [name for name, error in failed.items() if together and isinstance(error, TransportError)]
+            for name, error in failed.items():
+                if name not in victims:
+                    await self._lose(name, manifest.version, error)
+            if not victims:
+                return
+            await self._connect()
+            left = [*self._producers]
+
+    async def _attempt(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> dict[str, BaseException]:
+        failed: dict[str, BaseException] = {}
+        try:
+            async with self._sender.sending(manifest, snapshot.buckets) as parcel:
+                await asyncio.gather(*(self._deliver(name, manifest, parcel, failed) for name in names))
+        except TransportError:
+            if not failed:
                 raise
-            raise EngineError(
-                f"{name} did not hold version {manifest.version} within weights.timeout_s = {self._config.weights.timeout_s}"
-            ) from None
+        return failed
+
+    async def _deliver(self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]) -> None:
+        try:
+            async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S) as deadline:
+                report = await self._producers[name].receive_weights(manifest, parcel)
+        except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            failed[name] = EngineError(f"not within weights.timeout_s = {self._config.weights.timeout_s:g}") if late else error
+            return
         await self._coordinator.engine_holds(report)

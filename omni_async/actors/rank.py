@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,8 @@ class Rank:
         self._paired = paired
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
         self._free: list[BucketSet] = []
+        self._fetched: dict[int, list[Any]] = {}  # this rank's share of the update's groups
+        self._spent: set[int] = set()  # those accumulated since the last step
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -58,24 +60,33 @@ class Rank:
 
         await self._run(work)
 
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        """See `RankApi`."""
+        self._fetched[group] = await asyncio.gather(*(self._store.get(reference) for reference in trajectories[self._mine]))
+
+    @property
+    def _mine(self) -> slice:
+        """Every world_size-th sample; of a preference pair both, since its noise draws are dealt instead."""
+        return slice(None) if self._paired else slice(self._rank, None, self._world_size)
+
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         """A forward pass over this rank's share of a group, before the update's first step."""
-        mine = await self._share(batch)
+        mine = self._share(batch)
         return await self._run(lambda: self._engine.assess(mine))
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         """Forward and backward over this rank's share of a group."""
-        mine = await self._share(batch)
+        mine = self._share(batch)
+        self._spent.add(batch.group)
         await self._run(lambda: self._engine.accumulate(mine, row_weight))
 
-    async def _share(self, batch: TrainGroup) -> GroupBatch:
-        """Every world_size-th sample; of a preference pair both, since its noise draws are dealt instead."""
+    def _share(self, batch: TrainGroup) -> GroupBatch:
         from omni_async.training.groups import GroupBatch
 
-        mine = slice(None) if self._paired else slice(self._rank, None, self._world_size)
+        mine = self._mine
         return GroupBatch(
             group=batch.group,
-            trajectories=await asyncio.gather(*(self._store.get(reference) for reference in batch.trajectories[mine])),
+            trajectories=self._fetched[batch.group],
             advantages=batch.advantages[mine],
             seeds=batch.seeds[mine],
             staleness=batch.staleness[mine],
@@ -83,9 +94,13 @@ class Rank:
         )
 
     async def step(self, grad_scale: float) -> dict[str, float]:
+        for group in self._spent:
+            del self._fetched[group]
+        self._spent.clear()
         return await self._run(lambda: self._engine.step(grad_scale))
 
     async def discard(self) -> None:
+        self._spent.clear()
         await self._run(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:

@@ -15,7 +15,7 @@ from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.rewards.base import ScoreError, Scorer
-from omni_async.store import ObjectStore
+from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult
 
 
@@ -47,6 +47,10 @@ class Rewarder:
             await self._tracer.flush()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
+    async def leave(self) -> None:
+        """Take no more samples, and end when those under way are scored."""
+        await self._coordinator.scorer_leaves(self.name)
+
     async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
         await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
@@ -58,10 +62,12 @@ class Rewarder:
         try:
             with self._tracer.span("score", samples=len(jobs)):
                 scores = await self._score(jobs)
-            return [ScoreResult(job.sample_id, score=score) for job, score in zip(jobs, scores, strict=True)]
+            return [ScoreResult(job.sample_id, job.attempt, score=score) for job, score in zip(jobs, scores, strict=True)]
         except Exception as error:  # noqa: BLE001 (a scorer is foreign code; its failure is the sample's, not the worker's)
             if len(jobs) == 1:
-                return [ScoreResult(jobs[0].sample_id, error=f"{type(error).__name__}: {error}")]
+                # Scorers raise ScoreError and whatever they like, the store alone raises ObjectLost.
+                gone, why = isinstance(error, ObjectLost), f"{type(error).__name__}: {error}"
+                return [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error=why, gone=gone)]
         return [result for job in jobs for result in await self._score_all([job])]
 
     async def _score(self, jobs: list[ScoreJob]) -> list[Score]:

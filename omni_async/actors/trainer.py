@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_async.actors.api import CoordinatorApi, PublisherApi, RankApi, UpdateRule
+from omni_async.actors.api import CoordinatorApi, PolicyUpdate, ProducerApi, PublisherApi, RankApi, UpdateRule
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
@@ -20,8 +20,8 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.store import ObjectStore
-from omni_async.types import UpdateReport, WeightReport
+from omni_async.store import ObjectLost, ObjectStore
+from omni_async.types import ReadyGroup, UpdateReport, WeightReport
 
 _MISMATCH_NATS = 1.0
 
@@ -94,6 +94,14 @@ class Trainer:
         """Beside `run`, until cancelled: what follows an export."""
         await self._publisher.run()
 
+    async def admit(self, engine: str, producer: ProducerApi) -> None:
+        """An engine joins: until it holds the current weights. EngineError if it does not take them."""
+        await self._publisher.admit(engine, producer)
+
+    async def dismiss(self, engine: str) -> None:
+        """An engine is gone."""
+        self._publisher.dismiss(engine)
+
     async def _update(self) -> bool:
         """One update; False if the run is over, be it before its last group came."""
         started = self._clock.now()
@@ -104,12 +112,18 @@ class Trainer:
             if not groups:
                 return False
             for group in groups:
-                await update.add(group)
+                await self._add(update, group)
         metrics = await update.finish()
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)
         return await self._coordinator.update_done(UpdateReport(self._version, trained, metrics, started, self._clock.now()))
+
+    async def _add(self, update: PolicyUpdate, group: ReadyGroup) -> None:
+        try:
+            await update.add(group)
+        except ObjectLost as error:
+            await self._coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
         """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own drift."""

@@ -21,7 +21,7 @@ from omni_async.algorithms.history import RewardHistory
 from omni_async.algorithms.selection import best_and_worst
 from omni_async.config import Config
 from omni_async.control.seeds import derive
-from omni_async.types import ReadyGroup, SampleDrift, TrainGroup
+from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 
 class PolicyGradient:
@@ -66,6 +66,9 @@ class Update:
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
+        """ObjectLost, with nothing changed, if a rank cannot read the group."""
+        trajectories = tuple(sample.trajectory for sample in self._chosen(group))
+        await asyncio.gather(*(rank.fetch(group.group, trajectories) for rank in self._ranks))
         self.groups.append(group)
         if self._plan.assess:
             self._drifts.append(await self._assess(group))
@@ -155,16 +158,18 @@ class Update:
     # ---- ranks --------------------------------------------------------------------------------------------------------------------
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
-        chosen = best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples))
-        samples = [group.samples[i] for i in chosen]
+        samples = self._chosen(group)
         whose = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
-            trajectories=tuple(sample.trajectory for sample in samples),
             advantages=tuple(advantages),
             seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in whose),
             staleness=tuple(tuple(self._version - v for v in sample.step_versions) for sample in samples),
         )
+
+    def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
+        """The samples that are trained on."""
+        return [group.samples[i] for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))]
 
     async def _assess(self, group: ReadyGroup) -> list[SampleDrift]:
         batch = self._batch(group, [0.0] * self._plan.samples_per_group)

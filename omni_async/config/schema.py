@@ -27,6 +27,17 @@ class Run(Section, kw_only=True, frozen=True):
     ] = "ray"
     ray_address: Annotated[str | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
     startup_timeout_s: Annotated[float, _doc("How long actors, and what their engines start, may take to come up.", gt=0)] = 600.0
+    health_timeout_s: Annotated[float, _doc("How long an actor may not answer before it counts as hung, is killed and replaced.", gt=0)] = (
+        60.0
+    )
+    restarts: Annotated[
+        int,
+        _doc(
+            "How often within an hour each part that was lost (killed, hung, its machine gone) comes back before the run gives up; 0: any loss "
+            "ends the run.",
+            ge=0,
+        ),
+    ] = 5
     closing_timeout_s: Annotated[
         float, _doc("How long the update under way and the last checkpoint may take once a run is over or interrupted.", gt=0)
     ] = 1800.0

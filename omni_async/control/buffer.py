@@ -79,9 +79,10 @@ class TrajectoryBuffer:
         self._scoring.pop(sample_id, None)
 
     def discard(self, sample_ids: set[str]) -> None:
-        """Forget queued samples whose group ended."""
+        """Forget samples that nobody is to score: they have no place here any more."""
         for sample_id in sample_ids:
-            self._queues["train"].pop(sample_id, None)
+            for queue in self._queues.values():
+                queue.pop(sample_id, None)
             self._scoring.pop(sample_id, None)
         self._reserved -= sample_ids
 
@@ -120,6 +121,10 @@ class ReplayBuffer:
         if group.group not in self._admitted:
             raise ValueError(f"group {group.group} has no place reserved")
         self._ready[group.group] = group
+
+    def unput(self, group: int) -> None:
+        """It is not ready after all, if it was, and keeps its place."""
+        self._ready.pop(group, None)
 
     def end(self, group: int) -> None:
         """The group was rejected or dropped."""

@@ -39,6 +39,7 @@ from omni_async.types import (
     LedgerEntry,
     Prompt,
     ReadyGroup,
+    SampleKind,
     SampleRequest,
     SampleResult,
     Score,
@@ -75,6 +76,7 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
+        self._lost: set[str] = set()  # engines
         self._next_group = start.next_group
         self._resumed = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
         self._images = start.images
@@ -118,20 +120,34 @@ class Coordinator:
         if request is None:
             return
         self._samples.release(sample_id)
-        if self._progress(request) is not None:
-            if request.attempt <= self._config.rollout.retries:
-                again = msgspec.structs.replace(request, attempt=request.attempt + 1)
-                if home := self._groups.live.get(request.group) if request.kind == "train" else None:
-                    home.attempts = max(home.attempts, again.attempt)
-                self._samples.add([again])
-            elif request.kind == "validation":
-                self._fail_validation(request, error)
-            else:
-                self._end_group(self._groups.live[request.group], "dropped", f"generation failed {request.attempt} times: {error}")
+        if (progress := self._progress(request)) is not None:
+            self._generation_failed(request, progress, error)
+
+    def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
+        progress.failures += 1
+        home = self._home(request.kind, request.group)
+        if home is None or progress.failures <= self._config.rollout.retries:
+            self._generate_again(home, [progress])
+        elif isinstance(home, ValidationRound):
+            self._fail_validation(request, error)
+        else:
+            self._end_group(home, "dropped", f"generation failed {progress.failures} times: {error}")
+
+    def _generate_again(self, home: GroupProgress | ValidationRound | None, lost: Sequence[SampleProgress]) -> None:
+        """From the same seeds; scores of what is lost do not count."""
+        if isinstance(home, GroupProgress) and lost:
+            self._groups.incomplete(home)
+        for progress in lost:
+            self._samples.withdraw(progress.request.sample_id)
+            self._samples.add([home.again(progress) if isinstance(home, GroupProgress) else progress.again()])
+
+    def _home(self, kind: SampleKind, group: int) -> GroupProgress | ValidationRound | None:
+        """The live group or round of a sample."""
+        return self._groups.live.get(group) if kind == "train" else self._validation.rounds.get(group)
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
         """The live sample behind a request; None if its group or round is over or the sample has a result already."""
-        home = (self._groups.live if request.kind == "train" else self._validation.rounds).get(request.group)
+        home = self._home(request.kind, request.group)
         progress = home.samples.get(request.sample_id) if home else None
         return progress if progress is not None and progress.result is None else None
 
@@ -146,14 +162,17 @@ class Coordinator:
         for result in results:
             if not self._samples.being_scored(worker, result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            home = (self._validation.rounds if kinds[result.sample_id] == "validation" else self._groups.live).get(
-                _group_of(result.sample_id)
-            )
+            home = self._home("validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id))
             if home is None:
                 self._samples.release(result.sample_id)
                 continue
             progress = home.samples[result.sample_id]
-            if result.score is None:
+            if result.attempt != progress.request.attempt:
+                continue  # of a picture that was lost meanwhile
+            if result.gone:
+                self._samples.release(result.sample_id)
+                self._generation_failed(progress.request, progress, result.error or "its picture is gone")
+            elif result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
             else:
                 self._samples.release(result.sample_id)
@@ -255,6 +274,8 @@ class Coordinator:
 
     async def engine_holds(self, report: WeightReport) -> None:
         """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
+        if report.engine in self._lost:
+            return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
             self.versions.report(report)
@@ -311,6 +332,7 @@ class Coordinator:
 
     async def engine_joins(self, engine: str) -> None:
         """It gets work once it holds weights no older than everybody's."""
+        self._lost.discard(engine)
         self.versions.join(engine)
         self._samples.engine_joins(engine)
 
@@ -318,8 +340,11 @@ class Coordinator:
         """It is gone, or given up: its samples are generated again, with their seeds, by others; what it still says is ignored."""
         if not self.versions.knows(engine):
             return
+        if not self._closed:
+            self._log.add("lost", {"name": engine, "reason": reason})
         before = self.versions.held
         self.versions.leave(engine)
+        self._lost.add(engine)
         self._weights.ring()
         for sample_id in self._samples.engine_lost(engine):
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
@@ -328,6 +353,33 @@ class Coordinator:
     async def scorer_lost(self, worker: str) -> None:
         """It is gone, or given up: what it had taken is scored by others."""
         self._samples.scorer_lost(worker)
+
+    async def engine_leaves(self, engine: str) -> None:
+        """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it has."""
+        self._samples.engine_leaves(engine)
+
+    async def scorer_leaves(self, worker: str) -> None:
+        """It is not needed any more: it gets no work, and answers for what it has."""
+        self._samples.scorer_leaves(worker)
+
+    async def objects_lost(self, engine: str) -> None:
+        """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is generated again."""
+        if self._closed:
+            return
+        for group in self._groups.live.values():
+            self._generate_again(group, _made_by(engine, group))
+        for round_ in self._validation.rounds.values():
+            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
+
+    async def group_gone(self, group: int, reason: str) -> None:
+        """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
+        if self._closed or (home := self._groups.give_back(group)) is None:
+            return
+        home.losses += 1
+        if home.losses > self._config.rollout.retries:
+            self._end_group(home, "dropped", f"its trajectories were lost {home.losses} times: {reason}")
+        else:
+            self._generate_again(home, [*home.samples.values()])
 
     # ---- validation ---------------------------------------------------------------------------------------------------------------
 
@@ -443,6 +495,10 @@ class Coordinator:
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
+
+
+def _made_by(engine: str, home: GroupProgress | ValidationRound) -> list[SampleProgress]:
+    return [sample for sample in home.samples.values() if sample.result is not None and sample.result.engine == engine]
 
 
 def _group_of(sample_id: str) -> int:

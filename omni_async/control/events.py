@@ -9,7 +9,7 @@ from msgspec import Struct
 from omni_async.control.waiting import Bell
 from omni_async.types import Prompt, Score
 
-EventKind = Literal["phase", "update", "validation", "spans", "closing", "ended", "concluded"]
+EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
 
 
 class Picture(Struct, frozen=True):

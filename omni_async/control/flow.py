@@ -60,6 +60,11 @@ class SampleFlow:
     def engine_joins(self, engine: str) -> None:
         self._engines.add(engine)
 
+    def engine_leaves(self, engine: str) -> None:
+        """It gets no more leases, though it may have asked, and answers for those it has."""
+        self._engines.discard(engine)
+        self._producers.ring()
+
     def engine_lost(self, engine: str) -> list[str]:
         """It gets no more leases, though it may have asked. Returns the samples it has not answered for."""
         self._engines.discard(engine)
@@ -100,6 +105,11 @@ class SampleFlow:
         """With this reward worker, which has not answered yet, and still of use."""
         return self._buffer.being_scored(worker, sample_id)
 
+    def scorer_leaves(self, worker: str) -> None:
+        """It gets no more samples, though it may have asked, and answers for those it has."""
+        self._lost_scorers.add(worker)
+        self._rewarders.ring()
+
     def scorer_lost(self, worker: str) -> None:
         """It gets no more samples, though it may have asked; those it has wait for others, before all that came later."""
         self._lost_scorers.add(worker)
@@ -116,6 +126,11 @@ class SampleFlow:
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will not be."""
         self._buffer.release(sample_id)
+        self._producers.ring()
+
+    def withdraw(self, sample_id: str) -> None:
+        """What was made of it is gone: nobody is to score that."""
+        self._buffer.discard({sample_id})
         self._producers.ring()
 
     def forget(self, group: int, sample_ids: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow, Terminal
 
 
@@ -22,24 +24,31 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
 
 
 class SampleProgress:
-    """One sample: requested, generated (has a result), scored."""
+    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost with."""
 
-    __slots__ = ("request", "result", "score", "score_attempts")
+    __slots__ = ("failures", "request", "result", "score", "score_attempts")
 
     def __init__(self, request: SampleRequest) -> None:
         self.request = request
         self.result: SampleResult | None = None
         self.score: Score | None = None
         self.score_attempts = 0
+        self.failures = 0
+
+    def again(self) -> SampleRequest:
+        """Nothing that was made of it counts: the request to make it again, from the same seed."""
+        self.request = replace(self.request, attempt=self.request.attempt + 1)
+        self.result = self.score = None
+        return self.request
 
     def job(self) -> ScoreJob:
         if self.result is None:
             raise ValueError(f"sample {self.request.sample_id} is not generated yet")
-        return ScoreJob(self.request.sample_id, self.request.kind, self.request.prompt, self.result.media)
+        return ScoreJob(self.request.sample_id, self.request.kind, self.request.prompt, self.result.media, self.request.attempt)
 
 
 class GroupProgress:
-    """A group and its samples. `attempts` is the most generations any of its samples needed."""
+    """A group and its samples. `attempts` is the most generations any of its samples needed, `losses` how often the trainer could not read it."""
 
     def __init__(self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]) -> None:
         self.group = group
@@ -48,6 +57,7 @@ class GroupProgress:
         self.admitted_version = admitted_version
         self.samples = {request.sample_id: SampleProgress(request) for request in requests}
         self.attempts = 1
+        self.losses = 0
         self._num_unscored = len(requests)
 
     def restore(self, ready: ReadyGroup) -> None:
@@ -58,6 +68,13 @@ class GroupProgress:
             first = versions[0] if versions else ready.admitted_version
             progress.result = SampleResult(sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0)
             self.scored(progress, sample.score)
+
+    def again(self, progress: SampleProgress) -> SampleRequest:
+        """One of its samples is made again."""
+        self._num_unscored += progress.score is not None
+        request = progress.again()
+        self.attempts = max(self.attempts, request.attempt)
+        return request
 
     def scored(self, progress: SampleProgress, score: Score) -> None:
         """The sample's first score."""

@@ -34,6 +34,7 @@ class Population:
             config.buffer.groups, window=config.buffer.window, max_updates=self._budget, groups_per_update=per_update
         )
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
+        self._returned: dict[int, ReadyGroup | None] = {}  # by the trainer, which waits for them before it takes younger ones
         self.slots = Slots(self._budget, per_update)
         self._fruitless = Fruitless(self.slots.capacity)
         self.live: dict[int, GroupProgress] = {}
@@ -56,16 +57,35 @@ class Population:
     def complete(self, progress: GroupProgress) -> None:
         """Every sample is scored: the trainer may have it."""
         self._fruitless.reset()
-        self._replay.put(progress.ready())
+        if progress.group in self._returned:
+            self._returned[progress.group] = progress.ready()
+        else:
+            self._replay.put(progress.ready())
+
+    def incomplete(self, progress: GroupProgress) -> None:
+        """Samples of it are gone."""
+        if progress.group in self._returned:
+            self._returned[progress.group] = None
+        else:
+            self._replay.unput(progress.group)
+
+    def give_back(self, group: int) -> GroupProgress | None:
+        """The trainer has taken it and cannot read it. None if it has not."""
+        if group not in self._training:
+            return None
+        progress, _ = self._training.pop(group)
+        self.live[group] = progress
+        self._returned[group] = None
+        return progress
 
     @property
     def all_ready(self) -> bool:
         """Whether every live group could be taken."""
-        return self._replay.all_ready
+        return self._replay.all_ready and None not in self._returned.values()
 
     def take(self, version: int, places: int) -> ReadyGroup | None:
         """What the update that starts from `version` and needs `places` more groups should train next, if it is ready. Raises TooStale."""
-        ready = self._replay.take(version, places)
+        ready = self._take_returned() if self._returned else self._replay.take(version, places)
         if ready is None:
             return None
         staleness = version - ready.oldest_version
@@ -74,13 +94,22 @@ class Population:
         self._training[ready.group] = (self.live.pop(ready.group), ready)
         return ready
 
+    def _take_returned(self) -> ReadyGroup | None:
+        """Younger groups would push them into a later update, and beyond the staleness budget."""
+        for group, ready in self._returned.items():
+            if ready is not None:
+                del self._returned[group]
+                return ready
+        return None
+
     @property
     def in_training(self) -> bool:
         return bool(self._training)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
         """The live groups that are not scored yet, and those that are, be it that the trainer has them and leaves them."""
-        ready = (*(ready for _, ready in self._training.values()), *self._replay.ready())
+        returned = (ready for ready in self._returned.values() if ready is not None)
+        ready = (*(ready for _, ready in self._training.values()), *returned, *self._replay.ready())
         done = {group.group for group in ready}
         unfinished = tuple(Unfinished(one.group, one.attempts) for one in self.live.values() if one.group not in done)
         return unfinished, ready
@@ -103,6 +132,7 @@ class Population:
         del self.live[progress.group]
         self._drop(progress, event, reason)
         self._replay.end(progress.group)
+        self._returned.pop(progress.group, None)
         if not self._fruitless.too_many():
             return None
         return f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}"
@@ -112,6 +142,7 @@ class Population:
         for progress in [*(progress for progress, _ in self._training.values()), *self.live.values()]:
             self._drop(progress, "dropped", reason)
         self._training.clear()
+        self._returned.clear()
         self.live.clear()
 
     def _drop(self, progress: GroupProgress, event: Terminal, reason: str) -> None:

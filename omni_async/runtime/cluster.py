@@ -10,6 +10,11 @@ from omni_async.control.events import RunEvent
 from omni_async.store import ObjectStore
 
 
+class PeerLost(RuntimeError):
+    """A process of the run is gone or does not answer. Engines and reward workers are replaced; for any other the run goes on from its last
+    checkpoint."""
+
+
 class RunControl(CoordinatorApi, Protocol):
     """The coordinator as the driver sees it."""
 
@@ -17,10 +22,11 @@ class RunControl(CoordinatorApi, Protocol):
     async def stop(self, reason: str) -> None: ...
     async def fail(self, reason: str) -> None: ...
     async def conclude(self) -> None: ...
+    async def statistics(self) -> dict[str, Any]: ...
 
 
 class Cluster(Protocol):
-    """`start` brings every role up; `work` returns what each then does until the run is over, by name; `close` frees everything and may
+    """`start` brings every role up; `crew` and `work` are what each then does until the run is over, by name; `close` frees everything and may
     be called at any time."""
 
     store: ObjectStore
@@ -30,10 +36,25 @@ class Cluster(Protocol):
 
     async def start(self) -> None: ...
 
+    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        """Engines and reward workers: they end when the coordinator says so, and can be replaced."""
+
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Roles that end when the coordinator says so."""
+        """Roles that end when the coordinator says so, and that the run cannot do without."""
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """Roles that run until they are cancelled."""
+
+    async def lose(self, name: str, reason: str) -> None: ...
+
+    async def hire(self, name: str) -> Coroutine[Any, Any, Any]: ...
+
+    async def dismiss(self, name: str) -> None: ...
+
+    async def find_lost(self) -> str | None:
+        """A part that the run cannot do without and that is gone, if there is one."""
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Every part at work, and where: `pid`, `node`."""
 
     async def close(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Coroutine
 from typing import Any
 
@@ -20,6 +21,8 @@ class InProcessCluster:
         config = inputs.config
         self.store: ObjectStore = LocalStore()
         self.coordinator: Coordinator = roles.build_coordinator(inputs, run.run_id, str(run.ledger))
+        self._inputs = inputs
+        self._clock = clock
         self._actors: dict[str, Any] = {}
         producers = {}
         if config.data.preferences is not None:
@@ -38,11 +41,44 @@ class InProcessCluster:
         for role in (self._trainer, *self._actors.values()):
             await role.start()
 
+    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is None}
+
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: actor.run() for name, actor in (*self._actors.items(), ("trainer", self._trainer))}
+        readers = {name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is not None}
+        return {**readers, "trainer": self._trainer.run()}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {"publisher": self._trainer.run_publisher()}
+
+    async def lose(self, name: str, reason: str) -> None:
+        """What it stored is everybody's, and stays."""
+        del self._actors[name]
+        if name.startswith("reward"):
+            await self.coordinator.scorer_lost(name)
+        else:
+            await self._trainer.dismiss(name)
+            await self.coordinator.engine_lost(name, reason)
+
+    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
+        build = roles.build_rewarder if name.startswith("reward") else roles.build_producer
+        worker: Any = build(name, self._inputs, self.coordinator, self.store, self._clock)
+        await worker.start()
+        self._actors[name] = worker
+        if not name.startswith("reward"):
+            await self.coordinator.engine_joins(name)
+            await self._trainer.admit(name, worker)
+        return worker.run()
+
+    async def dismiss(self, name: str) -> None:
+        await self._actors[name].leave()
+
+    async def find_lost(self) -> str | None:
+        return None
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        here = {"pid": os.getpid(), "node": "local"}
+        return dict.fromkeys(("coordinator", *self._actors, "trainer"), here)
 
     async def close(self) -> None:
         """Roles free what they hold when their work ends."""

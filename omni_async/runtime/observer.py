@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
 from omni_async.tracking.console import Console
+from omni_async.tracking.faults import Fault
 from omni_async.tracking.images import caption, image_grid
 from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
 from omni_async.tracking.timeline import ROLES, busy_fractions
 from omni_async.types import Span
@@ -46,12 +47,19 @@ class Observer:
         self.started = clock.now()
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
+        self.faults: list[Fault] = []
+        self.on_lost: Callable[[str, str], None] = lambda name, reason: None
+        self.on_closing: Callable[[], None] = lambda: None
 
     def recall(self, images: int, staleness: dict[int, int]) -> None:
-        """What earlier lives of the run had come to: images, the ages of trained groups, and what the run folder's metrics say."""
+        """What earlier lives of the run had come to: images, the ages of trained groups, and what the run folder's metrics say. The spans of
+        this process's lives are all kept."""
+        self.closing = asyncio.Event()
+        self.ended = None
         self._images_before = images
-        self._finished.append((self.started, images))
+        self._finished = [(self._clock.now(), images)]
         self._staleness = [age for age, count in staleness.items() for _ in range(count)]
+        self._rewards, self._validation = [], []
         for line in self._run.read_metrics():
             if "finished" in line:
                 self._rewards.append(line["reward"])
@@ -59,6 +67,14 @@ class Observer:
                 parts = {key.removeprefix("validation/"): part for key, part in line.items() if key.startswith("validation/")}
                 parts.pop("reward")
                 self._validation.append(ValidationPoint(line["update"], value, parts))
+
+    def tell(self, text: str) -> None:
+        self._console.note(text)
+
+    def fault(self, fault: Fault) -> None:
+        """Something was lost and is back."""
+        self.faults.append(fault)
+        append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
         """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
@@ -83,8 +99,11 @@ class Observer:
                 self._update(event.data)
             case "validation":
                 self._validated(event.data)
+            case "lost":
+                self.on_lost(event.data["name"], event.data["reason"])
             case "closing":
                 self.closing.set()
+                self.on_closing()
             case "ended":
                 self.ended = event.data
         if event.pictures and self._config.emulation is None:  # emulated media are noise
@@ -202,4 +221,5 @@ class Observer:
             validation=self._validation,
             peak_memory_bytes=peak_memory,
             images_before=self._images_before,
+            faults=len(self.faults),
         )

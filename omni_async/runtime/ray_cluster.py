@@ -17,16 +17,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from omni_async.config.schema import Resources
 from omni_async.runtime import roles
-from omni_async.runtime.placement import Seating, seating
+from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.keeper import place_of
+from omni_async.runtime.placement import Seat, Seating, seating
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import StartError, connect
+from omni_async.runtime.ray_processes import end_process
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 
-# An actor whose loop has not answered for this long is hung.
-_HEALTH_DEADLINE_S = 120.0
 _HEALTH_INTERVAL_S = 10.0
+# For a part that is suspected already.
+_SUSPECT_DEADLINE_S = 5.0
 # Resources that exist are handed out at once; the rest is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
 
@@ -34,11 +37,15 @@ T = TypeVar("T")
 
 
 class RayCluster:
-    def __init__(self, inputs: RunInputs, run: RunDirectory) -> None:
+    """`life` counts how often the run was begun again in this process."""
+
+    def __init__(self, inputs: RunInputs, run: RunDirectory, life: int = 1) -> None:
         self._inputs = inputs
         self._run = run
+        self._life = life
         self.store: ObjectStore = RayStore()
         self._actors: dict[str, Any] = {}
+        self._where: dict[str, tuple[int, str]] = {}  # actor -> its process and node
         self._group: PlacementGroup | None = None
         self._seating: Seating = seating(inputs.config, self._role_names())
         self._owns_ray = False
@@ -68,6 +75,7 @@ class RayCluster:
         try:
             async with asyncio.timeout(timeout) as deadline:
                 await starting
+                await asyncio.gather(*(self._locate(name) for name in self._actors))
         except TimeoutError:
             if not deadline.expired():
                 raise  # a role's own
@@ -100,16 +108,28 @@ class RayCluster:
             ) from None
 
     def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
-        seat = self._seating.seats[name]
+        seat = self._seating.seats.get(place_of(name)) or self._seat_beside(name)
         options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
         if seat.bundle is not None:
             assert self._group is not None, "actors are placed after the group was reserved"
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
+        if self._inputs.config.emulation is None:
             # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps ready.
             threads = str(seat.threads)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
-        self._actors[name] = actor_class().options(name=f"{self._run.run_id}/{name}", **options).remote(build)
+        self._actors[name] = actor_class().options(name=f"{self._run.run_id}/{self._life}/{name}", **options).remote(build)
         return self._proxy(name)
+
+    def _seat_beside(self, name: str) -> Seat:
+        """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the run asked for at its start,
+        not those of the machine: one more worker shares them."""
+        resources = getattr(self._inputs.config.placement, "reward" if name.startswith("reward") else "rollout")
+        emulated, shared = self._inputs.config.emulation is not None, self._owns_ray and self._inputs.config.run.ray_address is None
+        cpus = 0.0 if emulated or shared else resources.cpus
+        return Seat(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
+
+    async def _locate(self, name: str) -> None:
+        self._where[name] = await self._actors[name].whereabouts.remote()
 
     def _spawn_producer(self, name: str) -> Any:
         return self._spawn(name, partial(_producer, name, self._inputs, self.coordinator))
@@ -125,21 +145,97 @@ class RayCluster:
 
     # ---- running ------------------------------------------------------------------------------------------------------------------
 
+    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: self._attended(name) for name in self._actors if name.startswith(("rollout", "reward"))}
+
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        ends = [name for name in self._actors if name.startswith(("rollout", "reader", "reward")) or name == "trainer"]
-        return {name: self._proxy(name).run() for name in ends}
+        return {name: self._attended(name) for name in self._actors if name.startswith("reader") or name == "trainer"}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {"publisher": self._proxy("trainer").run_publisher(), **{f"health of {name}": self._watch(name) for name in self._actors}}
+        watched = [name for name in self._actors if name == "coordinator" or name.startswith("trainer-")]
+        return {"publisher": self._proxy("trainer").run_publisher(), **{f"health of {name}": self._watch(name) for name in watched}}
+
+    async def _attended(self, name: str) -> None:
+        """Until its work is done. PeerLost if it dies or hangs."""
+        tasks = asyncio.ensure_future(self._proxy(name).run()), asyncio.ensure_future(self._watch(name))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, name: str) -> None:
+        deadline = self._inputs.config.run.health_timeout_s
         while True:
-            await asyncio.sleep(_HEALTH_INTERVAL_S)
+            await asyncio.sleep(min(_HEALTH_INTERVAL_S, deadline / 4))
+            await self._ping(name, deadline)
+
+    async def _ping(self, name: str, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await self._actors[name].ping.remote()
+        except TimeoutError:
+            raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
+        except (ray.exceptions.RayActorError, KeyError):
+            raise PeerLost(f"{name} is gone") from None
+
+    async def find_lost(self) -> str | None:
+        for name in [name for name in self._actors if name.startswith(("coordinator", "trainer"))]:
             try:
-                async with asyncio.timeout(_HEALTH_DEADLINE_S):
-                    await self._actors[name].ping.remote()
-            except TimeoutError:
-                raise RuntimeError(f"{name} has not answered for {_HEALTH_DEADLINE_S:g} s") from None
+                await self._ping(name, _SUSPECT_DEADLINE_S)
+            except PeerLost as error:
+                return str(error)
+        return None
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        return {name: {"pid": pid, "node": node} for name, (pid, node) in self._where.items() if name in self._actors}
+
+    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
+
+    async def lose(self, name: str, reason: str) -> None:
+        """Its process ends, and with it what it stored."""
+        await self._end(name)
+        if name.startswith("reward"):
+            await self.coordinator.scorer_lost(name)
+            return
+        await self._proxy("trainer").dismiss(name)
+        await self.coordinator.engine_lost(name, reason)
+        await self.coordinator.objects_lost(name)
+
+    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
+        """StartError if it is not ready in time: there may be no room for it."""
+        timeout = self._inputs.config.run.startup_timeout_s
+        worker = self._spawn_rewarder(name) if name.startswith("reward") else self._spawn_producer(name)
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                await worker.start()
+                await self._locate(name)
+            if not name.startswith("reward"):
+                await self.coordinator.engine_joins(name)
+                await self._proxy("trainer").admit(name, worker)
+        except BaseException as error:
+            await self._end(name)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise StartError(f"{name} was not ready within run.startup_timeout_s = {timeout:g}: {self._resources()}") from None
+            raise
+        return self._attended(name)
+
+    async def dismiss(self, name: str) -> None:
+        await self._proxy(name).leave()
+
+    def _resources(self) -> str:
+        have, free = ray.cluster_resources(), ray.available_resources()
+        return ", ".join(f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", "GPU") if kind in have)
+
+    async def _end(self, name: str) -> None:
+        actor, where = self._actors.pop(name, None), self._where.pop(name, None)
+        if actor is not None:
+            ray.kill(actor)
+        if where is not None:
+            await asyncio.to_thread(end_process, *where)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -147,8 +243,14 @@ class RayCluster:
     def _close(self) -> None:
         """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it."""
         actors, self._actors = self._actors, {}
+        where, self._where = self._where, {}
         for actor in actors.values():
             ray.kill(actor)
+        if where and ray.is_initialized():
+            here = ray.get_runtime_context().get_node_id()
+            for pid, node in where.values():
+                if node == here:  # elsewhere Ray's own word has to do
+                    end_process(pid, node)
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)

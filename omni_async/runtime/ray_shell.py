@@ -11,6 +11,7 @@ machine two threads may run the same loop, and calls to the other wait for ever 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -18,12 +19,15 @@ from typing import Any
 
 import ray
 
+from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.ray_store import RayStore
 
 __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
 # Calls that wait for something to happen; everything else goes through the control door.
-_LONG_CALLS = frozenset({"next_samples", "next_to_score", "next_groups", "events", "run", "run_publisher", "start", "receive_weights"})
+_LONG_CALLS = frozenset(
+    {"next_samples", "next_to_score", "next_groups", "events", "run", "run_publisher", "start", "receive_weights", "admit"}
+)
 
 
 class Shell:
@@ -47,6 +51,11 @@ class Shell:
     @ray.method(concurrency_group="control")
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._at_home(getattr(self._role, method)(*args))
+
+    @ray.method(concurrency_group="control")
+    async def whereabouts(self) -> tuple[int, str]:
+        """Its process, and the node that has it."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> float:
@@ -79,8 +88,19 @@ class Proxy:
             except ray.exceptions.RayTaskError as error:
                 # The role's own exception, not Ray's account of where it passed through.
                 raise getattr(error, "cause", None) or error from None
+            except ray.exceptions.RayActorError as error:
+                raise PeerLost(f"{self._name} is gone: {_cause(error)}") from None
 
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Proxy, (self._name, self._actor)
+
+
+def _cause(error: BaseException) -> str:
+    """Of Ray's page about a dead actor, the sentence that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next(
+        (line for line in lines if "killed" in line or "node" in line or "died" in line), lines[0] if lines else "no reason is known"
+    )
+    return found[:200]

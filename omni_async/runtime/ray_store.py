@@ -21,7 +21,7 @@ import numpy as np
 import ray
 
 from omni_async.control.coalescing import Coalescer
-from omni_async.store import nbytes
+from omni_async.store import ObjectLost, nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class RayStore:
     async def get(self, reference: Place) -> Any:
         values = await self._reads.send(reference.object)
         if isinstance(values, ray.exceptions.RayError):
-            raise LookupError(f"object {reference.object.hex()} is gone: {values}") from values
+            raise ObjectLost(f"object {reference.object.hex()} is gone: {values}") from values
         return _to_tensors(values[reference.index])
 
     def __reduce__(self) -> tuple[Callable[[], RayStore], tuple[()]]:

@@ -72,8 +72,9 @@ def _unfinished(run: RunDirectory) -> bool:
         return True
 
 
-def _of_run(config: Config, run: Path) -> ResumePoint:
-    refused: list[str] = []
+def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
+    """The newest checkpoint of a run that can be used; why others could not is appended to `refused`."""
+    refused = [] if refused is None else refused
     for folder in newest_first(run / "checkpoints"):
         try:
             state = _usable(config, folder)
@@ -81,6 +82,13 @@ def _of_run(config: Config, run: Path) -> ResumePoint:
             refused.append(f"warning: not resumed from {folder.name}: {error}")
             continue
         return ResumePoint(folder, state, run, (*refused, f"going on with {run.name} from update {state.version}"))
+    return None
+
+
+def _of_run(config: Config, run: Path) -> ResumePoint:
+    refused: list[str] = []
+    if (point := newest_of_run(config, run, refused)) is not None:
+        return point
     why = "; ".join(line.removeprefix("warning: ") for line in refused) or "it has none"
     raise ConfigError(f"checkpoint.resume: {run} has no checkpoint to go on from ({why}); checkpoint.resume=null starts a new run")
 

@@ -1,45 +1,46 @@
-"""One training run, from a checked configuration to an exit code: brings a cluster up, supervises its roles, records what happens.
+"""One training run, from a checked configuration to an exit code: brings a cluster up, runs it to its end, records what happens.
 
-Whatever ends a run (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves a checkpoint, the
-rest of the events is taken, and trace, summary and MLflow are written.
+A run has one life after another on clusters of its own, until it ends or has lost a part too often: a life that loses its trainer or its coordinator is
+followed by one that goes on from the last checkpoint, in the same folder, ledger and MLflow run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-import signal
 import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
-from omni_async.control.supervisor import Supervisor, TaskFailed
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import write_profile
-from omni_async.runtime.cluster import Cluster
+from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.control_socket import ControlSocket
+from omni_async.runtime.interrupts import Interrupted, interrupts, unless
+from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.resume import newest_of_run
+from omni_async.runtime.session import Ending, Session, describe
 from omni_async.tracking.console import Console, for_stream
+from omni_async.tracking.faults import Fault
 from omni_async.tracking.memory import MemorySampler
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Status, Summary, write_summary
+from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
 
 logger = logging.getLogger(__name__)
 
-# How long the coordinator gets to take the driver's last words and to tell the rest, and the last pictures to be drawn.
-_LAST_EVENTS_S = 10.0
-_PICTURES_S = 30.0
 _LOADING = {
     "ray": "starting Ray; loading engines, scorers and the trainer (up to a minute)",
     "inprocess": "loading engines, scorers and the trainer",
@@ -47,27 +48,14 @@ _LOADING = {
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 
 
-@dataclass
-class Ending:
-    """How the run ended; the first cause stays."""
-
-    status: Status = "done"
-    reason: str | None = None
-    cause: BaseException | None = field(default=None, repr=False)
-
-    def because(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
-        if self.status == "done":
-            self.status, self.reason, self.cause = status, reason, cause
-
-
-def build_cluster(inputs: RunInputs, run: RunDirectory) -> Cluster:
+def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
     if inputs.config.run.runtime == "inprocess":
         from omni_async.runtime.inprocess import InProcessCluster
 
         return InProcessCluster(inputs, run)
     from omni_async.runtime.ray_cluster import RayCluster
 
-    return RayCluster(inputs, run)
+    return RayCluster(inputs, run, life)
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
@@ -87,171 +75,108 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     memory = MemorySampler()
     memory.start()
     try:
-        return asyncio.run(_train(inputs, run, console, memory))
+        return asyncio.run(_Run(inputs, run, console, memory).to_its_end())
     finally:
         memory.stop()
         console.close()
 
 
-async def _train(inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> Summary:
-    config, clock = inputs.config, WallClock()
-    ending = Ending()
-    opening: asyncio.Task[MlflowSink] | None = None
-    mlflow: MlflowSink | None = None
-    observer: Observer | None = None
-    cluster: Cluster | None = None
-    async with _interrupts() as interrupted:
-        try:
+class _Run:
+    def __init__(self, inputs: RunInputs, run: RunDirectory, console: Console, memory: MemorySampler) -> None:
+        self._inputs = inputs
+        self._config = inputs.config
+        self._run = run
+        self._console = console
+        self._memory = memory
+        self._clock = WallClock()
+        self._restarts = Restarts(inputs.config.run.restarts, self._clock)
+        self._opening: asyncio.Task[MlflowSink] | None = None
+        self._mlflow: MlflowSink | None = None
+        self._observer: Observer | None = None
+
+    async def to_its_end(self) -> Summary:
+        config = self._config
+        async with interrupts() as interrupted:
             if config.tracking.mlflow.enabled:
-                opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, run, inputs.run is not None))
-            console.phase(_LOADING[config.run.runtime] if inputs.profile is None else "starting the emulated devices")
-            cluster = await asyncio.to_thread(build_cluster, inputs, run)
-            await _unless(interrupted, cluster.start())
-            mlflow = await opening if opening else None
-            console.phase("generating the first samples")
-            observer = Observer(config, run, console, mlflow, clock)
+                self._opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None))
+            async with ControlSocket(self._run.control) as control:
+                ending = await self._lives(interrupted, control)
+            finished = self._clock.now()
+            if isinstance(ending.cause, MlflowUnusableError):
+                raise ending.cause
+            if self._opening is not None and self._mlflow is None:  # a run that failed to start is recorded too, where that is possible
+                with contextlib.suppress(MlflowUnusableError):
+                    self._mlflow = await self._opening
+        observer = self._observer or Observer(config, self._run, self._console, self._mlflow, self._clock)
+        summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished)
+        _write(self._run, self._inputs, observer, summary, self._mlflow)
+        self._console.close(_farewell(self._run, summary, self._mlflow))
+        return summary
+
+    async def _lives(self, interrupted: asyncio.Event, control: ControlSocket) -> Ending:
+        inputs, fault = self._inputs, None
+        for life in count(1):
+            ending = await self._live(inputs, life, interrupted, control, fault)
+            control.answer = None
+            if ending.lost is None or interrupted.is_set():
+                return ending
+            found = self._clock.now()
+            try:
+                pause = self._restarts.pause("the run", ending.lost)
+                inputs = await asyncio.to_thread(self._from_last_checkpoint)
+            except GaveUp as error:
+                return Ending("failed", str(error), error)
+            version = inputs.start.version
+            again = f"again from update {version}" if version else "again from the start"
+            self._console.note(f"{ending.lost}; {again}" + (f" in {pause:g} s" if pause else ""))
+            fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"life {life + 1}, {again}", 0.0)
+            with contextlib.suppress(Interrupted):
+                await unless(interrupted, asyncio.sleep(pause))
+        raise AssertionError("unreachable")
+
+    async def _live(self, inputs: RunInputs, life: int, interrupted: asyncio.Event, control: ControlSocket, fault: Fault | None) -> Ending:
+        """On a cluster of its own. `fault`: what ended the life before."""
+        ending = Ending()
+        cluster: Cluster | None = None
+        try:
+            self._console.phase(_LOADING[self._config.run.runtime] if inputs.profile is None else "starting the emulated devices")
+            cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
+            await unless(interrupted, cluster.start())
+            if self._opening is not None:
+                self._mlflow = await self._opening
+            self._console.phase("generating the first samples")
+            if self._observer is None:
+                self._observer = Observer(self._config, self._run, self._console, self._mlflow, self._clock)
             if inputs.run is not None:
-                observer.recall(inputs.start.images, inputs.start.ledger.staleness)
-            await _run(cluster, observer, interrupted, ending, config.run.closing_timeout_s)
+                self._observer.recall(inputs.start.images, inputs.start.ledger.staleness)
+            if fault is not None:
+                self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
+            session = Session(self._config, cluster, self._observer, self._restarts, self._clock)
+            control.answer = session.answer
+            await session.run(interrupted, ending)
         except Interrupted:
             ending.because("interrupted", "before the first update")
         except Exception as error:
-            ending.because("failed", _describe(error), error)
+            ending.because("failed", describe(error), error)
+            if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError)):
+                ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
-        finished = clock.now()
         if cluster is not None:
             await cluster.close()
-        if isinstance(ending.cause, MlflowUnusableError):
-            raise ending.cause
-        if opening is not None and mlflow is None:  # a run that failed to start is recorded too, where that is possible
-            with contextlib.suppress(MlflowUnusableError):
-                mlflow = await opening
-    observer = observer or Observer(config, run, console, mlflow, clock)
-    summary = observer.summary(ending.status, ending.reason, memory.stop(), finished)
-    _write(run, inputs, observer, summary, mlflow)
-    console.close(_farewell(run, summary, mlflow))
-    return summary
+        return ending
 
-
-async def _run(cluster: Cluster, observer: Observer, interrupted: asyncio.Event, ending: Ending, closing_s: float) -> None:
-    """From the first sample until every role has finished."""
-    coordinator, store = cluster.coordinator, cluster.store
-    async with Supervisor() as services, Supervisor() as supervisor:
-        watching = services.start("driver", observer.watch(coordinator, store))
-        services.start("interrupts", _stop_when(interrupted, coordinator))
-        for name, work in cluster.services().items():
-            services.start(name, work)
-        for name, work in cluster.work().items():
-            supervisor.start(name, work)
-        failure: TaskFailed | None = None
-        try:
-            await _first(services.wait(), supervisor.wait(), observer.closing.wait())
-        except TaskFailed as error:
-            failure = error
-            with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
-                async with asyncio.timeout(_LAST_EVENTS_S):
-                    await coordinator.fail(_describe(error))
-        unfinished = await _close_in_order(supervisor, closing_s)
-        with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
-            async with asyncio.timeout(_LAST_EVENTS_S):
-                await coordinator.conclude()
-                await watching
-        await observer.pictures_drawn(_PICTURES_S)
-        # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
-        ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
-        if observer.ended and ended["status"] == "failed":
-            ending.because("failed", ended["reason"] or "failed", failure)
-        if failure:
-            ending.because("failed", _describe(failure), failure)
-        if unfinished:
-            ending.because("failed", unfinished)
-        if ended["status"] != "done":
-            ending.because(ended["status"], ended["reason"] or ended["status"])
-
-
-async def _close_in_order(supervisor: Supervisor, seconds: float) -> str | None:
-    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything."""
-    try:
-        async with asyncio.timeout(seconds) as deadline:
-            await supervisor.settle()
-            await supervisor.wait()
-    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
-        return (
-            f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over"
-            if deadline.expired()
-            else _describe(error)
-        )
-    return None
-
-
-class Interrupted(Exception):
-    """Ctrl-C before there was anything to stop in order."""
-
-
-@contextlib.asynccontextmanager
-async def _interrupts() -> AsyncIterator[asyncio.Event]:
-    """SIGINT and SIGTERM set the event; a second one falls through to Python's own handling."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def ring() -> None:
-        event.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
-            loop.add_signal_handler(number, ring)
-    try:
-        yield event
-    finally:
-        for number in signals:
-            with contextlib.suppress(RuntimeError, ValueError):
-                loop.remove_signal_handler(number)
-
-
-async def _unless(interrupted: asyncio.Event, work: Any) -> None:
-    """Do the work, or raise Interrupted."""
-    task, interrupt = asyncio.ensure_future(work), asyncio.create_task(interrupted.wait())
-    try:
-        await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Interrupted
-        task.result()
-    finally:
-        interrupt.cancel()
-        task.cancel()
-        await asyncio.gather(task, interrupt, return_exceptions=True)
-
-
-async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
-    await interrupted.wait()
-    await coordinator.stop("by a signal")
-    await asyncio.Event().wait()  # a service: it ends by being cancelled
-
-
-async def _first(*works: Any) -> None:
-    """Until the first of them is done; its exception is raised, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _from_last_checkpoint(self) -> RunInputs:
+        """Or, if there is none, from where this process began. What came after it is void."""
+        point = newest_of_run(self._config, self._run.path)
+        start = self._inputs.start if point is None else point.state.control
+        resume = self._config.checkpoint.resume if point is None else str(point.folder)
+        self._run.void_metrics(start.version, start.validated)
+        config = replace(self._config, checkpoint=replace(self._config.checkpoint, resume=resume))
+        return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path)
 
 
 def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink:
     return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, TaskFailed) and error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _write(run: RunDirectory, inputs: RunInputs, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> None:

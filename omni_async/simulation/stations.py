@@ -40,7 +40,9 @@ async def reward_worker(name: str, world: World) -> None:
         if shared is not None:
             shared.leave()
         places.add(-len(jobs))
-        await coordinator.scored(name, {job.sample_id: job.kind for job in jobs}, [ScoreResult(job.sample_id, _SCORE) for job in jobs])
+        await coordinator.scored(
+            name, {job.sample_id: job.kind for job in jobs}, [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs]
+        )
 
 
 class TrainerStation:

@@ -59,7 +59,7 @@ class RunDirectory:
         try:
             run._claim()
             run.summary.unlink(missing_ok=True)
-            run._void_metrics(version, -1 if validated is None else validated)
+            run.void_metrics(version, validated)
             write_atomic(run.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
         except RunDirectoryError:
             raise
@@ -90,13 +90,14 @@ class RunDirectory:
         """Whether a run of that name made it."""
         return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", self.path.name) is not None
 
-    def _void_metrics(self, version: int, validated: int) -> None:
+    def void_metrics(self, version: int, validated: int | None) -> None:
+        """Move what came after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid: list[bytes] = []
         void: list[bytes] = []
         for line in _lines(self.metrics):
             try:
                 record = msgspec.json.decode(line, type=dict[str, Any])
-                counts = record["update"] <= (version if "finished" in record else validated)
+                counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
             except (msgspec.DecodeError, KeyError, TypeError):
                 counts = False  # cut off
             (valid if counts else void).append(line)
@@ -120,6 +121,15 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def faults(self) -> Path:
+        return self.path / "faults.jsonl"
+
+    @property
+    def control(self) -> Path:
+        """The socket at which a running run answers."""
+        return self.path / "control.sock"
 
     @property
     def trace(self) -> Path:

@@ -40,7 +40,7 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """`images_per_s`: generated training images over wall time, by the whole job; divided by *all* its devices (trainer's and
     reward workers' included) it is `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates.
-    `busy`: role -> {busy, backpressured, starved}. `staleness`: how many trained groups had each staleness.
+    `faults`: parts that were lost and came back in this process. `busy`: role -> {busy, backpressured, starved}. `staleness`: how many trained groups had each staleness.
     """
 
     run: str
@@ -63,6 +63,7 @@ class Summary(msgspec.Struct, frozen=True):
     last_reward: float | None
     validation: tuple[ValidationPoint, ...]
     peak_memory_bytes: int | None
+    faults: int = 0
 
 
 def summarise(
@@ -82,6 +83,7 @@ def summarise(
     validation: Iterable[ValidationPoint] = (),
     peak_memory_bytes: int | None = None,
     images_before: int = 0,
+    faults: int = 0,
 ) -> Summary:
     """`images_before`: of `images`, those that an earlier life of the run made. `started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
     number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none."""
@@ -109,6 +111,7 @@ def summarise(
         last_reward=_mean(rewards[-_ENDS:]),
         validation=tuple(sorted(validation, key=lambda point: point.version)),
         peak_memory_bytes=peak_memory_bytes,
+        faults=faults,
     )
 
 

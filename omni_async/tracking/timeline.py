@@ -100,7 +100,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
     """
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        per_actor[span.actor].append(span)
+        per_actor[span.actor.partition(".")[0]].append(span)  # who replaced somebody is in the same place
     per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     wall = end - start
     for actor, own in per_actor.items():

@@ -20,6 +20,7 @@ from omni_async.config import Config, check
 from omni_async.control.continuation import Continuation
 from omni_async.control.waiting import Bell
 from omni_async.rollout.base import EngineError, Trajectory
+from omni_async.store import ObjectLost
 from omni_async.types import (
     Prompt,
     ReadyGroup,
@@ -172,6 +173,8 @@ class Desk:
         self.version = 0  # before the first update
         self.waiting: list[ReadyGroup] = []  # ready groups that a checkpoint has to keep
         self.taken_up: list[ReadyGroup] = []
+        self.gone: list[tuple[int, str]] = []
+        self.lost: list[tuple[str, str]] = []
         self.updates: list[UpdateReport] = []
         self.announced: list[tuple[int, str]] = []
         self.held: list[WeightReport] = []
@@ -263,6 +266,14 @@ class Desk:
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         self.taken_up += groups
 
+    async def group_gone(self, group: int, reason: str) -> None:
+        self.gone.append((group, reason))
+        self._bell.ring()
+
+    async def engine_lost(self, engine: str, reason: str) -> None:
+        self.lost.append((engine, reason))
+        self._bell.ring()
+
 
 class HandEngine:
     """An engine whose samples finish when the test says so. A sample's steps carry the versions held at its start and, last, at its end."""
@@ -322,7 +333,8 @@ class AccountingRank:
     """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta. It takes its share
     of each group, keeps accounts of all it is given, and takes numbered steps.
 
-    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told of step n.
+    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told of step n. Trajectories
+    in `lost` cannot be fetched.
     """
 
     def __init__(
@@ -344,6 +356,8 @@ class AccountingRank:
         self.scales: list[float] = []
         self.assessed: list[TrainGroup] = []
         self.batches: list[TrainGroup] = []
+        self.fetched: dict[int, tuple[Any, ...]] = {}  # whole groups
+        self.lost: set[Any] = set()
         self.setup_calls: list[tuple[str | None, str | None]] = []
         self._share, self._rows = slice(rank, None, world), rows
         self._drifts, self._metrics = drifts or {}, metrics
@@ -356,17 +370,20 @@ class AccountingRank:
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         self.setup_calls.append((resume, rendezvous))
 
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        if missing := [trajectory for trajectory in trajectories[self._share] if trajectory in self.lost]:
+            raise ObjectLost(f"{missing[0]} is gone")
+        self.fetched[group] = tuple(trajectories)
+
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         self.assessed.append(batch)
         self.log.append("assess")
-        return [self._drifts[trajectory] for trajectory in batch.trajectories[self._share]]
+        return [self._drifts[trajectory] for trajectory in self.fetched[batch.group][self._share]]
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        lengths = {
-            len(column) for column in (batch.trajectories, batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)
-        }
-        assert lengths == {len(batch.trajectories)}
-        weights = batch.weights or ((1.0,) * self._rows,) * len(batch.trajectories)
+        size = len(self.fetched[batch.group])
+        assert {len(column) for column in (batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)} == {size}
+        weights = batch.weights or ((1.0,) * self._rows,) * size
         for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):
             self.weight += row_weight * len(row_weights)
             self.gradient += row_weight * sum(row_weights) * advantage

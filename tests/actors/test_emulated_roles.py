@@ -125,8 +125,7 @@ def trajectories(count: int = 4, size: int = 64) -> list[Any]:
     return [np.zeros(size, np.uint8) for _ in range(count)]
 
 
-def batch(*stored: Any) -> TrainGroup:
-    return TrainGroup(3, stored, (), (), ())
+GROUP = TrainGroup(3, (), (), ())
 
 
 async def seconds(work: Coroutine[Any, Any, Any]) -> float:
@@ -140,8 +139,11 @@ def test_a_pass_fetches_the_group_and_takes_the_profiles_time_for_a_ranks_share(
         store = Store(seconds=0.3)
         rank = EmulatedRank(make_config(**{"trainer.workers": 2}), PROFILE, store)
         await rank.setup(None, None)
-        assert await seconds(rank.accumulate(batch(*trajectories()), 1.0)) == pytest.approx(2.0)
-        assert await seconds(rank.assess(batch(*trajectories()))) == pytest.approx(0.5)
+        assert await seconds(rank.fetch(3, trajectories())) == pytest.approx(0.3)
+        assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0 - 0.3), "the fetch is part of the pass that follows it"
+        await rank.fetch(3, trajectories())
+        assert await seconds(rank.assess(GROUP)) == pytest.approx(0.5 - 0.3)
+        assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0), "and of that alone"
         assert await seconds(rank.step(1.0)) == pytest.approx(2.0)
         assert len(store.fetched) == 8
 
@@ -152,7 +154,7 @@ def test_a_trajectory_of_another_size_is_an_error() -> None:
     async def main() -> None:
         rank = EmulatedRank(make_config(), PROFILE, Store())
         with pytest.raises(RuntimeError, match="group 3: a trajectory of 63 bytes arrived, expected 64"):
-            await rank.accumulate(batch(*trajectories(1, 63)), 1.0)
+            await rank.fetch(3, trajectories(1, 63))
 
     run(main())
 

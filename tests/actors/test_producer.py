@@ -13,7 +13,7 @@ from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest
 from omni_async.actors.producer import Producer
 from omni_async.control.clock import ManualClock
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.store import LocalStore
+from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import WeightManifest
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import TransportError
@@ -381,7 +381,18 @@ def test_weights_come_from_the_receiver_it_was_given():
     play(main())
 
 
-@pytest.mark.parametrize("error", [TransportError("a participant is gone"), WeightError("the file is truncated")])
+def test_a_transport_that_fails_is_told_from_an_engine_that_does():
+    """Where all receive together, one that is gone fails the others too: it is not their fault."""
+
+    async def main() -> None:
+        error = TransportError("a participant is gone")
+        producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))
+        assert await failure_of(producer.receive_weights(make_manifest(1), [])) is error
+
+    play(main())
+
+
+@pytest.mark.parametrize("error", [ObjectLost("the node is gone"), WeightError("the file is truncated")])
 def test_weights_that_do_not_arrive_are_the_engines_failure(error):
     async def main() -> None:
         producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))

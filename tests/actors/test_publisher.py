@@ -1,4 +1,4 @@
-"""The weight publisher: newest first, announced before delivered, memory kept while it is read, and an engine that does not answer is named."""
+"""The weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail are lost, and others join."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from actor_world import Desk, failure_of, make_config, make_snapshot, play, settle
 
+from omni_async.actors import publisher
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.control.clock import ManualClock
 from omni_async.rollout.base import EngineError
@@ -29,9 +30,12 @@ class Receiver:
         self.received: list[tuple[int, Any]] = []
         self.invitations: list[Any] = []
         self.fails: Exception | None = None
+        self.refuses: Exception | None = None
         self._desk = desk
 
     async def join_weights(self, invitation: Any) -> None:
+        if self.refuses:
+            raise self.refuses
         self.invitations.append(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
@@ -45,6 +49,8 @@ class Receiver:
 
 class Post:
     """A sender whose parcels are the bytes themselves; it tells when a version leaves and when it has arrived."""
+
+    one_by_one = True
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -85,6 +91,16 @@ class Stage:
         while not condition():  # noqa: ASYNC110 (conditions of many kinds, none of which rings)
             await asyncio.sleep(0)
 
+    def received(self, engine: int) -> list[int]:
+        return [version for version, _ in self.receivers[engine].received]
+
+    def joiner(self, name: str = "rollout-9") -> Receiver:
+        self.receivers.append(Receiver(name, self.desk))
+        return self.receivers[-1]
+
+    async def admit(self, receiver: Receiver) -> None:
+        await self.publisher.admit(receiver.name, receiver)
+
     def holds(self, version: int) -> Callable[[], bool]:
         return lambda: [report.version for report in self.desk.held].count(version) == len(self.receivers)
 
@@ -109,7 +125,7 @@ def on_stage(scene: Scene, engines: int = 2, **changes: Any) -> Stage:
 def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports_reach_the_coordinator():
     async def scene(stage: Stage) -> None:
         snapshot = stage.publish(3)
-        await stage.until(lambda: stage.released == [3])
+        await stage.until(lambda: bool(stage.desk.spans))
         assert [r.received for r in stage.receivers] == [[(3, [[3]])]] * 2
         assert {report.digest for report in stage.desk.held} == {snapshot.manifest().digest}
 
@@ -161,17 +177,19 @@ def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_can():
         stage.publisher.withdraw()
         assert stage.released == [1]
         stage.receivers[0].gate.set()
-        await stage.until(lambda: stage.released == [1, 0])
+        await stage.until(stage.holds(0))
         await settle()
 
     assert [version for version, _ in on_stage(scene).desk.announced] == [0]
 
 
-def test_memory_is_given_back_only_when_the_last_engine_has_the_version():
+def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_version():
     async def scene(stage: Stage) -> None:
-        stage.receivers[1].gate.clear()
         stage.publish(0)
-        await stage.until(lambda: len(stage.desk.held) == 1)
+        await stage.until(stage.holds(0))
+        stage.receivers[1].gate.clear()
+        stage.publish(1)
+        await stage.until(lambda: len(stage.desk.held) == 3)
         await settle()
         assert stage.released == []
         stage.receivers[1].gate.set()
@@ -189,35 +207,233 @@ def test_one_slow_engine_does_not_hold_back_what_another_reports():
     assert [report.engine for report in on_stage(scene).desk.held] == ["rollout-0"]
 
 
-def test_an_engine_that_answers_late_is_named_with_the_setting_it_missed():
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (EngineError("version 1 arrived with digest x, published was y"), "version 1 arrived with digest x, published was y"),
+        (ConnectionError("the actor died"), "the actor died"),
+        (TimeoutError("the child's socket"), "the child's socket"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception, why: str):
+    async def scene(stage: Stage) -> None:
+        stage.receivers[0].fails = error
+        stage.publish(1)
+        await stage.until(lambda: bool(stage.desk.lost) and bool(stage.desk.held))
+        assert stage.desk.lost == [("rollout-0", f"it did not take version 1: {why}")]
+        stage.publish(2)
+        await stage.until(lambda: len(stage.desk.held) == 2)
+        assert (stage.received(0), stage.received(1)) == ([1], [1, 2]), "nothing more is sent to it"
+
+    desk = on_stage(scene).desk
+    assert [(report.engine, report.version) for report in desk.held] == [("rollout-1", 1), ("rollout-1", 2)]
+    assert len(desk.lost) == 1
+
+
+def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(publisher, "_GRACE_S", 0.0)
+
     async def scene(stage: Stage) -> None:
         stage.receivers[1].gate.clear()
         stage.publish(7)
-        error = await failure_of(stage.run)
-        assert type(error) is EngineError
-        assert str(error) == "rollout-1 did not hold version 7 within weights.timeout_s = 0.005"
-        assert stage.released == []
+        await stage.until(lambda: bool(stage.desk.lost))
+        assert stage.desk.lost == [("rollout-1", "it did not take version 7: not within weights.timeout_s = 0.05")]
+        assert [report.engine for report in stage.desk.held] == ["rollout-0"]
 
-    on_stage(scene, **{"weights.timeout_s": 0.005})
+    on_stage(scene, **{"weights.timeout_s": 0.05})
 
 
-def test_an_engine_that_refuses_is_heard_and_nothing_is_left_running():
+def test_an_engine_that_cannot_be_met_is_lost_and_the_others_meet_again():
     async def scene(stage: Stage) -> None:
-        stage.receivers[0].fails = EngineError("rollout-0: version 1 arrived with digest x, published was y")
-        stage.receivers[1].gate.clear()
-        stage.publish(1)
-        assert str(await failure_of(stage.run)) == "rollout-0: version 1 arrived with digest x, published was y"
+        stage.receivers[0].refuses = ConnectionError("the actor died")
+        stage.publish(0)
+        await stage.until(lambda: bool(stage.desk.held))
+        assert stage.desk.lost == [("rollout-0", "it did not join the weight transport: the actor died")]
+        assert stage.received(0) == []
 
     on_stage(scene)
 
 
-def test_a_timeout_inside_an_engine_is_not_mistaken_for_the_publishers():
+def test_versions_go_on_when_every_engine_is_lost():
     async def scene(stage: Stage) -> None:
-        stage.receivers[0].fails = TimeoutError("the child's socket")
-        stage.publish(1)
-        assert str(await failure_of(stage.run)) == "the child's socket"
+        stage.receivers[0].fails = ConnectionError("the actor died")
+        for version in (1, 2, 3):
+            stage.publish(version)
+            await stage.until(lambda sent=f"sent {version}": sent in stage.desk.log)
+        newcomer = stage.joiner()
+        await stage.admit(newcomer)
+        assert stage.received(1) == [3]
 
     on_stage(scene, engines=1)
+
+
+def test_an_engine_that_is_dismissed_gets_nothing_more():
+    async def scene(stage: Stage) -> None:
+        stage.publisher.dismiss("rollout-0")
+        stage.publisher.dismiss("rollout-7")
+        stage.publish(1)
+        await stage.until(lambda: bool(stage.desk.held))
+        assert stage.received(0) == [] and stage.desk.lost == []
+
+    on_stage(scene)
+
+
+# ---- engines that join ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
+    async def scene(stage: Stage) -> None:
+        for version in (1, 2):
+            stage.publish(version)
+            await stage.until(stage.holds(version))
+        await stage.admit(stage.joiner())
+        assert stage.received(2) == [2]
+        assert [(report.engine, report.version) for report in stage.desk.held[4:]] == [("rollout-9", 2)]
+        stage.publish(3)
+        await stage.until(stage.holds(3))
+        assert stage.received(2) == [2, 3]
+        assert stage.received(0) == [1, 2, 3], "nobody else is sent it again"
+
+    assert [version for version, _ in on_stage(scene).desk.announced] == [1, 2, 3]
+
+
+def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
+    async def scene(stage: Stage) -> None:
+        stage.publish(1)
+        await stage.until(stage.holds(1))
+        stage.receivers[0].gate.clear()
+        stage.publish(2)
+        await stage.until(lambda: stage.received(0) == [1, 2])
+        joining = asyncio.create_task(stage.admit(stage.joiner()))
+        await settle()
+        assert stage.received(2) == [] and not joining.done()
+        stage.receivers[0].gate.set()
+        await joining
+        assert stage.received(2) == [2]
+
+    on_stage(scene)
+
+
+def test_an_engine_that_joins_before_anything_went_out_gets_the_first_version():
+    async def scene(stage: Stage) -> None:
+        await stage.admit(stage.joiner())
+        assert stage.received(2) == []
+        stage.publish(0)
+        await stage.until(stage.holds(0))
+        assert stage.received(2) == [0]
+
+    on_stage(scene)
+
+
+def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
+    async def scene(stage: Stage) -> None:
+        stage.publish(1)
+        await stage.until(stage.holds(1))
+        joiner = stage.joiner()
+        joiner.fails = EngineError("no memory")
+        error = await failure_of(stage.admit(joiner))
+        assert type(error) is EngineError and "rollout-9" in str(error)
+        assert stage.desk.lost == [("rollout-9", "it did not take version 1: no memory")]
+        stage.publish(2)
+        await stage.until(lambda: len(stage.desk.held) == 4)
+        assert stage.received(2) == [1]
+
+    on_stage(scene)
+
+
+def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
+    async def scene(stage: Stage) -> None:
+        stage.publish(1)
+        await stage.until(stage.holds(1))
+        stage.post.fails = TransportError("no space left")
+        assert await failure_of(stage.admit(stage.joiner())) is stage.post.fails
+        stage.post.fails = None
+        await stage.admit(stage.joiner("rollout-10"))
+        assert stage.received(3) == [1]
+        assert stage.released == []
+        stage.publish(2)
+        await stage.until(lambda: stage.released == [1])
+
+    on_stage(scene)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_version_is_kept_until_the_next_is_out():
+    async def scene(stage: Stage) -> None:
+        stage.publish(1)
+        await stage.until(stage.holds(1))
+        await settle()
+        assert stage.released == []
+        stage.publish(2)
+        await stage.until(lambda: stage.released == [1])
+
+    on_stage(scene)
+
+
+def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
+    """The trainer withdraws, exports into memory that is free, and hands it over; here it does so at every state of the others."""
+
+    async def scene(stage: Stage) -> None:
+        alive: set[int] = set()
+        largest = 0
+
+        def export(version: int) -> None:
+            nonlocal largest
+            stage.publisher.withdraw()
+            alive.add(version)
+            largest = max(largest, len(alive))
+            stage.publisher.publish(make_snapshot(version, release=lambda: alive.remove(version)))
+
+        async def turns(version: int) -> None:
+            await settle()
+            for _ in range(version % 4):
+                await asyncio.sleep(0.001)
+
+        joining: list[asyncio.Task[None]] = []
+        for version in range(24):
+            export(version)
+            await turns(version)
+            if version % 5 == 1:
+                stage.receivers[0].gate.clear()
+            if version % 5 == 3:
+                joining.append(asyncio.create_task(stage.admit(stage.joiner(f"joiner-{version}"))))
+            if version % 5 == 4:
+                await turns(3)
+                stage.receivers[0].gate.set()
+        stage.receivers[0].gate.set()
+        await asyncio.gather(*joining)
+        await stage.until(lambda: alive == {23})
+        assert largest == 2
+        assert {stage.received(i)[-1] for i in range(len(stage.receivers))} == {23}
+
+    on_stage(scene)
+
+
+def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_third_set():
+    async def scene(stage: Stage) -> None:
+        stage.publish(1)
+        await stage.until(stage.holds(1))
+        joiner = stage.joiner()
+        joiner.gate.clear()
+        joining = asyncio.create_task(stage.admit(joiner))
+        await stage.until(lambda: bool(joiner.received))
+        for version in (2, 3):
+            stage.publisher.withdraw()
+            assert stage.released == [*range(2, version)], "what waits, and not what is read"
+            stage.publish(version)
+            await settle()
+        joiner.gate.set()
+        await joining
+        await stage.until(stage.holds(3))
+        assert stage.received(2) == [1, 3]
+
+    on_stage(scene)
+
+
+# ---- a sender that cannot ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [TransportError("no space left"), OSError("the disk is gone")])

@@ -80,12 +80,18 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
     numbers = range(size)
     return TrainGroup(
         group=9,
-        trajectories=tuple(numbers),
         advantages=tuple(float(i) for i in numbers),
         seeds=tuple(numbers),
         staleness=tuple((i, i) for i in numbers),
         weights=tuple((float(i), float(i)) for i in numbers) if weights else None,
     )
+
+
+async def fetched(made: Rank, size: int, weights: bool = False) -> TrainGroup:
+    """What `make_batch` makes, once the rank has read it."""
+    batch = make_batch(size, weights)
+    await made.fetch(batch.group, range(size))
+    return batch
 
 
 async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
@@ -100,7 +106,7 @@ async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, En
 def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(rank: int, world: int, own: list[int], weights: bool) -> None:
     async def main() -> None:
         made, engine = await started(rank, world)
-        await made.accumulate(make_batch(5, weights), 0.25)
+        await made.accumulate(await fetched(made, 5, weights), 0.25)
         [(_, group)] = engine.groups
         assert group.group == 9
         assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
@@ -115,7 +121,7 @@ def test_both_samples_of_a_pair_go_to_every_rank() -> None:
     async def main() -> None:
         for rank in range(3):
             made, engine = await started(rank, 3, paired=True)
-            await made.accumulate(make_batch(2), 1.0)
+            await made.accumulate(await fetched(made, 2), 1.0)
             [(_, group)] = engine.groups
             assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == [0, 1]
 
@@ -125,7 +131,7 @@ def test_both_samples_of_a_pair_go_to_every_rank() -> None:
 def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
     async def main() -> None:
         made, engine = await started(1, 2)
-        assert [drift.log_ratio for drift in await made.assess(make_batch(4))] == [(1.0,), (3.0,)]
+        assert [drift.log_ratio for drift in await made.assess(await fetched(made, 4))] == [(1.0,), (3.0,)]
         assert [kind for kind, _ in engine.groups] == ["assess"]
 
     asyncio.run(main())

@@ -244,7 +244,7 @@ def test_a_batch_carries_each_samples_age_step_by_step():
     run_update(make_config(), [rank], groups, version=7)
     assert [batch.group for batch in rank.batches] == [3, 5]
     assert [batch.staleness for batch in rank.batches] == [((3, 1),) * 4, ((0, 0),) * 4]
-    assert rank.batches[0].trajectories == tuple(f"trajectory 3.{i}" for i in range(4))
+    assert rank.fetched[3] == tuple(f"trajectory 3.{i}" for i in range(4))
     assert all(batch.weights is None for batch in rank.batches)
 
 
@@ -268,7 +268,7 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
     config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "trainer.streaming": streaming})
     run_update(config, [rank], [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])])
     first, second = rank.batches
-    assert (first.trajectories, second.trajectories) == (("trajectory 0.2", "trajectory 0.1"), ("trajectory 1.1", "trajectory 1.2"))
+    assert (rank.fetched[0], rank.fetched[1]) == (("trajectory 0.2", "trajectory 0.1"), ("trajectory 1.1", "trajectory 1.2"))
     assert rank.groups == [[1.0, -1.0]] * 2
     for batch in (first, second):
         assert len(batch.seeds) == 2 and batch.seeds[0] == batch.seeds[1]
@@ -281,7 +281,7 @@ def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
     config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "rollout.group_size": 2, "trainer.groups_per_update": 1})
     run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
     [batch] = rank.batches
-    assert batch.trajectories == ("trajectory 0.0", "trajectory 0.1")
+    assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
     assert batch.staleness == ((), ())
 
 

@@ -164,9 +164,9 @@ async def score(
     for job in jobs:
         value = values(job)
         if isinstance(value, str):
-            results.append(ScoreResult(job.sample_id, error=value))
+            results.append(ScoreResult(job.sample_id, job.attempt, error=value))
         else:
-            results.append(ScoreResult(job.sample_id, score=Score(value)))
+            results.append(ScoreResult(job.sample_id, job.attempt, score=Score(value)))
     await coordinator.scored(worker, {job.sample_id: job.kind for job in jobs}, results)
 
 

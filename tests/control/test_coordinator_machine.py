@@ -72,6 +72,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.to_publish = 0
         self.sending: dict[str, int] = {}
         self.taken: list[int] = []
+        self.returned: set[int] = set()  # groups that the trainer could not read
+        self.made_again = False
+        self.made_by: dict[str, str] = {}  # samples that were generated -> their engine
         self.next_value = 0
         self.ended: dict[str, Any] | None = None
 
@@ -163,10 +166,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert 0 <= staleness <= self.config.staleness.max_updates
         if self.config.staleness.exact:
             self.nothing_else_could_be_trained(staleness)
-        older = [g for g in self.untaken() if g < group.group]
+        older = [g for g in self.untaken() if g < group.group and g not in self.returned]
         assert len(older) < self.config.buffer.window, f"{group.group} overtook {older}"
         self.taken.append(group.group)
         self.groups.append(group)
+        self.returned.discard(group.group)
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
         """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the same for all."""
@@ -174,7 +178,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         making = [lease.request.sample_id for lease in self.leases if lease.request.kind == "train" and self.is_live(lease.request.group)]
         unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))]
         assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
-        assert staleness == min(self.version - self.start, self.config.staleness.max_updates)
+        expected = min(self.version - self.start, self.config.staleness.max_updates)
+        assert staleness == expected or (staleness < expected and self.made_again), "only what was made a second time may be younger"
 
     def got_events(self, _: str, events: list[Any]) -> None:
         for event in events:
@@ -213,6 +218,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if alive and not self.coordinator_closed():
             self.unscored[request.sample_id] = request.kind
             self.generated.add(request.sample_id)
+            self.made_by[request.sample_id] = lease.engine
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK)
@@ -257,7 +263,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.next_value += 1
         value = None if how == "error" else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         before = self.rounds_failed(job)
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, value, None if value else "timeout")]))
+        now(
+            self.coordinator.scored(
+                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout")]
+            )
+        )
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
             self.unscored.pop(job.sample_id, None)
@@ -278,7 +288,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if any(who.startswith("jobs:") and task.done() for who, task in self.waiting.items()):
             return
         score = None if failed else Score(-1.0)
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, score, "late" if failed else None)]))
+        now(
+            self.coordinator.scored(
+                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)]
+            )
+        )
 
     # ---- rules: trainer and weights -----------------------------------------------------------------------------------------------
 
@@ -327,9 +341,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
     # ---- rules: who comes and goes ------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engines)
-    @rule(number=PICK, replaced=st.booleans())
-    def lose_engine(self, number: int, replaced: bool) -> None:
-        """At any moment: with samples, while it asks for some, while weights are on their way to it."""
+    @rule(number=PICK, replaced=st.booleans(), store_too=st.booleans())
+    def lose_engine(self, number: int, replaced: bool, store_too: bool) -> None:
+        """At any moment: with samples, while it asks for some, while weights are on their way to it; with what it stored, or without."""
         engine = self.engines.pop(number % len(self.engines))
         self.lost.append(engine)
         self.holds.pop(engine)
@@ -339,8 +353,49 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.at_engines = {sample: at for sample, at in self.at_engines.items() if at != engine}
         now(self.coordinator.engine_lost(engine, "killed"))
         self.look_at_holds()
+        if store_too and not self.coordinator_closed():
+            gone = [sample for sample, by in self.made_by.items() if by == engine and self.is_unread(sample)]
+            now(self.coordinator.objects_lost(engine))
+            self.is_made_again(gone)
         if replaced:
             self.join_engine()
+
+    def is_unread(self, sample: str) -> bool:
+        """Its group waits for samples or for the trainer, or its round for scores."""
+        if (kind := self.unscored.get(sample)) == "validation":
+            return True
+        group = int(sample[1:].split(".")[0])
+        return kind == "train" or (group in self.untaken() and group not in {g.group for g in self.taken_unseen()})
+
+    def is_made_again(self, samples: list[str]) -> None:
+        self.made_again |= bool(samples)
+        for sample in samples:
+            self.generated.discard(sample)
+            self.unscored.pop(sample, None)
+            self.made_by.pop(sample)
+        self.scored += [held for held in self.jobs if held[1].sample_id in samples]
+        self.jobs = [held for held in self.jobs if held[1].sample_id not in samples]
+
+    @precondition(lambda self: self.groups and not self.coordinator_closed())
+    @rule(pick=PICK)
+    def group_is_gone(self, pick: int) -> None:
+        """The trainer took it, and cannot read it."""
+        group = self.groups.pop(pick % len(self.groups))
+        self.taken.remove(group.group)
+        self.returned.add(group.group)
+        now(self.coordinator.group_gone(group.group, "its node is gone"))
+        self.is_made_again([sample.sample_id for sample in group.samples])
+
+    @precondition(lambda self: self.jobs)
+    @rule(pick=PICK)
+    def picture_is_gone(self, pick: int) -> None:
+        """The reward worker cannot read it."""
+        worker, job = self.jobs.pop(pick % len(self.jobs))
+        unread = job.sample_id in self.unscored
+        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="gone", gone=True)]))
+        self.scored.append((worker, job))
+        if unread and not self.coordinator_closed():
+            self.is_made_again([job.sample_id])
 
     @precondition(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
     @rule()
@@ -447,7 +502,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
             assert len(self.leases) + len(waiting) == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
-        assert len(self.untaken()) - len(self.taken_unseen()) <= self.config.buffer.groups
+        returned = self.returned & set(self.untaken())
+        assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
 
     def taken_unseen(self) -> list[ReadyGroup]:
         """Groups on their way to the trainer."""
@@ -531,7 +587,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             size = self.num_versions(lease.request)
             now(self.coordinator.samples_done(lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]))
         for worker, job in self.jobs:
-            now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, Score(1.0))]))
+            now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]))
         if self.groups:
             now(self.coordinator.update_done(report(self.version + 1, self.groups)))
         for engine, version in self.sending.items():
@@ -589,8 +645,14 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
         "lose_engine": (
             dice.choice([0, 0, 0.3]),
             lambda: machine.engines,
-            lambda: machine.lose_engine(number=pick(), replaced=dice.random() < 0.7),
+            lambda: machine.lose_engine(number=pick(), replaced=dice.random() < 0.7, store_too=dice.random() < 0.7),
         ),
+        "group_is_gone": (
+            dice.choice([0, 0.2]),
+            lambda: machine.groups and not machine.coordinator_closed(),
+            lambda: machine.group_is_gone(pick=pick()),
+        ),
+        "picture_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: machine.picture_is_gone(pick=pick())),
         "join_engine": (dice.choice([0, 0.2]), lambda: len(machine.engines) < 4 and len(machine.lost) < 20, lambda: machine.join_engine()),
         "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: machine.lose_scorer(number=dice.randint(0, 1))),
         "stop": (0.1, lambda: machine.may_stop, lambda: machine.stop()),

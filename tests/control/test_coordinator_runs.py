@@ -138,7 +138,10 @@ def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own
     asyncio.run(hold(c, 0))
     asyncio.run(finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0))
     jobs = now(c.next_to_score("reward-0", 8))
-    results = [ScoreResult(job.sample_id, Score(1.0, values=values)) for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)]
+    results = [
+        ScoreResult(job.sample_id, job.attempt, Score(1.0, values=values))
+        for job, values in zip(jobs, ((1.0, 0.0), (0.0, 1.0)), strict=True)
+    ]
     now(c.scored("reward-0", {job.sample_id: job.kind for job in jobs}, results))
     assert [entry.event for entry in entries] == ([] if event is None else [event])
 
@@ -527,7 +530,7 @@ def test_a_failed_score_reported_twice_is_retried_once() -> None:
     asyncio.run(finish(c, "rollout-0", requests, 0))
     jobs = now(c.next_to_score("reward-0", 2))
     for _ in range(3):
-        now(c.scored("reward-0", {jobs[0].sample_id: "train"}, [ScoreResult(jobs[0].sample_id, error="timeout")]))
+        now(c.scored("reward-0", {jobs[0].sample_id: "train"}, [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error="timeout")]))
     assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [jobs[0].sample_id]
 
 
@@ -666,7 +669,7 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
         requests = now(c.next_samples("rollout-0", 2, 8))
         await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
         jobs = now(c.next_to_score("reward-0", 8))
-        results = [ScoreResult(j.sample_id, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
+        results = [ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
         await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
         (group,) = now(c.next_groups(0, 1))
         assert group.rewards == [1.0, 3.0] and group.oldest_version == 0

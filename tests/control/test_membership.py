@@ -94,6 +94,8 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first() -> None:
         await score(c, lost, distinct, "reward-0")
         assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 8, "late scores of the lost worker count for nothing"
         assert await c.next_to_score("reward-0", 4) == [], "and it gets no more"
-        await c.scored("reward-1", {job.sample_id: job.kind for job in again}, [ScoreResult(job.sample_id, error="x") for job in again])
+        await c.scored(
+            "reward-1", {job.sample_id: job.kind for job in again}, [ScoreResult(job.sample_id, job.attempt, error="x") for job in again]
+        )
 
     asyncio.run(main())

@@ -100,7 +100,7 @@ def emulate(recipe: Path, *overrides: str, folder: Path | None = None) -> Emulat
         cluster = InProcessCluster(inputs, RunDirectory(folder), VirtualClock())
         await cluster.start()
         services = [asyncio.create_task(work) for work in cluster.services().values()]
-        await asyncio.gather(watch(cluster), *cluster.work().values())
+        await asyncio.gather(watch(cluster), *cluster.work().values(), *cluster.crew().values())
         for service in services:
             service.cancel()
         await asyncio.gather(*services, return_exceptions=True)

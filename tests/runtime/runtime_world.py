@@ -110,9 +110,12 @@ Role = Callable[[Control], Coroutine[Any, Any, None]]
 
 
 class HandCluster:
-    """A Cluster of roles that are given as functions of the control."""
+    """A Cluster of roles that are given as functions of the control. Those of the `crew` are replaced by others of the same kind."""
 
-    def __init__(self, work: dict[str, Role], services: dict[str, Role] | None = None) -> None:
+    def __init__(self, work: dict[str, Role], services: dict[str, Role] | None = None, crew: dict[str, Role] | None = None) -> None:
+        self._crew = crew or {}
+        self.lost: list[str] = []
+        self.gone: str | None = None  # what `find_lost` finds
         self.coordinator: Any = Control()
         self.store: ObjectStore = LocalStore()
         self.closed = False
@@ -120,6 +123,24 @@ class HandCluster:
 
     async def start(self) -> None:
         """Nothing has to be loaded."""
+
+    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: role(self.coordinator) for name, role in self._crew.items()}
+
+    async def lose(self, name: str, reason: str) -> None:
+        self.lost.append(name)
+
+    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
+        return self._crew[name.partition(".")[0]](self.coordinator)
+
+    async def dismiss(self, name: str) -> None:
+        """Nobody listens."""
+
+    async def find_lost(self) -> str | None:
+        return self.gone
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._crew)}
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: role(self.coordinator) for name, role in self._work.items()}

@@ -287,7 +287,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
         try:
             await cluster.start()
             services = [asyncio.ensure_future(work) for work in cluster.services().values()]
-            await asyncio.gather(*cluster.work().values())
+            await asyncio.gather(*cluster.work().values(), *cluster.crew().values())
             kinds = [event.kind for event in await cluster.coordinator.events()]
             assert "ended" in kinds
             for service in services:
@@ -297,7 +297,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
             await cluster.close()
         assert ray.is_initialized()
         with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(f"run-{number}/trainer")
+            ray.get_actor(f"run-{number}/1/trainer")
 
     for number in range(2):
         asyncio.run(main(number))

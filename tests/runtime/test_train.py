@@ -16,9 +16,12 @@ from runtime_world import Control, HandCluster, RememberingConsole, Role, write_
 
 from omni_async.control.supervisor import TaskFailed
 from omni_async.performance.profile import load_profile
+from omni_async.runtime import session
 from omni_async.runtime import train as runtime
+from omni_async.runtime.interrupts import Interrupted, interrupts, unless
 from omni_async.runtime.preflight import preflight
-from omni_async.runtime.train import Ending, Interrupted, _first, _interrupts, _unless, train
+from omni_async.runtime.session import Ending, _first
+from omni_async.runtime.train import train
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
@@ -26,7 +29,7 @@ from omni_async.tracking.summary import Summary, read_summary
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_LAST_EVENTS_S", 0.001)
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
 
 
 def run_loop(main: Any) -> Any:
@@ -68,7 +71,7 @@ def test_the_first_signal_sets_the_event_and_the_second_is_pythons_again(number)
     before = signal.getsignal(number)
 
     async def main() -> bool:
-        async with _interrupts() as interrupted:
+        async with interrupts() as interrupted:
             os.kill(os.getpid(), number)
             await asyncio.wait_for(interrupted.wait(), 5)
             return signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -83,7 +86,7 @@ def test_outside_the_main_thread_nothing_is_installed_and_nothing_breaks():
     seen: list[bool] = []
 
     async def main() -> None:
-        async with _interrupts() as interrupted:
+        async with interrupts() as interrupted:
             seen.append(interrupted.is_set())
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
@@ -106,7 +109,7 @@ def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_hap
         interrupted = asyncio.Event()
         asyncio.get_running_loop().call_soon(interrupted.set)
         with pytest.raises(Interrupted):
-            await _unless(interrupted, work())
+            await unless(interrupted, work())
         assert done == ["cancelled"]
 
     run_loop(main())
@@ -118,7 +121,7 @@ def test_work_that_is_not_interrupted_raises_what_it_raises():
 
     async def main() -> None:
         with pytest.raises(LookupError, match="no model"):
-            await _unless(asyncio.Event(), work())
+            await unless(asyncio.Event(), work())
 
     run_loop(main())
 

@@ -59,7 +59,7 @@ def measured(config: Config) -> tuple[float, list[int]]:
         async with Supervisor() as services, Supervisor() as workers:
             for name, work in cluster.services().items():
                 services.start(name, work)
-            for name, work in cluster.work().items():
+            for name, work in (cluster.work() | cluster.crew()).items():
                 workers.start(name, work)
             status = None
             while status is None:

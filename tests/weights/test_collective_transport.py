@@ -117,13 +117,14 @@ def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_an_engine_that_refuses_to_join_is_heard_at_once() -> None:
+def test_the_refusal_of_an_engine_is_told_and_not_the_others_waiting_that_follows_from_it() -> None:
     async def main() -> None:
         async def dead(invitation: Any) -> None:
             raise ConnectionError("the actor died")
 
         with pytest.raises(ConnectionError, match="the actor died"):
-            await World(0, SHORT_S).sender.connect({"0": dead})
+            world = World(1, SHORT_S)
+            await world.sender.connect({"0": world.receivers[0].connect, "1": dead})
 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 

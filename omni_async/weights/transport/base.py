@@ -17,10 +17,13 @@ class TransportError(RuntimeError):
 
 
 class WeightSender(Protocol):
-    """One version at a time. Whatever may take long happens off the event loop."""
+    """One version at a time. Whatever may take long happens off the event loop. `one_by_one`: engines receive a version each for itself, and
+    need not be met; else all receive it together, or none does."""
+
+    one_by_one: bool
 
     async def connect(self, engines: Mapping[str, Join]) -> None:
-        """Once, when every engine has started and before the first version. `engines[name](invitation)` has that engine's receiver
+        """Before the first version, and again when engines come or go: all there are. `engines[name](invitation)` has that engine's receiver
         `connect`. TransportError if one can't be reached."""
 
     def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AbstractAsyncContextManager[Any]:

@@ -59,6 +59,8 @@ class Invitation:
 class CollectiveSender:
     """Rank 0. `host` is the address under which the engines' machines reach this one."""
 
+    one_by_one = False
+
     def __init__(self, host: str, backend: Backend, timeout_s: float) -> None:
         self._host = host
         self._backend: Backend = backend
@@ -73,7 +75,12 @@ class CollectiveSender:
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
         joining = [join(replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
-        self._group, *_ = await asyncio.gather(forming, *joining)
+        # Until all have answered: the next attempt finds nobody still waiting in this one, and whoever asks knows who failed.
+        formed, *joined = await asyncio.gather(forming, *joining, return_exceptions=True)
+        failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
+        for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
+            raise failure  # those who waited in vain are not the ones to tell of
+        self._group = formed
 
     def _serve(self) -> Any:
         """The store, on this address alone: torch's own socket would listen on all of the machine's."""

@@ -50,6 +50,8 @@ _NAMES = {short: name for name, short in _DTYPES.items()}
 class DiskSender:
     """`folder` is made when the first version is written."""
 
+    one_by_one = True
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._newest: Path | None = None

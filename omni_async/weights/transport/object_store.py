@@ -14,6 +14,8 @@ from omni_async.weights.transport.base import Join
 
 
 class ObjectStoreSender:
+    one_by_one = True
+
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 

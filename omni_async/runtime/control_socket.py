@@ -1,0 +1,116 @@
+"""The door through which a running job is asked how it is, and told how many workers to have: a unix socket in its run folder.
+
+Whoever may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a network. A request is one line of JSON,
+and so is its answer. Waits for requests; each is answered by the session that is alive at that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+_LONGEST_REQUEST = 2**16
+
+
+class ControlError(RuntimeError):
+    """The run can't be asked, or does not do what it was asked for: one line."""
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`scale`: role -> workers it shall have. Nothing: only say how it is."""
+
+    scale: dict[str, Annotated[int, Meta(ge=1, le=100_000)]] = {}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Exactly one of both."""
+
+    status: dict[str, Any] | None = None
+    error: str | None = None
+
+
+class ControlSocket:
+    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the run without one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._server: asyncio.AbstractServer | None = None
+        self.answer: Callable[[Request], Awaitable[dict[str, Any]]] | None = None
+
+    async def __aenter__(self) -> ControlSocket:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with _short(self._path) as short:
+                umask = os.umask(0o177)
+                try:
+                    listening.bind(short)
+                finally:
+                    os.umask(umask)
+            self._server = await asyncio.start_unix_server(self._serve, sock=listening, limit=_LONGEST_REQUEST)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = await self._answer(await reader.readline())
+            writer.write(msgspec.json.encode(answer, enc_hook=str) + b"\n")
+            await writer.drain()
+        except (ConnectionError, ValueError):  # who asked has gone, or said too much
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes) -> Answer:
+        try:
+            request = msgspec.json.decode(line, type=Request)
+            if self.answer is None:
+                return Answer(error="the run is starting or ending; ask again in a moment")
+            return Answer(status=await self.answer(request))
+        except Exception as error:  # noqa: BLE001 (whatever a request does wrong is told to who made it, and the run goes on)
+            text = str(error).partition("\n")[0]
+            return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
+
+
+def ask(path: Path, request: Request, timeout_s: float | None = None) -> dict[str, Any]:
+    """What the run answers. Raises ControlError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            with _short(path) as short:
+                connection.connect(short)
+            connection.sendall(msgspec.json.encode(request) + b"\n")
+            with connection.makefile("rb") as file:
+                line = file.readline()
+        except OSError as error:
+            raise ControlError(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
+    try:
+        answer = msgspec.json.decode(line, type=Answer)
+    except msgspec.DecodeError:
+        raise ControlError(f"{path.parent} ended before it answered") from None
+    if answer.status is None:
+        raise ControlError(f"{path.parent}: {answer.error}")
+    return answer.status
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """A name of the path that fits into a socket's address, whose 108 bytes a run folder may exceed."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM as an event that a run can wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+
+class Interrupted(Exception):
+    """Before there was anything to stop in order."""
+
+
+@contextlib.asynccontextmanager
+async def interrupts() -> AsyncIterator[asyncio.Event]:
+    """SIGINT and SIGTERM set the event; a second one falls through to Python's own handling."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def ring() -> None:
+        event.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
+            loop.add_signal_handler(number, ring)
+    try:
+        yield event
+    finally:
+        for number in signals:
+            with contextlib.suppress(RuntimeError, ValueError):
+                loop.remove_signal_handler(number)
+
+
+async def unless(interrupted: asyncio.Event, work: Awaitable[Any]) -> Any:
+    """Do the work, or raise Interrupted."""
+    task, interrupt = asyncio.ensure_future(work), asyncio.create_task(interrupted.wait())
+    try:
+        await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Interrupted
+        return task.result()
+    finally:
+        interrupt.cancel()
+        task.cancel()
+        await asyncio.gather(task, interrupt, return_exceptions=True)

@@ -1,0 +1,220 @@
+"""Brings back what dies: an engine or a reward worker that fails, hangs or is killed is replaced while the run goes on, and their number may change.
+
+What a lost one had under way is leased to others, with the same seeds. What replaces it has a name of its own, so nothing that the old one still says
+is taken for the new one's, and it gets no work before it holds the current weights. Replacements are bounded: too many of one place within an hour end
+the run.
+
+| waits for            | unblocked by                                                          |
+|----------------------|-----------------------------------------------------------------------|
+| a worker's end       | its process, its health check, or the publisher that gave it up       |
+| a pause              | time: the second replacement of a place within a minute waits, and so on, longer each time |
+| a replacement        | its start; or the end of the run, after which nobody is missed        |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from omni_async.control.clock import Clock
+from omni_async.control.supervisor import Supervisor
+from omni_async.control.waiting import Bell
+from omni_async.runtime.cluster import PeerLost
+from omni_async.tracking.faults import Fault
+
+_WINDOW_S = 3600.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+Work = Coroutine[Any, Any, Any]
+
+
+class GaveUp(RuntimeError):
+    """A part was lost too often, or cannot be had."""
+
+
+class Workforce(Protocol):
+    """A cluster whose engines and reward workers come and go."""
+
+    async def lose(self, name: str, reason: str) -> None:
+        """Free what is left of it, and tell everybody who counts on it."""
+
+    async def hire(self, name: str) -> Work:
+        """Start the worker of that name; what it does until the run is over. It has joined when this returns."""
+
+    async def dismiss(self, name: str) -> None:
+        """It shall finish what it has, and go."""
+
+
+def place_of(name: str) -> str:
+    """`rollout-0.2` is the second worker in the place `rollout-0`."""
+    return name.partition(".")[0]
+
+
+class Restarts:
+    """How often a place has been filled again: at most `most` times an hour, with pauses that double while the losses follow each other closely."""
+
+    def __init__(self, most: int, clock: Clock) -> None:
+        self._most = most
+        self._clock = clock
+        self._when: defaultdict[str, deque[float]] = defaultdict(deque)
+
+    def pause(self, place: str, reason: str) -> float:
+        """Seconds to wait before the next one. Raises GaveUp."""
+        now, when = self._clock.now(), self._when[place]
+        while when and when[0] < now - _WINDOW_S:
+            when.popleft()
+        if len(when) >= self._most:
+            times = f"{self._most} times within the hour, as often as run.restarts allows"
+            raise GaveUp(
+                f"{place} was lost ({reason})" + (f" after it had been replaced {times}" if self._most else " and run.restarts is 0")
+            )
+        recent = sum(then > now - _LONGEST_PAUSE_S for then in when)
+        when.append(now)
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
+
+
+class Keeper:
+    """`tell` gets a line for the console about what happens, `record` every fault that was mended."""
+
+    def __init__(
+        self,
+        workforce: Workforce,
+        supervisor: Supervisor,
+        restarts: Restarts,
+        clock: Clock,
+        tell: Callable[[str], None],
+        record: Callable[[Fault], None],
+    ) -> None:
+        self._workforce = workforce
+        self._supervisor = supervisor
+        self._restarts = restarts
+        self._clock = clock
+        self._tell = tell
+        self._record = record
+        self._present: dict[str, str] = {}  # place -> the worker in it
+        self._hired: Counter[str] = Counter()
+        self._leaving: set[str] = set()
+        self._given_up: dict[str, str] = {}  # by somebody else: name -> reason
+        self._closing = False
+        self._bell = Bell()
+
+    def employ(self, name: str, work: Work) -> None:
+        """A worker that has joined: keep its place filled."""
+        place = place_of(name)
+        self._present[place] = name
+        self._hired[place] += 1
+        self._supervisor.start(place, self._keep(name, work))
+
+    def give_up(self, name: str, reason: str) -> None:
+        """Somebody found that it does not do its part."""
+        self._given_up[name] = reason
+        self._bell.ring()
+
+    def close(self) -> None:
+        """The run is closing: who goes is not missed."""
+        self._closing = True
+        self._bell.ring()
+
+    # ---- how many there are -------------------------------------------------------------------------------------------------------
+
+    def workers(self, role: str) -> list[str]:
+        """Those at work or being replaced, by place."""
+        return [name for place, name in self._present.items() if place.rpartition("-")[0] == role and name not in self._leaving]
+
+    async def scale(self, role: str, count: int) -> None:
+        """Until there are `count` workers of the role, or those that are too many know. Raises what a start raises."""
+        workers = self.workers(role)
+        for name in reversed(workers[count:]):
+            self._leaving.add(name)
+            await self._workforce.dismiss(name)
+        for _ in range(count - len(workers)):
+            place = next(f"{role}-{i}" for i in range(10**6) if f"{role}-{i}" not in self._present)
+            name = self._name(place)
+            self._present[place] = name
+            try:
+                work = await self._workforce.hire(name)
+            except BaseException:
+                del self._present[place]
+                raise
+            self.employ(name, work)
+
+    def _name(self, place: str) -> str:
+        return f"{place}.{self._hired[place] + 1}" if self._hired[place] else place
+
+    # ---- one place ----------------------------------------------------------------------------------------------------------------
+
+    async def _keep(self, name: str, work: Work) -> None:
+        """Until the run is over or the worker may leave. Raises GaveUp."""
+        place = place_of(name)
+        while (reason := await self._until_lost(name, work)) is not None:
+            found = self._clock.now()
+            replaced = await self._unless_closing(self._replaced(place, name, reason))
+            if replaced is None:
+                return
+            lost, (name, work) = name, replaced
+            fault = Fault(found, lost, reason, name, self._clock.now() - found)
+            self._tell(f"{name} is at work in place of {lost}, {fault.seconds:.1f} s after that was lost")
+            self._record(fault)
+        if name in self._leaving:
+            await self._workforce.lose(name, "it was not needed any more")
+            del self._present[place]
+
+    async def _until_lost(self, name: str, work: Work) -> str | None:
+        """Why it is lost; None when it has done its work."""
+        task, bell = asyncio.ensure_future(work), asyncio.ensure_future(self._when_given_up(name))
+        try:
+            await asyncio.wait((task, bell), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return self._given_up[name]
+            if (error := task.exception()) is not None:
+                return None if self._closing or name in self._leaving else _one_line(error)
+            # Sent home: because the run is over, as everybody will hear, or because it was given up.
+            while not (self._closing or name in self._leaving or name in self._given_up):
+                await self._bell.wait()
+            return None if self._closing or name in self._leaving else self._given_up[name]
+        finally:
+            for waiting in (task, bell):
+                waiting.cancel()
+            await asyncio.gather(task, bell, return_exceptions=True)
+
+    async def _when_given_up(self, name: str) -> None:
+        while name not in self._given_up:
+            await self._bell.wait()
+
+    async def _replaced(self, place: str, name: str, reason: str) -> tuple[str, Work]:
+        await self._workforce.lose(name, reason)
+        while True:
+            pause = self._restarts.pause(place, reason)
+            name = self._name(place)
+            self._tell(f"{place} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
+            await asyncio.sleep(pause)
+            self._present[place] = name
+            self._hired[place] += 1
+            try:
+                return name, await self._workforce.hire(name)
+            except Exception as error:  # noqa: BLE001 (tried again, as often as is allowed)
+                reason = f"its replacement did not start: {_one_line(error)}"
+
+    async def _unless_closing(self, work: Coroutine[Any, Any, tuple[str, Work]]) -> tuple[str, Work] | None:
+        task = asyncio.ensure_future(work)
+        closing = asyncio.ensure_future(self._when_closing())
+        try:
+            await asyncio.wait((task, closing), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for waiting in (task, closing):
+                waiting.cancel()
+            await asyncio.gather(task, closing, return_exceptions=True)
+
+    async def _when_closing(self) -> None:
+        while not self._closing:
+            await self._bell.wait()
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, PeerLost):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

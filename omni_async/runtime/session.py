@@ -1,0 +1,153 @@
+"""One life of a run on a cluster that is up: from the first sample until every role has finished, or until a part is lost that the run cannot do
+without.
+
+Whatever ends it (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves a checkpoint, the rest of the
+events is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.runtime.cluster import Cluster, PeerLost
+from omni_async.runtime.control_socket import Request
+from omni_async.runtime.keeper import Keeper, Restarts
+from omni_async.runtime.observer import Observer
+from omni_async.tracking.summary import Status
+
+# How long the coordinator gets to take the driver's last words and to tell the rest, and the last pictures to be drawn.
+_LAST_EVENTS_S = 10.0
+_PICTURES_S = 30.0
+
+
+@dataclass
+class Ending:
+    """How the run ended; the first cause stays. `lost`: because of a part without which it can only go on from its last checkpoint."""
+
+    status: Status = "done"
+    reason: str | None = None
+    cause: BaseException | None = field(default=None, repr=False)
+    lost: str | None = None
+
+    def because(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
+        if self.status == "done":
+            self.status, self.reason, self.cause = status, reason, cause
+
+
+class Session:
+    def __init__(self, config: Config, cluster: Cluster, observer: Observer, restarts: Restarts, clock: Clock) -> None:
+        self._closing_s = config.run.closing_timeout_s
+        self._cluster = cluster
+        self._observer = observer
+        self._restarts = restarts
+        self._clock = clock
+        self.keeper: Keeper | None = None
+
+    async def run(self, interrupted: asyncio.Event, ending: Ending) -> None:
+        cluster, observer = self._cluster, self._observer
+        coordinator = cluster.coordinator
+        async with Supervisor() as services, Supervisor() as supervisor:
+            self.keeper = keeper = Keeper(cluster, supervisor, self._restarts, self._clock, observer.tell, observer.fault)
+            observer.on_lost, observer.on_closing = keeper.give_up, keeper.close
+            watching = services.start("driver", observer.watch(coordinator, cluster.store))
+            services.start("interrupts", _stop_when(interrupted, coordinator))
+            for name, work in cluster.services().items():
+                services.start(name, work)
+            for name, work in cluster.work().items():
+                supervisor.start(name, work)
+            for name, work in cluster.crew().items():
+                keeper.employ(name, work)
+            failure: TaskFailed | None = None
+            try:
+                await _first(services.wait(), supervisor.wait(), observer.closing.wait())
+            except TaskFailed as error:
+                failure = error
+                ending.lost = await self._lost_with(error)
+                if ending.lost is not None:
+                    ending.because("failed", ending.lost, error)
+                    return  # nothing more can be had from this life
+                with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
+                    async with asyncio.timeout(_LAST_EVENTS_S):
+                        await coordinator.fail(describe(error))
+            keeper.close()
+            unfinished, ending.lost = await _close_in_order(supervisor, self._closing_s)
+            with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
+                async with asyncio.timeout(_LAST_EVENTS_S):
+                    await coordinator.conclude()
+                    await watching
+            await observer.pictures_drawn(_PICTURES_S)
+            # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
+            ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
+            if observer.ended and ended["status"] == "failed":
+                ending.because("failed", ended["reason"] or "failed", failure)
+            if failure:
+                ending.because("failed", describe(failure), failure)
+            if unfinished:
+                ending.because("failed", unfinished)
+            if ended["status"] != "done":
+                ending.because(ended["status"], ended["reason"] or ended["status"])
+
+    async def answer(self, request: Request) -> dict[str, Any]:
+        """What `omni-async status` and `omni-async scale` ask for. ValueError, one line, if it can't be done."""
+        if self.keeper is None:
+            raise ValueError("the run is starting; ask again in a moment")
+        for role, workers in request.scale.items():
+            if not self.keeper.workers(role):
+                raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
+            await self.keeper.scale(role, workers)
+        return {"parts": self._cluster.parts(), "faults": len(self._observer.faults), **await self._cluster.coordinator.statistics()}
+
+    async def _lost_with(self, failure: TaskFailed) -> str | None:
+        """What is gone, if that is what failed: when a rank dies, the others may be the first to complain."""
+        if isinstance(failure.__cause__, PeerLost):
+            return str(failure.__cause__)
+        with contextlib.suppress(Exception):
+            return await self._cluster.find_lost()
+        return None
+
+
+async def _close_in_order(supervisor: Supervisor, seconds: float) -> tuple[str | None, str | None]:
+    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything, and
+    which part was lost, if that is what."""
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            await supervisor.settle()
+            await supervisor.wait()
+    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
+        if deadline.expired():
+            return f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over", None
+        return describe(error), str(error.__cause__) if isinstance(error.__cause__, PeerLost) else None
+    return None, None
+
+
+async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
+    await interrupted.wait()
+    await coordinator.stop("by a signal")
+    await asyncio.Event().wait()  # a service: it ends by being cancelled
+
+
+async def _first(*works: Any) -> None:
+    """Until the first of them is done; its exception is raised, the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, TaskFailed) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, PeerLost):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
