@@ -20,7 +20,6 @@ class Versions:
         self.trained = start
         self._digests: dict[int, str] = {}
         self._engines: dict[str, int] = {}
-        self._left: set[str] = set()
         self._holders: Counter[int] = Counter()  # version -> engines that hold it: two or three versions, however many engines
         self._begun = False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
         self.published: int | None = None
@@ -30,14 +29,12 @@ class Versions:
     def join(self, engine: str) -> None:
         """An engine exists, and holds nothing yet."""
         self.leave(engine)
-        self._left.discard(engine)
         self._engines[engine] = -1
         self._count(-1, 1)
 
     def leave(self, engine: str) -> None:
         version = self._engines.pop(engine, None)
         if version is not None:
-            self._left.add(engine)
             self._count(version, -1)
 
     def _count(self, version: int, change: int) -> int:
@@ -67,9 +64,8 @@ class Versions:
 
     def report(self, report: WeightReport) -> None:
         """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before. One that joins
-        with a version that all others had left behind still holds nothing: samples could come to the trainer too old. What one says that has
-        left meanwhile counts for nothing."""
-        if report.engine in self._left or self._is_behind(report):
+        with a version that all others had left behind still holds nothing: samples could come to the trainer too old."""
+        if self._is_behind(report):
             return
         if report.engine not in self._engines:
             raise WeightMismatch(f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}")

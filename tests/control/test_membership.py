@@ -99,3 +99,16 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first() -> None:
         )
 
     asyncio.run(main())
+
+
+def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
+    """It swapped, and was given up before its report arrived: nothing is wrong with anybody's weights."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(engines=2))
+        await hold(c, 0, "rollout-0", "rollout-1")
+        await c.engine_lost("rollout-1", "killed")
+        await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
+        assert c.versions.engines() == {"rollout-0": 0} and c._outcome is None
+
+    asyncio.run(main())

@@ -84,16 +84,6 @@ def test_digests_nobody_can_report_any_more_are_forgotten() -> None:
         v.report(WeightReport("b", 2, "d2"))
 
 
-def test_what_a_lost_engine_still_says_counts_for_nothing() -> None:
-    v = versions("a", "b", published=1)
-    v.leave("b")
-    v.report(WeightReport("b", 1, "d1"))
-    assert v.engines() == {"a": -1}
-    v.join("b")
-    v.report(WeightReport("b", 1, "d1"))
-    assert v.engines() == {"a": -1, "b": 1}
-
-
 def test_a_newcomer_may_report_a_version_whose_digest_is_forgotten_and_holds_nothing() -> None:
     v = versions("a", published=2)
     v.report(WeightReport("a", 1, "d1"))

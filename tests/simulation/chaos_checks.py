@@ -73,7 +73,8 @@ class Checks:
         config = self._config
         staleness = version - group.oldest_version
         require(0 <= staleness <= config.staleness.max_updates, f"group {group.group} is {staleness} updates old, S = {config.staleness.max_updates}")
-        overtaken = [older for older in coordinator._groups.live if older < group.group]
+        # Groups that the trainer gave back do not count: they were taken before.
+        overtaken = [older for older in coordinator._groups.live if older < group.group and older not in coordinator._groups._returned]
         require(len(overtaken) < config.buffer.window, f"group {group.group} overtook {overtaken}, window = {config.buffer.window}")
         require(len(group.samples) == config.rollout.group_size, f"group {group.group} has {len(group.samples)} samples")
         for number, sample in enumerate(group.samples):

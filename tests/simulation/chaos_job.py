@@ -45,6 +45,7 @@ class Temper:
     equal_rewards: float
     lasting_failures: float
     slow_groups: float = 0.0
+    store_dies: bool = False  # what a process has stored dies with it
 
 
 @dataclass(frozen=True)
@@ -154,4 +155,5 @@ def _temper(dice: random.Random) -> Temper:
         equal_rewards=odds(0.0, 0.0, 0.1, 0.3),
         lasting_failures=odds(0.0, 0.0, 0.1),
         slow_groups=odds(0.0, 0.0, 0.3),
+        store_dies=dice.random() < 0.6,
     )

@@ -16,9 +16,10 @@ from msgspec.structs import replace
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.tracer import Tracer
 from omni_async.actors.trainer import Trainer
-from omni_async.control.continuation import Continuation
+from omni_async.control.continuation import Continuation, Unfinished
 from omni_async.rewards.base import ScoreError
 from omni_async.rollout.base import Trajectory
+from omni_async.store import ObjectLost
 from omni_async.types import Prompt, SampleDrift, SampleRequest, Score, TensorSpec, TrainGroup, WeightManifest, WeightReport
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
@@ -43,8 +44,8 @@ class Reference(NamedTuple):
 class Store:
     """The store as one process sees it: what it puts is lost with it, if the world says so."""
 
-    def __init__(self, process: Process, pause: Callable[[], float]) -> None:
-        self._process, self._pause = process, pause
+    def __init__(self, process: Process, world: World) -> None:
+        self._process, self._world, self._pause = process, world, world.store_s
 
     async def put(self, value: Any) -> Reference:
         await self._process.pause(self._pause())
@@ -56,6 +57,9 @@ class Store:
 
     async def get(self, reference: Reference) -> Any:
         await self._process.pause(self._pause())
+        if reference.owner.dead and self._world.temper.store_dies:
+            self._world.seen["object lost"] += 1
+            raise ObjectLost(f"it was {reference.owner.name}'s")
         return reference.value
 
 
@@ -145,10 +149,20 @@ class Rank:
     def __init__(self, process: Process, world: World, store: Store) -> None:
         self.doing: set[str] = set()
         self._process, self._world, self._store = process, world, store
-        self._trained: list[int] = []
+        self._fetched: set[int] = set()
+        self._free: list[np.ndarray] = []
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Nothing to load."""
+
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        self.doing.add("fetching")
+        try:
+            for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
+                self._world.require(trajectory.request.group == group, f"group {group} was given {trajectory.request.sample_id}")
+            self._fetched.add(group)
+        finally:
+            self.doing.discard("fetching")
 
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         await self._process.pause(self._world.train_s())
@@ -156,11 +170,8 @@ class Rank:
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         self.doing.add("accumulating")
-        trajectories = await asyncio.gather(*(self._store.get(reference) for reference in batch.trajectories))
-        for trajectory in trajectories:
-            self._world.require(trajectory.request.group == batch.group, f"group {batch.group} was given {trajectory.request.sample_id}")
+        self._world.require(batch.group in self._fetched, f"group {batch.group} was not fetched")
         await self._process.pause(self._world.train_s())
-        self._trained.append(batch.group)
         self.doing.discard("accumulating")
 
     async def step(self, grad_scale: float) -> dict[str, float]:
@@ -177,10 +188,11 @@ class Rank:
 
     async def export(self, version: int) -> Snapshot | None:
         self.doing.add("exporting")
+        bucket = self._free.pop() if self._free else np.empty(8, np.uint8)
+        bucket[:] = np.frombuffer(version.to_bytes(8, "little"), np.uint8)
         await self._process.pause(self._world.train_s())
-        bucket = np.frombuffer(version.to_bytes(8, "little"), np.uint8)
         self.doing.discard("exporting")
-        return Snapshot(version, "full", (TensorSpec("w", "uint8", (8,), 0, 0, 8),), [bucket])
+        return Snapshot(version, "full", (TensorSpec("w", "uint8", (8,), 0, 0, 8),), [bucket], release=lambda: self._free.append(bucket))
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         self.doing.add("saving")
@@ -208,11 +220,16 @@ class MemoryCheckpointer(Checkpointer):
     async def _write_it(self, control: Continuation) -> None:
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         ready = []
+        gone = []
         for group in control.ready:
-            found = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            try:
+                found = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            except ObjectLost:
+                gone.append(Unfinished(group.group))
+                continue
             samples = [replace(sample, trajectory=made, media=None) for sample, made in zip(group.samples, found, strict=True)]
             ready.append(replace(group, samples=tuple(samples)))
-        self.keep(replace(control, ready=tuple(ready)))
+        self.keep(replace(control, ready=tuple(ready), unfinished=(*control.unfinished, *gone)))
 
     async def take_up_from(self, control: Continuation) -> None:
         groups = []

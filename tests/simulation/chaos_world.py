@@ -16,12 +16,12 @@ from typing import Any
 from chaos_checks import Checks, Violation
 from chaos_job import Job
 from chaos_network import CoordinatorLine, Network, Process, ProducerLine
-from chaos_publisher import ElasticPublisher
 from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedTrainer, Store
 
 from omni_async.actors.emulated import EmulatedRule
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.producer import Producer
+from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rewarder import Rewarder
 from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
@@ -84,6 +84,7 @@ class World:
             "one place for samples": config.buffer.trajectories == 1,
             "one place for groups": config.buffer.groups == 1,
             "shuffled": temper.shuffled,
+            "stores die": temper.store_dies,
         }
         return [kind for kind, there in kinds.items() if there]
 
@@ -200,18 +201,26 @@ class Life:
         self.keeper = Process("keeper")
         self.desk = self._line(self.keeper)
         self.training = training = Process("trainer")
-        line, store, clock = self._line(training), Store(training, world.store_s), VirtualClock()
+        line, store, clock = self._line(training), Store(training, world), VirtualClock()
         self.rank = Rank(training, world, store)
         rule: Any = EmulatedRule(config, plan_updates(config), self.rank)  # type: ignore[arg-type]
-        self.publisher = ElasticPublisher(self._lost, self._beside, config, {}, line, ObjectStoreSender(store), clock)  # type: ignore[arg-type]
-        self.publisher._tracer = QuietTracer("publisher", line, clock)
-        self.trainer = SimulatedTrainer(self._keep, config, [self.rank], rule, line, self.publisher, store, "", clock)
+        self._first = {slot: self._engine(f"rollout-{slot}") for slot in range(config.rollout.workers)}
+        lines: Any = {process.name: line for process, _, line in self._first.values()}
+        publisher = WeightPublisher(config, lines, line, ObjectStoreSender(store), clock)  # type: ignore[arg-type]
+        publisher._tracer = QuietTracer("publisher", line, clock)
+        self.trainer = SimulatedTrainer(self._keep, config, [self.rank], rule, line, publisher, store, "", clock)
+
+    def _engine(self, name: str) -> tuple[Process, Producer, ProducerLine]:
+        process = self._process(name)
+        engine = Engine(process, self.world)
+        producer = Producer(name, self.config, engine, self._line(process), Store(process, self.world), VirtualClock())
+        producer._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
+        self.engines[name] = (process, engine)
+        self._ends[name] = self._loop.create_future()
+        return process, producer, ProducerLine(self.network, self.training, process, producer)
 
     def _line(self, process: Process) -> Any:
         return CoordinatorLine(self.network, process, self.coordinator)
-
-    def _beside(self, work: Any) -> None:
-        self.training.start(work, "beside").add_done_callback(self._no_failure)
 
     def _no_failure(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -255,40 +264,53 @@ class Life:
 
     async def _watch(self) -> None:
         while not any(event.kind == "ended" for event in self.events):
-            self.events += await self.coordinator.events()
+            news = await self.coordinator.events()
+            self.events += news
+            for event in news:
+                if event.kind == "lost":
+                    self._lost(event.data["name"], event.data["reason"])
 
     async def _keep_engine(self, slot: int) -> None:
         """An engine, and its replacements."""
         for incarnation in count():
-            name = f"rollout-{slot}" + (f".{incarnation}" if incarnation else "")
-            process = self._process(name)
-            engine, store = Engine(process, self.world), Store(process, self.world.store_s)
-            producer = Producer(name, self.config, engine, self._line(process), store, VirtualClock())
-            producer._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
-            await producer.start()
-            if incarnation:
-                await self.desk.engine_joins(name)
-            self.engines[name] = (process, engine)
-            self.publisher.admit(name, ProducerLine(self.network, self.training, process, producer))
-            reason = await self._end_of(process, producer.run())
-            del self.engines[name]
-            self.publisher.dismiss(name)
+            process, producer, line = self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
+            name = process.name
+            reason = await self._admitted(name, line) if incarnation else None
+            reason = reason or await self._end_of(process, producer.run())
             if reason is None:
                 return
+            del self.engines[name]
             await self._detected(process)
+            await self._call(self.trainer.dismiss, name)
             await self.desk.engine_lost(name, reason)
+            if self.world.temper.store_dies:
+                await self.desk.objects_lost(name)
             if self._over:
                 return
             self.world.seen["engine replaced"] += 1
+
+    async def _admitted(self, name: str, line: ProducerLine) -> str | None:
+        """Until it holds the current weights; otherwise why it does not."""
+        await self.desk.engine_joins(name)
+        try:
+            await self._call(self.trainer.admit, name, line)
+        except EngineError as error:
+            self.world.seen["engine lost while it joined"] += 1
+            return str(error)
+        return None
+
+    async def _call(self, target: Any, *args: Any) -> Any:
+        return await self.network.call(self.keeper, target.__name__, target, *args)
 
     async def _keep_scorer(self, slot: int) -> None:
         for incarnation in count():
             name = f"reward-{slot}" + (f".{incarnation}" if incarnation else "")
             process = self._process(name)
-            store = Store(process, self.world.store_s)
+            store = Store(process, self.world)
             rewarder = Rewarder(name, self.config, Scorer(self.world), self._line(process), store, VirtualClock())
             rewarder._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
             self.scorers[name] = process
+            self._ends[name] = self._loop.create_future()
             reason = await self._end_of(process, rewarder.run())
             del self.scorers[name]
             if reason is None:
@@ -301,7 +323,7 @@ class Life:
 
     async def _end_of(self, process: Process, work: Any) -> str | None:
         """Why it is gone; None if it came home because the run is over."""
-        given_up = self._ends[process.name] = self._loop.create_future()
+        given_up = self._ends[process.name]
         task = process.start(work, process.name)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have been given up before it failed
         await asyncio.wait([task, given_up], return_when=asyncio.FIRST_COMPLETED)
@@ -311,9 +333,11 @@ class Life:
             return "crashed"
         error = task.exception()
         if error is None:
-            if not self._over:
+            if self._over:
+                return None
+            if process.name.startswith("reward") or self.coordinator.versions.knows(process.name):
                 raise Violation(f"{process.name} was sent home in the middle of the run")
-            return None
+            return await given_up  # everybody will hear of it
         if not isinstance(error, EngineError) or not process.hung:
             raise error  # nothing was wrong with it
         self.world.seen["hang found by a timeout"] += 1
@@ -329,13 +353,13 @@ class Life:
         return self.coordinator._closed
 
     def _lost(self, name: str, reason: str) -> None:
-        """The publisher could not reach an engine."""
+        """Somebody told the coordinator: the keeper here, or the publisher."""
         found = self.engines.get(name)
-        if found is None or found[0].dead:
+        if found is None:
             return
-        if not found[0].hung:
-            self.broken(Violation(f"{name} was well, and did not take its weights: {reason}"))
-        self.world.seen["hang found by the publisher"] += 1
+        if not (found[0].hung or found[0].dead):
+            self.broken(Violation(f"{name} was well, and is given up: {reason}"))
+        self.world.seen["loss found by the publisher"] += 1
         self._give_up(name, reason)
 
     def _give_up(self, name: str, reason: str) -> None:

@@ -36,12 +36,12 @@ class Times:
 
     sample_s: float = 90.0
     score_s: float = 2.0
-    group_s: float = 1.0  # training on a group
+    group_s: float = 1.2  # training on a group
     step_s: float = 8.0
     weights_s: float = 6.0
     checkpoint_s: float = 20.0
     detection_s: float = 30.0
-    hang_s: float = 600.0  # before a hung engine is given up
+    hang_s: float = 300.0  # before a hung engine is given up
     start_s: float = 120.0
     restart_s: float = 300.0
     engine_lost_s: float = DAY_S / 1000
@@ -199,6 +199,9 @@ class Shift:
         hung = fleet.chance(0.1)
         await asyncio.sleep(times.hang_s if hung else fleet.about(times.detection_s))
         await self.coordinator.engine_lost(lost.name, "hung" if hung else "died")
+        if fleet.chance(0.5):  # its machine is gone too
+            lost.process.dead = True
+            await self.coordinator.objects_lost(lost.name)
         if lost.making is not None and fleet.chance(0.3):  # it was under way
             fleet.seen["late answer"] += 1
             await self.coordinator.samples_done(lost.name, [self._result(lost, lost.making, lost.version)])
@@ -238,9 +241,9 @@ class Shift:
 
     def _scored(self, job: ScoreJob) -> ScoreResult:
         if self.fleet.chance(0.0005):
-            return ScoreResult(job.sample_id, error="unreadable")
+            return ScoreResult(job.sample_id, job.attempt, error="unreadable")
         group, sample = job.sample_id[1:].split(".s")
-        return ScoreResult(job.sample_id, score=Score(0.5 if int(group) % 50 == 7 else float(sample)))  # one group in fifty says nothing
+        return ScoreResult(job.sample_id, job.attempt, score=Score(0.5 if int(group) % 50 == 7 else float(sample)))  # one group in fifty says nothing
 
     def _lose_scorer(self) -> None:
         name = self.fleet.dice.choice([*self.scorers])
@@ -268,8 +271,12 @@ class Shift:
                 fleet.checks.message(self.coordinator, "next_groups", args, taken)
                 if not taken:
                     return self._end()
-                groups += taken
-                for _ in taken:
+                for group in taken:
+                    if any(sample.trajectory.owner.dead for sample in group.samples):
+                        fleet.seen["group gone"] += 1
+                        await self.coordinator.group_gone(group.group, "its trajectories were on a lost machine")
+                        continue
+                    groups.append(group)
                     await asyncio.sleep(fleet.about(self.times.group_s))
             await asyncio.sleep(fleet.about(self.times.step_s))
             self.version += 1
