@@ -34,6 +34,8 @@ class Process:
     def start(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self.tasks.append(task)
+        if self.dead:
+            task.cancel()
         return task
 
     def kill(self) -> None:

@@ -377,7 +377,8 @@ class Life:
             world.say(f"{caller.name}{' (dead)' if caller.dead else ''}: {call}{_short(args)} -> {_short(answer)}")
         if self._messages > MOST_MESSAGES or self._loop.time() > LONGEST_S:
             raise Violation(f"no end after {self._messages} messages and {self._loop.time():.0f} s")
-        self.world.checks.message(self.coordinator, call, args, answer)
+        world.seen["group given back"] += call == "group_gone"
+        world.checks.message(self.coordinator, call, args, answer)
         while world.faults and world.faults[0][0] <= world.messages:
             _, kind = world.faults.pop(0)
             temper = world.temper
