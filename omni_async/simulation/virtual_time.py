@@ -35,7 +35,9 @@ class _NumberedTask(asyncio.Task[T]):
     """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address in memory, which differs
     from run to run."""
 
-    def __init__(self, number: int, coro: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, name: str | None, context: Context | None) -> None:
+    def __init__(
+        self, number: int, coro: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, name: str | None, context: Context | None
+    ) -> None:
         self._number = number
         super().__init__(coro, loop=loop, name=name, context=context)
 

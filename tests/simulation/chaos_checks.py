@@ -51,7 +51,9 @@ class Checks:
                 self._update(args[0])
             case "samples_done" if not coordinator.versions.knows(args[0]):
                 for result in args[1]:
-                    require(_result(coordinator, result.sample_id) is not result, f"{result.sample_id}: {args[0]} was lost, and is believed")
+                    require(
+                        _result(coordinator, result.sample_id) is not result, f"{result.sample_id}: {args[0]} was lost, and is believed"
+                    )
             case "scored" if args[0] in coordinator._samples._lost_scorers:
                 for result in args[2]:
                     believed = result.score is not None and _score(coordinator, result.sample_id) is result.score
@@ -72,14 +74,19 @@ class Checks:
         """As the trainer takes it to train from `version`."""
         config = self._config
         staleness = version - group.oldest_version
-        require(0 <= staleness <= config.staleness.max_updates, f"group {group.group} is {staleness} updates old, S = {config.staleness.max_updates}")
+        require(
+            0 <= staleness <= config.staleness.max_updates,
+            f"group {group.group} is {staleness} updates old, S = {config.staleness.max_updates}",
+        )
         # Groups that the trainer gave back do not count: they were taken before.
         overtaken = [older for older in coordinator._groups.live if older < group.group and older not in coordinator._groups._returned]
         require(len(overtaken) < config.buffer.window, f"group {group.group} overtook {overtaken}, window = {config.buffer.window}")
         require(len(group.samples) == config.rollout.group_size, f"group {group.group} has {len(group.samples)} samples")
         for number, sample in enumerate(group.samples):
             made = sample.trajectory.value
-            require(made.request.sample_id == sample.sample_id == f"g{group.group}.s{number}", f"{sample.sample_id} is {made.request.sample_id}")
+            require(
+                made.request.sample_id == sample.sample_id == f"g{group.group}.s{number}", f"{sample.sample_id} is {made.request.sample_id}"
+            )
             self.request(made.request)
             trained = tuple(made.versions[step] for step in group.window.steps) if group.window else made.versions
             require(sample.step_versions == trained, f"{sample.sample_id} says {sample.step_versions}, its engine used {made.versions}")
@@ -127,7 +134,10 @@ class Checks:
             require((line.event == "trained") == (line.reason is None), f"{line.event} because {line.reason}")
             require(not (line.reason or "").startswith("run "), f"group {line.group} was admitted for nothing: {line.reason}")
             if line.staleness is not None:
-                require(0 <= line.staleness <= self._config.staleness.max_updates, f"group {line.group} was trained {line.staleness} updates old")
+                require(
+                    0 <= line.staleness <= self._config.staleness.max_updates,
+                    f"group {line.group} was trained {line.staleness} updates old",
+                )
         if self._config.validation is not None:
             expected_rounds = {0, trainer.updates} if self._lives == 1 else {trainer.updates}  # the first may have been cut short
             require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")

@@ -25,7 +25,18 @@ from omni_async.config import Config
 from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
-from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
+from omni_async.types import (
+    LedgerEntry,
+    Prompt,
+    ReadyGroup,
+    SampleRequest,
+    SampleResult,
+    Score,
+    ScoreJob,
+    ScoreResult,
+    UpdateReport,
+    WeightReport,
+)
 
 DAY_S = 86_400.0
 
@@ -243,7 +254,9 @@ class Shift:
         if self.fleet.chance(0.0005):
             return ScoreResult(job.sample_id, job.attempt, error="unreadable")
         group, sample = job.sample_id[1:].split(".s")
-        return ScoreResult(job.sample_id, job.attempt, score=Score(0.5 if int(group) % 50 == 7 else float(sample)))  # one group in fifty says nothing
+        return ScoreResult(
+            job.sample_id, job.attempt, score=Score(0.5 if int(group) % 50 == 7 else float(sample))
+        )  # one group in fifty says nothing
 
     def _lose_scorer(self) -> None:
         name = self.fleet.dice.choice([*self.scorers])

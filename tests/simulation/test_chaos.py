@@ -40,7 +40,18 @@ EXPECTED = [
         for fault in ("engine crash", "scorer crash", "kill")
         for phase in ("accumulating", "stepping", "exporting", "saving", "writing", "before the first version", "closing", "between")
     ),
-    *("engine replaced", "scorer replaced", "hang found by a timeout", "loss found by the publisher", "engine lost while it joined", "object lost", "stores die", "group given back", "generation failed", "score failed"),
+    *(
+        "engine replaced",
+        "scorer replaced",
+        "hang found by a timeout",
+        "loss found by the publisher",
+        "engine lost while it joined",
+        "object lost",
+        "stores die",
+        "group given back",
+        "generation failed",
+        "score failed",
+    ),
     *("checkpoint with ready groups", "life ended: killed", "life ended: interrupted", "group trained", "group rejected", "group dropped"),
     *("every engine crashes", "a message of the dead", "a message twice", "shuffled"),
     *(f"swap: {how}" for how in ("step", "request", "drain")),

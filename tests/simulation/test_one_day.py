@@ -38,7 +38,9 @@ def test_one_day_of_a_thousand_engines() -> None:
     fleet = Fleet(config).run()
     seconds = time.perf_counter() - began
     ended = Counter(line.event for line in fleet.lines)
-    print(f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s")
+    print(
+        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s"
+    )
 
     assert fleet.now >= DAY_S
     assert fleet.seen["engine lost"] > 800 and fleet.seen["scorer lost"] > 120 and fleet.seen["late answer"] > 100
