@@ -349,9 +349,10 @@ class Coordinator:
         self.versions.leave(engine)
         self._lost.add(engine)
         self._weights.ring()
-        for sample_id in self._samples.engine_lost(engine):
+        leased = self._samples.engine_lost(engine)
+        self._held_may_differ(before)  # first: a round that ends with the engine's samples must not be the last one if another is due
+        for sample_id in leased:
             await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
-        self._held_may_differ(before)
 
     async def scorer_lost(self, worker: str) -> None:
         """It is gone, or given up: what it had taken is scored by others."""

@@ -24,6 +24,7 @@ class Versions:
         self._begun = False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
         self.published: int | None = None
         self.held: int | None = None  # the oldest version any engine may still use; None before all have begun, or if there is none
+        self._left_behind = -1  # versions before this one have once been no engine's any more; slots count on that
 
     def join(self, engine: str) -> None:
         """An engine exists, and holds nothing yet."""
@@ -43,6 +44,7 @@ class Versions:
         if holders == 0 or holders == change:  # a version went or came
             self._begun |= bool(self._holders) and min(self._holders) >= 0
             self.held = min((v for v in self._holders if v >= 0), default=None) if self._begun else None
+            self._left_behind = max(self._left_behind, -1 if self.held is None else self.held)
         return holders
 
     def of(self, engine: str) -> int:
@@ -62,7 +64,9 @@ class Versions:
 
     def report(self, report: WeightReport) -> None:
         """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before. One that joins
-        with a version that all others have left behind still holds nothing: samples could come to the trainer too old."""
+        with a version that all others had left behind still holds nothing: samples could come to the trainer too old."""
+        if self._is_behind(report):
+            return
         if report.engine not in self._engines:
             raise WeightMismatch(f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}")
         expected = self._digests.get(report.version)
@@ -77,13 +81,15 @@ class Versions:
         if report.version < self._engines[report.engine]:
             raise WeightMismatch(f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}")
         before = self._engines[report.engine]
-        if before < 0 and self.held is not None and report.version < self.held:
-            return
         self._engines[report.engine] = report.version
         self._count(report.version, 1)
         if self._count(before, -1) == 0 and self.held is not None:
             # Digests older than any engine's version can never be reported again.
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
+
+    def _is_behind(self, report: WeightReport) -> bool:
+        """A newcomer holds what all others had left behind; its digest may be forgotten already."""
+        return self._engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:
         """Raises WeightMismatch if a step claims a version that the trainer has not made."""

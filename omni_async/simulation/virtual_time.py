@@ -1,7 +1,8 @@
 """An asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting for it.
 
 Owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and `VirtualClock` for code that takes a
-`Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is reproducible. It waits for nothing outside:
+`Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is reproducible; with `dice`, those that are ready
+together run in an order drawn from it, which is as reproducible and finds what depends on the order. It waits for nothing outside:
 a function handed to a thread (`asyncio.to_thread`, `run_in_executor`) is called on the spot and takes no virtual time, and there are no
 sockets, signals or child processes. When every task is blocked and no timer is pending, nothing can unblock them: `DeadlockError` says who
 waits where. (A periodic task, or one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import random
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from pathlib import Path
@@ -29,8 +31,22 @@ class DeadlockError(RuntimeError):
     """Every task waits for something that only another waiting task could do."""
 
 
+class _NumberedTask(asyncio.Task[T]):
+    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address in memory, which differs
+    from run to run."""
+
+    def __init__(
+        self, number: int, coro: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, name: str | None, context: Context | None
+    ) -> None:
+        self._number = number
+        super().__init__(coro, loop=loop, name=name, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """See the module. Time starts at `start` seconds."""
+    """See the module. Time starts at `start` seconds; `dice` draws the order of what is ready together."""
 
     # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here, as tuples, because those
     # compare much faster than its TimerHandles.
@@ -38,15 +54,23 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     _stopping: bool
     _closed: bool
 
-    def __init__(self, start: float = 0.0) -> None:
+    def __init__(self, start: float = 0.0, dice: random.Random | None = None) -> None:
         super().__init__()
         self.now = start
+        self._dice = dice
         self._instant = start + _RESOLUTION_S  # what is due by then is due now
         # (when, number, callback, arguments), or (when, number, TimerHandle, None)
         self._timers: list[tuple[float, int, Any, tuple[Any, ...] | None]] = []
         self._num_timers = 0
         self._num_cancelled = 0
         self._settling: list[Callable[[], object]] = []
+        self._num_tasks = 0
+
+    def create_task(self, coro: Any, *, name: Any = None, context: Context | None = None) -> asyncio.Task[Any]:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        self._num_tasks += 1
+        return _NumberedTask(self._num_tasks, coro, self, name or f"Task-{self._num_tasks}", context)
 
     def time(self) -> float:
         return self.now
@@ -118,6 +142,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                     timer(*args)
                 else:
                     self._fire(timer)
+            if self._dice is not None and len(ready) > 1:
+                self._dice.shuffle(ready)
             for _ in range(len(ready)):
                 handle = ready.popleft()
                 if not handle._cancelled:
@@ -177,11 +203,11 @@ class VirtualClock:
         return self._loop.time()
 
 
-def run(main: Coroutine[Any, Any, T], *, start: float = 0.0) -> T:
-    """`asyncio.run` in virtual time, from `start` seconds on. Raises DeadlockError as soon as nothing can go on."""
+def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
+    """`asyncio.run` in virtual time, from `start` seconds on, with ready callbacks in the order of `dice`. Raises DeadlockError as soon as nothing can go on."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start)) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:
         return runner.run(main)
 
 

@@ -99,3 +99,39 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first() -> None:
         )
 
     asyncio.run(main())
+
+
+def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
+    """It swapped, and was given up before its report arrived: nothing is wrong with anybody's weights."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(engines=2))
+        await hold(c, 0, "rollout-0", "rollout-1")
+        await c.engine_lost("rollout-1", "killed")
+        await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
+        assert c.versions.engines() == {"rollout-0": 0} and c._outcome is None
+
+    asyncio.run(main())
+
+
+def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_it_back() -> None:
+    """And had the samples of another round, which ends without them."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(engines=2, S=0, P=1, updates=1, retries=0, validation={"every": 1}), validation_prompts=1)
+        await hold(c, 0, "rollout-0", "rollout-1")
+        first = await c.next_samples("rollout-1", 1, 8)
+        assert [request.kind for request in first] == ["validation"]
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8) + await c.next_samples("rollout-0", 8, 8), 0)
+        await score(c, await c.next_to_score("reward-0", 8), distinct)
+        await c.update_done(report(1, await c.next_groups(0, 1)))
+        await hold(c, 1, "rollout-0")
+        await c.engine_lost("rollout-1", "killed")
+        assert c.versions.held == 1 and c._outcome is None, "its round is due"
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 1)
+        await score(c, await c.next_to_score("reward-0", 8), lambda job: 1.0)
+        events = await c.events()
+        assert [event.data["version"] for event in events if event.kind == "validation"] == [0, 1]
+        assert c._outcome == ("done", None)
+
+    asyncio.run(main())

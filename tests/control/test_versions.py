@@ -82,3 +82,26 @@ def test_digests_nobody_can_report_any_more_are_forgotten() -> None:
     assert v.published == 3
     with pytest.raises(WeightMismatch, match="never published"):
         v.report(WeightReport("b", 2, "d2"))
+
+
+def test_a_newcomer_may_report_a_version_whose_digest_is_forgotten_and_holds_nothing() -> None:
+    v = versions("a", published=2)
+    v.report(WeightReport("a", 1, "d1"))
+    v.join("b")
+    v.report(WeightReport("a", 2, "d2"))
+    v.report(WeightReport("b", 1, "d1"))
+    assert v.of("b") == -1 and v.held == 2
+
+
+def test_when_every_engine_was_lost_nobody_begins_with_what_they_had_left_behind() -> None:
+    """The slots of the groups that made version 2 are given out again."""
+    v = versions("a", published=2)
+    v.report(WeightReport("a", 1, "d1"))
+    v.report(WeightReport("a", 2, "d2"))
+    v.join("b")
+    v.leave("a")
+    assert v.held is None
+    v.report(WeightReport("b", 1, "d1"))
+    assert v.held is None and v.of("b") == -1
+    v.report(WeightReport("b", 2, "d2"))
+    assert v.held == 2

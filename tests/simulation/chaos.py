@@ -1,0 +1,69 @@
+"""Replays schedules: `python tests/simulation/chaos.py --seed N --trace`, or hunts: `--start N --schedules 100000`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from chaos_job import draw
+from chaos_world import World
+
+
+gc.freeze()  # else every collection walks through all of torch
+
+
+class ScheduleFailed(AssertionError):
+    """Says which seed, why, and how to see it again."""
+
+
+def play(seed: int, trace: bool = False) -> World:
+    world = World(draw(seed), trace)
+    try:
+        return world.run()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ScheduleFailed(
+            f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python tests/simulation/chaos.py --seed {seed} --trace"
+        ) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="one schedule")
+    parser.add_argument("--trace", action="store_true", help="print every message")
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--keep-going", action="store_true", help="count failures instead of ending at the first")
+    asked = parser.parse_args()
+    seen: Counter[str] = Counter()
+    began, failures = time.perf_counter(), 0
+    seeds = [asked.seed] if asked.seed is not None else range(asked.start, asked.start + asked.schedules)
+    for number, seed in enumerate(seeds, start=1):
+        try:
+            world = play(seed, asked.trace)
+        except ScheduleFailed as failure:
+            failures += 1
+            if not asked.keep_going:
+                if asked.seed is not None:
+                    raise
+                print(f"after {number} schedules: {failure}")
+                return 1
+            print(str(failure).splitlines()[0])
+            continue
+        seen.update({what: 1 for what, times in world.seen.items() if times})
+        seen["messages"] += world.messages
+    for what, times in sorted(seen.items()):
+        print(f"{times:8d}  {what}")
+    print(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

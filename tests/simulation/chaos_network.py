@@ -1,0 +1,178 @@
+"""The network between simulated roles: every call takes a random time there and back, may be delivered twice, and outlives its caller.
+
+Owns the messages under way. A call of a dead process hangs for ever; what it had sent before may still arrive. Calls the world's `delivered` after
+each message that its target has dealt with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, Protocol, cast
+
+from omni_async.rollout.base import EngineError
+from omni_async.simulation.virtual_time import VirtualTimeLoop
+from omni_async.types import WeightManifest, WeightReport
+
+# A second delivery, however late, must change nothing.
+_ANY_TIME = {"samples_done", "scored", "engine_lost", "scorer_lost"}
+# A second delivery right after the first must change nothing. Later there may be another lease of the same sample, or another version.
+_AT_ONCE = {"sample_failed", "engine_holds"}
+
+
+class Process:
+    """What dies at once: the tasks in it, the calls it would make. `hung` ones do nothing any more and do not say so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dead = False
+        self.hung = False
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._hanging: list[asyncio.Future[None]] = []
+
+    def start(self, work: Any, name: str) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self.tasks.append(task)
+        if self.dead:
+            task.cancel()
+        return task
+
+    def kill(self) -> None:
+        self.dead = True
+        for task in self.tasks:
+            task.cancel()
+
+    async def pause(self, seconds: float) -> None:
+        """What every step of its work costs."""
+        if self.hung or self.dead:
+            await self.for_ever()
+        if seconds:
+            await sleep(seconds)
+            if self.hung or self.dead:
+                await self.for_ever()
+
+    async def for_ever(self) -> NoReturn:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hanging.append(never)  # what nobody refers to is collected, with a complaint
+        await never
+        raise AssertionError("nobody completes it")
+
+
+def sleep(seconds: float) -> asyncio.Future[None]:
+    """Cheaper than asyncio's: ten thousand schedules are mostly this."""
+    loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
+    return loop.sleep_until(loop.now + seconds)
+
+
+class Owner(Protocol):
+    def delivered(self, caller: Process, call: str, args: tuple[Any, ...], answer: Any) -> None: ...
+    def broken(self, error: BaseException) -> None: ...
+
+
+class Network:
+    """`delay()` draws how long a message is under way."""
+
+    def __init__(self, owner: Owner, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float) -> None:
+        self._owner = owner
+        self._dice = dice
+        self._delay = delay
+        self._duplicated = duplicated
+        self._lost = lost_with_caller
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.duplicates = 0
+        self.late = 0  # messages of the dead
+
+    async def call(self, caller: Process, name: str, target: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        if caller.dead or caller.hung:
+            await caller.for_ever()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._send(self._carry(caller, name, answer, target, args), name)
+        return await answer
+
+    def _send(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"message {name}")
+        self._under_way.add(task)
+        task.add_done_callback(self._arrived)
+
+    def _arrived(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._owner.broken(error)
+
+    async def _carry(
+        self, caller: Process, name: str, answer: asyncio.Future[Any], target: Callable[..., Awaitable[Any]], args: tuple[Any, ...]
+    ) -> None:
+        await self._travel()
+        if caller.dead:
+            if self._dice.random() < self._lost:
+                return
+            self.late += 1
+        try:
+            result = await target(*args)
+        except Exception as error:  # noqa: BLE001 (it is the caller's)
+            await self._travel()
+            if not answer.done():
+                answer.set_exception(error)
+            elif not isinstance(error, EngineError):
+                raise
+            return
+        self._owner.delivered(caller, name, args, result)
+        if self._dice.random() < self._duplicated and (name in _ANY_TIME or name in _AT_ONCE):
+            self.duplicates += 1
+            if name in _AT_ONCE:
+                await target(*args)
+            else:
+                self._send(self._again(target, args), name)
+        await self._travel()
+        if not answer.done():
+            answer.set_result(result)
+
+    async def _again(self, target: Callable[..., Awaitable[Any]], args: tuple[Any, ...]) -> None:
+        await self._travel()
+        await target(*args)
+
+    async def _travel(self) -> None:
+        if seconds := self._delay():
+            await sleep(seconds)
+
+
+class CoordinatorLine:
+    """The coordinator, as a process sees it: any of its calls, over the network."""
+
+    def __init__(self, network: Network, caller: Process, coordinator: Any) -> None:
+        self._network, self._caller, self._coordinator = network, caller, coordinator
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        target = getattr(self._coordinator, name)
+        call = lambda *args: self._network.call(self._caller, name, target, *args)  # noqa: E731
+        setattr(self, name, call)  # found without __getattr__ from now on
+        return call
+
+
+class ProducerLine:
+    """A producer, as the publisher sees it. Calls to a dead one fail, as a cluster tells of dead actors."""
+
+    def __init__(self, network: Network, caller: Process, callee: Process, producer: Any) -> None:
+        self._network, self._caller, self._callee, self._producer = network, caller, callee, producer
+
+    async def join_weights(self, invitation: Any) -> None:
+        await self._call("join_weights", invitation)
+
+    async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
+        return await self._call("receive_weights", manifest, parcel)  # type: ignore[no-any-return]
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        return await self._network.call(self._caller, name, self._unless_dead, name, *args)
+
+    async def _unless_dead(self, name: str, *args: Any) -> Any:
+        if self._callee.dead:
+            raise EngineError(f"{self._callee.name} is dead")
+        task = self._callee.start(getattr(self._producer, name)(*args), name)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._callee.dead:
+                raise EngineError(f"{self._callee.name} died") from None
+            raise

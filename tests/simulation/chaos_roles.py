@@ -1,0 +1,259 @@
+"""What the real roles of a simulated job hold: an engine, a scorer, a trainer rank, a store, checkpoints in memory. Small, and working.
+
+Each lives in a `Process`, takes random times through it, and checks what it is given. `World` is what they share: see chaos_world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from chaos_network import Process
+from msgspec.structs import replace
+
+from omni_async.actors.checkpointer import Checkpointer
+from omni_async.actors.tracer import Tracer
+from omni_async.actors.trainer import Trainer
+from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.rewards.base import ScoreError
+from omni_async.rollout.base import Trajectory
+from omni_async.store import ObjectLost
+from omni_async.types import Prompt, SampleDrift, SampleRequest, Score, TensorSpec, TrainGroup, WeightManifest, WeightReport
+from omni_async.weights.digest import verify
+from omni_async.weights.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from chaos_world import World
+
+
+class Made(NamedTuple):
+    """A trajectory: what it was made from, and by which versions."""
+
+    request: SampleRequest
+    versions: tuple[int, ...]
+    nbytes: int = 8
+
+
+class Reference(NamedTuple):
+    owner: Process
+    value: Any
+
+
+class Store:
+    """The store as one process sees it: what it puts is lost with it, if the world says so."""
+
+    def __init__(self, process: Process, world: World) -> None:
+        self._process, self._world, self._pause = process, world, world.store_s
+
+    async def put(self, value: Any) -> Reference:
+        await self._process.pause(self._pause())
+        return Reference(self._process, value)
+
+    async def put_all(self, values: Sequence[Any]) -> list[Reference]:
+        await self._process.pause(self._pause())
+        return [Reference(self._process, value) for value in values]
+
+    async def get(self, reference: Reference) -> Any:
+        await self._process.pause(self._pause())
+        if reference.owner.dead and self._world.temper.store_dies:
+            self._world.seen["object lost"] += 1
+            raise ObjectLost(f"it was {reference.owner.name}'s")
+        return reference.value
+
+
+class Engine:
+    """Every step of every sample takes its own time. See `RolloutEngine`."""
+
+    def __init__(self, process: Process, world: World) -> None:
+        self.name = process.name
+        self.doing: set[str] = set()
+        self._process, self._world = process, world
+        self._version, self._staged = 0, WeightManifest(-1, "full", "", ())
+        self.running = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.doing)
+
+    async def start(self) -> WeightReport:
+        return WeightReport(self.name, 0, "")
+
+    async def generate(self, request: SampleRequest) -> Trajectory:
+        world = self._world
+        world.check_request(request)
+        self.running += 1
+        world.require(self.running <= world.config.rollout.max_inflight, f"{self.name} has {self.running} samples at once")
+        try:
+            versions = []
+            for _ in range(request.num_inference_steps):
+                await self._process.pause(world.step_s(request))
+                versions.append(self._version)
+            if world.generation_fails(request):
+                raise ValueError("out of memory")
+        finally:
+            self.running -= 1
+        if world.config.weights.swap != "step":
+            world.require(len(set(versions)) == 1, f"{request.sample_id} was made by {versions} although weights.swap waits for it")
+        picture = np.array([request.group, request.sample, request.prompt.index], np.int64)
+        return Trajectory(Made(request, tuple(versions)), picture, tuple(versions))  # type: ignore[arg-type]
+
+    async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
+        self.doing.add("staging")
+        verify(manifest, buckets)
+        await self._process.pause(self._world.swap_s())
+        self._staged = manifest
+        self.doing.discard("staging")
+        return manifest.digest
+
+    async def swap(self, version: int) -> WeightReport:
+        self.doing.add("swapping")
+        await self._process.pause(self._world.swap_s())
+        self._world.require(version == self._staged.version, f"{self.name} swaps to {version}, staged is {self._staged.version}")
+        self._version = version
+        self.doing.discard("swapping")
+        return WeightReport(self.name, version, self._staged.digest)
+
+    async def close(self) -> None:
+        """Frees nothing."""
+
+
+class Scorer:
+    name = "chaos"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        for image, prompt in zip(images, prompts, strict=True):
+            self._world.require(image[2] == prompt.index, "a picture was scored against another's prompt")
+        if any(self._world.score_fails() for _ in images):
+            raise ScoreError("unreadable")
+        return [Score(self._world.reward(int(group), int(sample))) for group, sample, _ in images]
+
+
+class QuietTracer(Tracer):
+    """Spans are nobody's business here, and a timer that never ends would hide a deadlock."""
+
+    def add(self, kind: str, start: float, end: float, **args: Any) -> None:
+        pass
+
+    async def flush_every(self, seconds: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class Rank:
+    """Takes time over groups, and looks at what it trains on. See `RankApi`."""
+
+    def __init__(self, process: Process, world: World, store: Store) -> None:
+        self.doing: set[str] = set()
+        self._process, self._world, self._store = process, world, store
+        self._fetched: set[int] = set()
+        self._free: list[np.ndarray] = []
+
+    async def setup(self, resume: str | None, rendezvous: str | None) -> None:
+        """Nothing to load."""
+
+    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+        self.doing.add("fetching")
+        try:
+            for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
+                self._world.require(trajectory.request.group == group, f"group {group} was given {trajectory.request.sample_id}")
+            self._fetched.add(group)
+        finally:
+            self.doing.discard("fetching")
+
+    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+        await self._process.pause(self._world.train_s())
+        return []
+
+    async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
+        self.doing.add("accumulating")
+        self._world.require(batch.group in self._fetched, f"group {batch.group} was not fetched")
+        await self._process.pause(self._world.train_s())
+        self.doing.discard("accumulating")
+
+    async def step(self, grad_scale: float) -> dict[str, float]:
+        self.doing.add("stepping")
+        await self._process.pause(self._world.train_s())
+        self.doing.discard("stepping")
+        return {}
+
+    async def discard(self) -> None:
+        """No gradients."""
+
+    async def switch(self) -> None:
+        """No shared devices."""
+
+    async def export(self, version: int) -> Snapshot | None:
+        self.doing.add("exporting")
+        bucket = self._free.pop() if self._free else np.empty(8, np.uint8)
+        bucket[:] = np.frombuffer(version.to_bytes(8, "little"), np.uint8)
+        await self._process.pause(self._world.train_s())
+        self.doing.discard("exporting")
+        return Snapshot(version, "full", (TensorSpec("w", "uint8", (8,), 0, 0, 8),), [bucket], release=lambda: self._free.append(bucket))
+
+    async def begin_save(self, folder: str) -> dict[str, Any]:
+        self.doing.add("saving")
+        await self._process.pause(self._world.train_s())
+        self.doing.discard("saving")
+        return {}
+
+    async def end_save(self) -> None:
+        self.doing.add("writing")
+        await self._process.pause(self._world.train_s())
+        self.doing.discard("writing")
+
+
+class MemoryCheckpointer(Checkpointer):
+    """Keeps in memory what the real one writes into a folder; one that is not whole is not there."""
+
+    keep: Callable[[Continuation], None]
+
+    async def save(self) -> None:
+        await self.settle(last=False)
+        control = await self._coordinator.continuation()
+        await asyncio.gather(*(rank.begin_save("") for rank in self._ranks))
+        self._writing = asyncio.create_task(self._write_it(control), name=f"checkpoint {control.version}")
+
+    async def _write_it(self, control: Continuation) -> None:
+        await asyncio.gather(*(rank.end_save() for rank in self._ranks))
+        ready = []
+        gone = []
+        for group in control.ready:
+            try:
+                found = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+            except ObjectLost:
+                gone.append(Unfinished(group.group))
+                continue
+            samples = [replace(sample, trajectory=made, media=None) for sample, made in zip(group.samples, found, strict=True)]
+            ready.append(replace(group, samples=tuple(samples)))
+        self.keep(replace(control, ready=tuple(ready), unfinished=(*control.unfinished, *gone)))
+
+    async def take_up_from(self, control: Continuation) -> None:
+        groups = []
+        for group in control.ready:
+            references = await self._store.put_all([sample.trajectory for sample in group.samples])
+            samples = [replace(sample, trajectory=there) for sample, there in zip(group.samples, references, strict=True)]
+            groups.append(replace(group, samples=tuple(samples)))
+        if groups:
+            await self._coordinator.take_up(groups)
+
+
+class SimulatedTrainer(Trainer):
+    """The real one, but for where its checkpoints go and come from."""
+
+    def __init__(self, keep: Callable[[Continuation], None], *args: Any) -> None:
+        super().__init__(*args)
+        self._tracer = QuietTracer("trainer", self._coordinator, self._clock)
+        there = self._checkpointer
+        self._checkpointer = self.memory = MemoryCheckpointer(
+            there._config, there._ranks, there._rule, there._coordinator, there._store, there._checkpoints, self._tracer
+        )
+        self.memory.keep = keep
+
+    async def start_from(self, control: Continuation) -> None:
+        self._version = control.version
+        await self.memory.take_up_from(control)
+        await self._coordinator.require_fields(("latents",))

@@ -1,0 +1,79 @@
+"""Ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as they must, whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from chaos import ScheduleFailed, play
+from chaos_job import FAULTS, draw
+
+CHUNKS, CHUNK = 20, 500
+
+seen: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_schedules(chunk: int) -> None:
+    """Fails with the seed, and the command that replays it."""
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        world = play(seed)
+        seen.update({what: 1 for what, times in world.seen.items() if times})
+        seen["schedules"] += 1
+        seen["messages"] += world.messages
+
+
+def test_everything_that_may_happen_has_happened() -> None:
+    """In as many of the schedules as to be no accident. Needs the chunks above in the same process."""
+    if seen["schedules"] < CHUNKS * CHUNK:
+        pytest.skip(f"only {seen['schedules']} schedules were played here")
+    print("\n".join(f"{times:8d}  {what}" for what, times in sorted(seen.items())))
+    rare = {what: seen[what] for what in EXPECTED if seen[what] < 10}
+    assert not rare, rare
+
+
+EXPECTED = [
+    *(what for what in FAULTS if what != "every engine crashes"),
+    *(f"engine {how} / {phase}" for how in ("crash", "hang") for phase in ("idle", "generating", "joining", "staging", "swapping")),
+    *(
+        f"{fault} / trainer {phase}"
+        for fault in ("engine crash", "scorer crash", "kill")
+        for phase in ("accumulating", "stepping", "exporting", "saving", "writing", "before the first version", "closing", "between")
+    ),
+    *(
+        "engine replaced",
+        "scorer replaced",
+        "hang found by a timeout",
+        "loss found by the publisher",
+        "engine lost while it joined",
+        "object lost",
+        "stores die",
+        "group given back",
+        "generation failed",
+        "score failed",
+    ),
+    *("checkpoint with ready groups", "life ended: killed", "life ended: interrupted", "group trained", "group rejected", "group dropped"),
+    *("every engine crashes", "a message of the dead", "a message twice", "shuffled"),
+    *(f"swap: {how}" for how in ("step", "request", "drain")),
+    *(f"S = {budget}" for budget in range(4)),
+    *("scored in step", "exact", "validated", "several steps", "one place for samples", "one place for groups"),
+]
+
+
+def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a failure could not be looked at."""
+
+    def trace(seed: int) -> str:
+        play(seed, trace=True)
+        return capsys.readouterr().out
+
+    for seed in range(20):
+        assert trace(seed) == trace(seed) != ""
+
+
+def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a lease that is never returned is a failure: the roles wait, no timer is pending, nothing can happen any more."""
+    monkeypatch.setattr("omni_async.control.leasing.WorkQueue.leases_of", lambda self, engine: [])
+    seed = next(seed for seed in range(100) if any(kind == "every engine crashes" for _, kind in draw(seed).faults))
+    with pytest.raises(ScheduleFailed, match=rf"seed {seed}(?s:.*)python tests/simulation/chaos.py --seed {seed} --trace"):
+        play(seed)

@@ -1,0 +1,103 @@
+"""Lessons, item 2: liveness at the edge. Real roles; every job ends by itself, a deadlock fails at once with who waits where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from chaos_job import Job, Temper, make_config
+from chaos_world import World
+
+BUDGETS = (0, 1, 2)
+CALM = Temper(
+    message_s=0.1,
+    step_s=1.0,
+    store_s=0.1,
+    train_s=1.0,
+    swap_s=1.0,
+    detection_s=1.0,
+    grain=0.0,
+    shuffled=True,
+    duplicated=0.0,
+    lost_with_caller=0.5,
+    generation_fails=0.0,
+    score_fails=0.0,
+    equal_rewards=0.0,
+    lasting_failures=0.0,
+)
+
+
+def play(S: int, faults: tuple[tuple[int, str], ...] = (), temper: dict[str, Any] | None = None, prompts: int = 3, **changes: Any) -> World:
+    settings = {"rollout__workers": 2, "trainer__updates": 3, "staleness__max_updates": S, **changes}
+    config = make_config(**settings)
+    assert config is not None
+    return World(Job(S, config, Temper(**{**vars(CALM), **(temper or {})}), faults, prompts)).run()
+
+
+def ended(world: World) -> Counter[str]:
+    return Counter(line.event for line in world.lines)
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+@pytest.mark.parametrize("groups", [1, 2, 64], ids=lambda groups: f"room for {groups} groups")
+@pytest.mark.parametrize("samples", [1, 64], ids=lambda samples: f"and {samples} samples")
+def test_the_smallest_buffers(S: int, groups: int, samples: int) -> None:
+    assert ended(play(S, buffer__groups=groups, buffer__trajectories=samples)) == {"trained": 6}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+def test_every_number_of_updates_between_publishes(S: int) -> None:
+    """No gate waits for a version that is never published, the last update's included."""
+    for every in range(1, S + 2):
+        for updates in (1, 2, 3, 4):
+            assert ended(play(S, weights__publish_every=every, trainer__updates=updates)) == {"trained": 2 * updates}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+def test_one_update_only(S: int) -> None:
+    """It is the first and the last: no more is admitted than it trains."""
+    assert ended(play(S, trainer__updates=1)) == {"trained": 2}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+def test_every_group_is_rejected(S: int) -> None:
+    """A run without any signal ends, and says why."""
+    world = play(S, temper={"equal_rewards": 1.0})
+    assert world.seen["life ended: fruitless"] == 1
+    # Those that were under way when it was given up.
+    assert set(ended(world)) <= {"rejected", "dropped"} and ended(world)["rejected"] >= 32
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+@pytest.mark.parametrize("how", ["equal_rewards", "lasting_failures"])
+def test_most_groups_of_every_batch_are_filtered_away(S: int, how: str) -> None:
+    world = play(S, temper={how: 0.6})
+    assert ended(world)["trained"] == 6 and sum(ended(world).values()) > 6
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+def test_the_data_is_exhausted(S: int) -> None:
+    """One prompt, again and again: an epoch has no end that anybody could wait at."""
+    assert ended(play(S, prompts=1, trainer__updates=5)) == {"trained": 10}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+@pytest.mark.parametrize("swap", ["step", "request", "drain"])
+def test_every_swap_mode(S: int, swap: str) -> None:
+    assert ended(play(S, weights__swap=swap)) == {"trained": 6}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+def test_in_step_and_exact(S: int) -> None:
+    assert ended(play(S, reward__streaming=False)) == {"trained": 6}
+    assert ended(play(S, staleness__exact=True)) == {"trained": 6}
+
+
+@pytest.mark.parametrize("S", BUDGETS)
+@pytest.mark.parametrize("what", ["kill", "stop", "every engine crashes"])
+def test_at_every_message(S: int, what: str) -> None:
+    """Resume, or replacement of all engines, in every phase: after each message that a calm run exchanges."""
+    for message in range(1, play(S).messages + 1):
+        world = play(S, faults=((message, what),))
+        assert ended(world)["trained"] == 6, f"{what} after message {message}"

@@ -1,0 +1,61 @@
+"""One day of virtual time: 1,000 engines and 200 reward workers, of which a thousand and two hundred are lost, racks that go dark, four restarts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from chaos_job import make_config
+from fleet import DAY_S, Fleet
+
+P, SIZE, S = 64, 8, 2
+
+
+@pytest.mark.timeout(600)
+def test_one_day_of_a_thousand_engines() -> None:
+    slots = (S + 1) * P
+    config = make_config(
+        rollout__workers=1000,
+        rollout__group_size=SIZE,
+        rollout__max_inflight=1,
+        rollout__max_batch=1,
+        rollout__num_inference_steps=10,
+        rollout__sde={"window": {"size": 2, "range": [0, 5]}},
+        rollout__retries=5,
+        reward__workers=200,
+        reward__batch=4,
+        staleness__max_updates=S,
+        buffer__trajectories=2048,
+        buffer__groups=slots,
+        buffer__window=P,
+        trainer__updates=100_000,
+        trainer__groups_per_update=P,
+        checkpoint__every=10,
+    )
+    assert config is not None
+    began = time.perf_counter()
+    fleet = Fleet(config).run()
+    seconds = time.perf_counter() - began
+    ended = Counter(line.event for line in fleet.lines)
+    print(
+        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s"
+    )
+
+    assert fleet.now >= DAY_S
+    assert fleet.seen["engine lost"] > 800 and fleet.seen["scorer lost"] > 120 and fleet.seen["late answer"] > 100
+    assert fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1 and fleet.seen["shift: killed"] == fleet.seen["kill"]
+
+    numbers = sorted(line.group for line in fleet.lines)
+    assert numbers == [*range(len(numbers))], "each group ended in exactly one line, over all lives"
+    by_update = Counter(line.trained_version for line in fleet.lines if line.event == "trained")
+    assert set(by_update.values()) == {P} and sorted(by_update) == [*range(1, len(by_update) + 1)]  # type: ignore[type-var]
+    assert max(line.staleness for line in fleet.lines if line.staleness is not None) <= S
+    unfinished = [line for line in fleet.lines if (line.reason or "").startswith("run interrupted")]
+    assert len(unfinished) <= slots, "at the end of the day"
+    dropped = [line for line in fleet.lines if line.event == "dropped" and line not in unfinished]
+    assert len(dropped) < 0.001 * len(fleet.lines), "a lost engine costs a group nothing but time"
+    rejected = [line for line in fleet.lines if line.event == "rejected"]
+    assert {line.reason for line in rejected} == {"zero reward variance"} and all(line.group % 50 == 7 for line in rejected)
+    gaps = [later - earlier for earlier, later in zip(fleet.updates, fleet.updates[1:], strict=False)]
+    assert max(gaps) < 1800, "progress: at worst a restart, and the longest hang"
