@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from omni_async.tracking.images import caption, image_grid
 from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.spans import SpanLog
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
 from omni_async.tracking.timeline import ROLES, busy_fractions
 from omni_async.types import Span
@@ -37,9 +39,9 @@ class Observer:
         self._console = console
         self._mlflow = mlflow
         self._clock = clock
-        self._spans: list[Span] = []
+        self.spans = SpanLog(run.spans, 2 * _RECENT_S)
         self._rewards: list[float] = []
-        self._staleness: list[int] = []
+        self._staleness: Counter[int] = Counter()
         self._finished: list[tuple[float, int]] = []
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
@@ -58,7 +60,7 @@ class Observer:
         self.ended = None
         self._images_before = images
         self._finished = [(self._clock.now(), images)]
-        self._staleness = [age for age, count in staleness.items() for _ in range(count)]
+        self._staleness = Counter(staleness)
         self._rewards, self._validation = [], []
         for line in self._run.read_metrics():
             if "finished" in line:
@@ -94,7 +96,7 @@ class Observer:
             case "phase":
                 self._console.phase(event.data["text"])
             case "spans":
-                self._spans.extend(event.data["spans"])
+                self.spans.add(event.data["spans"])
             case "update":
                 self._update(event.data)
             case "validation":
@@ -122,8 +124,10 @@ class Observer:
     def _update(self, data: dict[str, Any]) -> None:
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
         self._rewards.append(reward)
-        self._staleness.extend(staleness)
+        self._staleness.update(staleness)
         self._finished.append((data["finished"], data["images"]))
+        while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
+            del self._finished[0]
         rate = self._images_per_s(data["finished"])
         busy = self._recently_busy()
         buffers = data["buffers"]
@@ -168,12 +172,7 @@ class Observer:
     def _recently_busy(self) -> dict[str, dict[str, float]]:
         now = self._clock.now()
         start = max(self.started, now - _RECENT_S)
-        recent: list[Span] = []
-        for span in reversed(self._spans):
-            if span.end < start - _RECENT_S:
-                break
-            recent.append(span)
-        return busy_fractions(recent, start, now)
+        return busy_fractions(self.spans.recent(start - _RECENT_S), start, now)
 
     def _validated(self, data: dict[str, Any]) -> None:
         parts = dict(data["parts"])
@@ -198,11 +197,7 @@ class Observer:
         if self._mlflow:
             self._mlflow.log_image(grid, name.split("-")[0], version)
 
-    @property
-    def spans(self) -> list[Span]:
-        return self._spans
-
-    def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float) -> Summary:
+    def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]) -> Summary:
         ended = self.ended or {}
         counters = ended.get("conservation") or dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
         return summarise(
@@ -213,9 +208,9 @@ class Observer:
             finished=finished,
             images=ended.get("images", 0),
             rewards=self._rewards,
-            staleness=self._staleness,
+            staleness=self._staleness.elements(),
             counters=Counters(**counters),
-            spans=self._spans,
+            spans=spans,
             devices=num_devices(self._config),
             reject_reasons=ended.get("reasons"),
             validation=self._validation,

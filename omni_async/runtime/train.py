@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
+from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +110,10 @@ class _Run:
                 with contextlib.suppress(MlflowUnusableError):
                     self._mlflow = await self._opening
         observer = self._observer or Observer(config, self._run, self._console, self._mlflow, self._clock)
-        summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished)
-        _write(self._run, self._inputs, observer, summary, self._mlflow)
+        spans = observer.spans.all()
+        summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
+        _write(self._run, self._inputs, spans, summary, self._mlflow)
+        observer.spans.close()
         self._console.close(_farewell(self._run, summary, self._mlflow))
         return summary
 
@@ -179,12 +183,12 @@ def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink
     return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
 
 
-def _write(run: RunDirectory, inputs: RunInputs, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> None:
-    write_trace(run.trace, observer.spans)
+def _write(run: RunDirectory, inputs: RunInputs, spans: Sequence[Span], summary: Summary, mlflow: MlflowSink | None) -> None:
+    write_trace(run.trace, spans)
     write_summary(run.summary, summary)
     how = f", on emulated devices that replayed {inputs.profile.name}" if inputs.profile else ""
     source = f"run {run.run_id}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
-    write_profile(run.profile, measure(observer.spans, inputs.config, name=run.run_id, source=source))
+    write_profile(run.profile, measure(spans, inputs.config, name=run.run_id, source=source))
     if mlflow:
         for path in (run.config_yaml, run.summary, run.profile, run.trace):
             mlflow.log_artifact(path)

@@ -132,6 +132,11 @@ class RunDirectory:
         return self.path / "control.sock"
 
     @property
+    def spans(self) -> Path:
+        """What becomes the timeline."""
+        return self.path / "spans.jsonl"
+
+    @property
     def trace(self) -> Path:
         return self.path / "trace.json"
 

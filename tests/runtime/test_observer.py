@@ -117,7 +117,7 @@ def test_emulated_media_are_not_drawn(tmp_path):
 
 def test_the_summary_adds_up_to_what_the_coordinator_counted(tmp_path):
     watched = watch(tmp_path)
-    summary = watched.observer.summary("done", None, 123, watched.clock.now())
+    summary = watched.observer.summary("done", None, 123, watched.clock.now(), watched.observer.spans.all())
     assert summary.updates == 4
     assert summary.wall_s == 8.0
     assert summary.images >= 16
@@ -135,13 +135,13 @@ def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tm
     assert any("validation of version 0: no sample could be scored" in note for note in watched.console.notes)
     assert not watched.console.validations
     assert not [line for line in watched.metrics() if "validation/reward" in line]
-    assert watched.observer.summary("done", None, None, 1001.0).validation == ()
+    assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
 
 
 def test_a_run_that_ended_before_its_first_update_has_a_summary(tmp_path):
     watcher, _, _, clock = observer(tmp_path)
     clock.advance(2.0)
-    summary = watcher.summary("failed", "no engine", None, clock.now())
+    summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
     assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
     assert summary.conserved
     assert summary.first_reward is None
@@ -152,8 +152,8 @@ def test_spans_become_busy_fractions(tmp_path):
     clock.advance(10.0)
     spans = [Span("rollout-0", "generate", 1000.0, 1005.0), Span("reward-0", "starved", 1000.0, 1010.0)]
     show(watcher, RunEvent("spans", {"spans": spans}))
-    assert watcher.spans == spans
-    busy = watcher.summary("done", None, None, clock.now()).busy
+    assert watcher.spans.all() == spans
+    busy = watcher.summary("done", None, None, clock.now(), watcher.spans.all()).busy
     assert busy["rollout"]["busy"] == 0.5
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
@@ -190,4 +190,4 @@ def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
 )
 def test_throughput_is_divided_by_every_device_of_the_job(tmp_path, placement, devices):
     watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, placement=placement)
-    assert watcher.summary("done", None, None, 1001.0).devices == devices
+    assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices

@@ -1,0 +1,100 @@
+"""Does any process of a long run grow? An emulated job, and the memory of each of its processes at every update."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.kill_everything import end_job
+from omni_async.runtime.control_socket import ControlError, Request, ask
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
+_HELP = """\
+Run an emulated job on Ray actors, and compare each process's own memory (unique set size) early and late: medians over a tenth of the updates, the
+first of them after a fifth of the run, when pools and caches have filled.
+
+  python -m benchmarks.memory                      # 500 updates after a warm-up: some minutes
+  python -m benchmarks.memory trainer.updates=300 rollout.group_size=8
+
+Exit codes: 0 no process grew by 2 % or more, 1 one did or the job failed, 2 wrong usage.
+"""
+_OVERRIDES = ("emulation.time_scale=0.0005", "emulation.payload_scale=0.002", "trainer.updates=625", "checkpoint.every=50")
+_MOST = 0.02
+
+
+def sample(process: psutil.Process, parts: dict[str, int], found: dict[str, list[float]]) -> None:
+    """Megabytes of every process of the job, by part, or by what it is."""
+    names = {pid: name for name, pid in parts.items()}
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            name = names.get(one.pid) or ("driver" if one.pid == process.pid else _kind(one))
+            if name is not None:
+                found[name].append(one.memory_full_info().uss / 1e6)
+        except psutil.Error:
+            continue
+
+
+def _kind(process: psutil.Process) -> str | None:
+    """Ray's own, of which there is one each. Workers that wait for work, and helpers that come and go, are nobody's."""
+    return {"raylet": "raylet", "gcs_server": "Ray's global store"}.get(process.name())
+
+
+def measure(command: Sequence[str], log: Path) -> tuple[int, dict[str, list[float]]]:
+    """The job's exit code, and the samples of each process, one per update."""
+    found: dict[str, list[float]] = defaultdict(list)
+    parts: dict[str, int] = {}
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert job.stdout is not None
+    run = Path()
+    try:
+        with log.open("w") as out:
+            for line in job.stdout:
+                out.write(line)
+                if line.startswith("run "):
+                    run = log.parent / "runs" / line.split()[1]
+                if line.startswith("update "):
+                    try:
+                        parts = parts or {name: part["pid"] for name, part in ask(run / "control.sock", Request(), 30)["parts"].items()}
+                    except ControlError:
+                        continue
+                    sample(psutil.Process(job.pid), parts, found)
+        return job.wait(), found
+    finally:
+        end_job(job)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--out", type=Path, default=Path("runs/memory"), help="where the run goes (default runs/memory)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    overrides = [*_OVERRIDES, *options.overrides, f"run.dir={options.out / 'runs'}"]
+    command = [sys.executable, "-m", "omni_async.cli", "train", str(options.recipe), *overrides]
+    code, found = measure(command, options.out / "log")
+    if code or not found:
+        sys.stderr.write(f"the job ended with exit code {code}: {options.out / 'log'}\n")
+        return 1
+    lines, worst = ["| process | MB early | MB late | growth |", "|---|---:|---:|---:|"], 0.0
+    for name, samples in sorted(found.items()):
+        tenth = max(1, len(samples) // 10)
+        early, late = statistics.median(samples[2 * tenth : 3 * tenth]), statistics.median(samples[-tenth:])
+        lines.append(f"| {name} | {early:.1f} | {late:.1f} | {late / early - 1:+.1%} |")
+        worst = max(worst, late / early - 1)
+    sys.stdout.write("\n".join([*lines, "", f"{max(map(len, found.values()))} updates"]) + "\n")
+    return int(worst >= _MOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

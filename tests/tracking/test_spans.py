@@ -1,0 +1,36 @@
+"""Spans: all on disk, the recent ones in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omni_async.tracking.spans import SpanLog
+from omni_async.types import Span
+
+
+def spans(start: int, count: int) -> list[Span]:
+    return [Span("rollout-0", "generate", float(i), i + 0.5, {"group": i}) for i in range(start, start + count)]
+
+
+def test_all_of_them_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path / "spans.jsonl", keep_s=10.0)
+    for start in range(0, 1000, 10):
+        log.add(spans(start, 10))
+    assert log.all() == spans(0, 1000)
+    assert log.recent(995.0) == spans(995, 5)
+    assert len(log._recent) <= 20
+    log.close()
+    assert log.all() == [] and not (tmp_path / "spans.jsonl").exists()
+
+
+def test_a_line_that_was_cut_off_ends_them(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    log = SpanLog(path, keep_s=10.0)
+    log.add(spans(0, 3))
+    path.write_bytes(path.read_bytes()[:-5])
+    assert log.all() == spans(0, 2)
+
+
+def test_another_process_begins_anew(tmp_path: Path) -> None:
+    SpanLog(tmp_path / "spans.jsonl", keep_s=10.0).add(spans(0, 3))
+    assert SpanLog(tmp_path / "spans.jsonl", keep_s=10.0).all() == []
