@@ -54,7 +54,7 @@ class Update:
         tracer: Tracer,
         version: int,
         history: RewardHistory,
-        hurry: Callable[[], bool],
+        hurry: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._plan = plan

@@ -11,6 +11,7 @@ import torch
 from actor_world import STEPS, AccountingRank, make_config, make_group
 from update_world import FINAL_LATENTS, GROUP_STD, REWARDS, account, make_update, run_update
 
+from omni_async.actors.api import Abandoned
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
 from omni_async.actors.update import merged_metrics
@@ -328,3 +329,38 @@ def test_preferences_leave_no_trace_in_the_history_of_rewards():
 def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
     steps = [{"loss": 1.0, "weight/max": 2.0, "ess/step_01": 0.5}, {"loss": 3.0, "weight/max": 1.0}]
     assert merged_metrics(steps) == {"loss": 2.0, "weight/max": 2.0, "ess/step_01": 0.5}
+
+
+# ---- a machine that will be taken away ------------------------------------------------------------------------------------------------
+
+
+class HurriedRank(AccountingRank):
+    """Tells of the stop when it has accumulated `after` groups."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.accumulated, self.hurried = after, 0, False
+
+    async def accumulate(self, batch: Any, row_weight: float) -> None:
+        await super().accumulate(batch, row_weight)
+        self.accumulated += 1
+        self.hurried |= self.accumulated == self.after
+
+
+COLLECTED = {"trainer.streaming": "off"}
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_an_update_is_given_up_between_two_groups_as_long_as_it_has_changed_nothing(after):
+    rank = HurriedRank(after)
+    config = make_config(**{"trainer.groups_per_update": 4, **COLLECTED})
+    with pytest.raises(Abandoned):
+        run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried)
+    assert rank.accumulated == after
+
+
+def test_an_update_that_has_begun_to_step_is_finished():
+    rank = HurriedRank(3)
+    config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **COLLECTED})
+    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried)
+    assert rank.accumulated == 4

@@ -21,11 +21,10 @@ FINAL_LATENTS = {"rollout.sde": None, "algorithm.clip_range": None}
 
 
 def make_update(
-    config: Config, ranks: list[Any], version: int = 0, history: RewardHistory | None = None, plan: Plan | None = None
+    config: Config, ranks: list[Any], version: int = 0, history: RewardHistory | None = None, plan: Plan | None = None, **more: Any
 ) -> Update:
-    return Update(
-        config, plan or plan_updates(config), ranks, Tracer("trainer", Desk(), ManualClock()), version, history or RewardHistory()
-    )
+    tracer = Tracer("trainer", Desk(), ManualClock())
+    return Update(config, plan or plan_updates(config), ranks, tracer, version, history or RewardHistory(), **more)
 
 
 def run_update(config: Config, ranks: list[Any], groups: list[ReadyGroup], **kwargs: Any) -> dict[str, float]:
