@@ -111,7 +111,7 @@ class Network:
             self.late += 1
         try:
             result = await target(*args)
-        except Exception as error:  # noqa: BLE001 (it is the caller's)
+        except Exception as error:
             await self._travel()
             if not answer.done():
                 answer.set_exception(error)
