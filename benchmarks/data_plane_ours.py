@@ -19,6 +19,7 @@ from omni_async.actors.rewarder import Rewarder
 from omni_async.config import Config, check
 from omni_async.control.clock import WallClock
 from omni_async.control.coordinator import Coordinator
+from omni_async.rewards.composition import WeightedScorer
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.ray_store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
@@ -150,7 +151,7 @@ def build_producer(nbytes: int, samples: int, coordinator: Any) -> Producer:
 
 
 def build_rewarder(nbytes: int, samples: int, coordinator: Any) -> Rewarder:
-    return Rewarder("reward-0", make_config(nbytes, samples), InstantScorer(), coordinator, RayStore(), WallClock())
+    return Rewarder("reward-0", make_config(nbytes, samples), WeightedScorer.alone(InstantScorer()), coordinator, RayStore(), WallClock())
 
 
 def build_trainer(nbytes: int, samples: int, coordinator: Any, producer: Any) -> GroupTrainer:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config, ConfigError, load
-from omni_async.tracking.redact import redact
+from omni_async.config.redact import redact
 from omni_async.tracking.summary import read_summary
 
 _PATHS = (("model", "path"), ("data", "prompts"), ("data", "preferences"), ("validation", "prompts"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from omni_async import __version__
 from omni_async.benchmark.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
+from omni_async.config.redact import one_line, redact_text
 from omni_async.runtime.operate import add_operations, operate
 from omni_async.simulation.command import add_simulate
 from omni_async.simulation.tune_command import add_tune
@@ -30,7 +31,7 @@ A run leaves a folder in run.dir (default: runs/) with its configuration, ledger
 
 _CHECK = """\
 Validate a recipe, its prompt files, its checkpoint folder and its scorers without starting anything, and print it with every default
-filled in. What is printed is a recipe itself:
+filled in. What is printed is a recipe itself (credentials are masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(load(options.recipe, options.overrides))
             case "list":
                 return _list()
-            case "status" | "scale":
+            case "status" | "scale" | "stop":
                 return operate(options)
             case "bench":
                 from omni_async.benchmark.command import bench
@@ -134,7 +135,7 @@ def _train(config: Config) -> int:
     except (RunDirectoryError, MlflowUnusableError) as error:
         return _refuse(str(error))
     if summary.status == "failed":
-        sys.stderr.write(f"omni-async: the run failed: {summary.reason}\n")
+        _tell(f"the run failed: {summary.reason}")
     return EXIT_CODES[summary.status]
 
 
@@ -180,8 +181,13 @@ def _say(text: str) -> int:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"omni-async: {message}\n")
+    _tell(message)
     return 2
+
+
+def _tell(message: str) -> None:
+    """One line, whatever a prompt file or a scorer put into the message."""
+    sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.control.continuation import Continuation
@@ -33,6 +33,7 @@ class CoordinatorApi(Protocol):
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None: ...
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]: ...
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None: ...
+    async def closing(self) -> None: ...
     async def require_fields(self, fields: tuple[str, ...]) -> None: ...
     async def next_groups(self, version: int, places: int) -> list[ReadyGroup]: ...
     async def update_done(self, report: UpdateReport) -> bool: ...
@@ -101,6 +102,10 @@ class RankApi(Protocol):
         """Until it is written."""
 
 
+class Abandoned(Exception):
+    """An update was given up before it changed anything."""
+
+
 class PolicyUpdate(Protocol):
     """One update while it is made: give it `places` groups with `add`, then `finish`."""
 
@@ -113,12 +118,14 @@ class PolicyUpdate(Protocol):
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """All groups are in: what is left to compute; the metrics of the update."""
+        """All groups are in: what is left to compute; the metrics of the update. Abandoned, if it is to be given up and can be."""
 
 
 class UpdateRule(Protocol):
     """How the trainer turns groups into updates, and what that remembers from one update to the next (for checkpoints)."""
 
-    def begin(self, version: int, tracer: Tracer) -> PolicyUpdate: ...
+    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> PolicyUpdate:
+        """`hurry`: whether the update is to be given up if it has not changed the weights yet."""
+
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from omni_async.actors.api import CoordinatorApi
+from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
-from omni_async.actors.rewarder import Rewarder
+from omni_async.actors.rewarder import Gone, Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
@@ -24,6 +24,8 @@ from omni_async.performance.device import Device
 from omni_async.performance.media import random_bytes
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure
 from omni_async.rewards.replay import ReplayScorer
 from omni_async.store import ObjectStore
 from omni_async.types import ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
@@ -40,8 +42,9 @@ class EmulatedRewarder(Rewarder):
 
     def __init__(self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
         self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
-        super().__init__(name, config, self._replay, coordinator, store, clock)
+        super().__init__(name, config, WeightedScorer.alone(self._replay), coordinator, store, clock)
         self._device = Device()
+        self._since = 0.0
         self._switch = profile.switch if config.placement.reward_in_turn else None
         self._random = random.Random(f"{config.run.seed}/{name}/switch")
         self._turn = -1
@@ -54,11 +57,19 @@ class EmulatedRewarder(Rewarder):
                 await self._device.busy(self._switch.sample(self._random), self._device.now())
         return await super()._score_all(jobs)
 
-    async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
-        since = self._device.now()
-        pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
-        await self._device.busy(self._replay.seconds(len(jobs)), since)
-        return self._replay.score(pictures, [job.prompt for job in jobs])
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
+        self._since = self._device.now()  # fetching is part of the profile's time
+        return await super()._fetch(jobs)
+
+    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        await self._device.busy(self._replay.seconds(len(jobs)), self._since)
+        return [self._replayed(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+
+    def _replayed(self, picture: np.ndarray, job: ScoreJob) -> Score | Failure:
+        try:
+            return self._replay.score([picture], [job.prompt])[0]
+        except ValueError as error:
+            return Failure(f"ValueError: {error}")
 
 
 class EmulatedRank:
@@ -138,8 +149,8 @@ class EmulatedRule:
         self._plan = plan
         self._rank = rank
 
-    def begin(self, version: int, tracer: Tracer) -> EmulatedUpdate:
-        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer)
+    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
+        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer, hurry)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -151,10 +162,11 @@ class EmulatedRule:
 class EmulatedUpdate:
     """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
 
-    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer) -> None:
+    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> None:
         self._config = config
         self._plan = plan
         self._rank = rank
+        self._hurry = hurry
         self._version = version
         self._tracer = tracer
         self._steps = 0
@@ -178,6 +190,8 @@ class EmulatedUpdate:
             for group in self.groups:
                 await self._assess(group)
             for number, group in enumerate(self.groups, start=1):
+                if self._hurry() and not self._steps:
+                    raise Abandoned
                 await self._accumulate(group)
                 if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
                     await self._step()

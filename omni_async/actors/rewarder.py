@@ -1,85 +1,135 @@
 """The reward worker: scores samples the moment they are generated, in batches of whatever is there.
 
-Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. The scorer runs in a thread of its
-own, off the event loop. A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along; what still
-fails is reported as an error, never as a number.
+Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is down it asks for no
+samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by the end of the run. What fails is reported as an
+error, never as a number. Scorers run in threads, off the event loop; see `omni_async.rewards.guard` for how they may fail.
 """
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.rewards.base import ScoreError, Scorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure
+from omni_async.rewards.panel import Panel
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult
 
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A picture that is gone from the store: the sample has to be generated again."""
+
+    reason: str
+
 
 class Rewarder:
-    def __init__(self, name: str, config: Config, scorer: Scorer, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
+    def __init__(
+        self, name: str, config: Config, reward: WeightedScorer, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+    ) -> None:
         self.name = name
         self._config = config
-        self._scorer = scorer
+        self._panel = Panel(name, reward, config.reward, clock, self._tell)
         self._coordinator = coordinator
         self._store = store
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def start(self) -> None:
-        """The scorer was built with its models loaded; nothing else to do."""
+        """The scorers were built with their models loaded; nothing else to do."""
 
     async def run(self) -> None:
+        """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has to be replaced."""
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
-            jobs = await self._next_jobs()
-            while jobs:
-                results = await self._score_all(jobs)
-                # Told and asked at once: one message's time between two batches instead of two.
-                _, jobs = await asyncio.gather(self._report(jobs, results), self._next_jobs())
+            await _first_of(self._work(), self._coordinator.closing())
         finally:
             flusher.cancel()
+            self._panel.close()
             await asyncio.gather(flusher, return_exceptions=True)
             await self._tracer.flush()
-            self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def leave(self) -> None:
         """Take no more samples, and end when those under way are scored."""
         await self._coordinator.scorer_leaves(self.name)
 
+    async def _work(self) -> None:
+        jobs = await self._next_jobs()
+        while jobs:
+            results = await self._score_all(jobs)
+            # Told and asked at once: one message's time between two batches instead of two.
+            _, jobs = await asyncio.gather(self._report(jobs, results), self._next_jobs())
+
     async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
         await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
     async def _next_jobs(self) -> list[ScoreJob]:
+        if self._panel.down:
+            with self._tracer.span("outage"):
+                await self._panel.recover()
         with self._tracer.span("starved"):
             return await self._coordinator.next_to_score(self.name, self._config.reward.batch)
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
-        try:
-            with self._tracer.span("score", samples=len(jobs)):
-                scores = await self._score(jobs)
-            return [ScoreResult(job.sample_id, job.attempt, score=score) for job, score in zip(jobs, scores, strict=True)]
-        except Exception as error:  # noqa: BLE001 (a scorer is foreign code; its failure is the sample's, not the worker's)
-            if len(jobs) == 1:
-                # Scorers raise ScoreError and whatever they like, the store alone raises ObjectLost.
-                gone, why = isinstance(error, ObjectLost), f"{type(error).__name__}: {error}"
-                return [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error=why, gone=gone)]
-        return [result for job in jobs for result in await self._score_all([job])]
+        with self._tracer.span("score", samples=len(jobs)):
+            pictures = await self._fetch(jobs)
+            found = [(job, picture) for job, picture in zip(jobs, pictures, strict=True) if not isinstance(picture, Failure | Gone)]
+            outcomes = iter(await self._score([picture for _, picture in found], [job for job, _ in found]))
+            return [
+                _result(job, picture if isinstance(picture, Failure | Gone) else next(outcomes))
+                for job, picture in zip(jobs, pictures, strict=True)
+            ]
 
-    async def _score(self, jobs: list[ScoreJob]) -> list[Score]:
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
+        """Each job's picture. That one is gone says nothing of the scorers."""
+        return await asyncio.gather(*(self._picture(job) for job in jobs))
+
+    async def _picture(self, job: ScoreJob) -> np.ndarray | Failure | Gone:
+        timeout_s = self._config.reward.timeout_s
         try:
-            async with asyncio.timeout(self._config.reward.timeout_s) as deadline:
-                pictures = await asyncio.gather(*(self._store.get(job.media) for job in jobs))
-                prompts = [job.prompt for job in jobs]
-                return await asyncio.get_running_loop().run_in_executor(self._thread, self._scorer.score, pictures, prompts)
+            async with asyncio.timeout(timeout_s):
+                picture: np.ndarray = await self._store.get(job.media)
+                return picture
         except TimeoutError:
-            if not deadline.expired():
-                raise  # the scorer's own, of a socket perhaps
-            # The thread cannot be stopped: leave it behind, and give the next batch a thread that answers.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            raise ScoreError(f"no score within {self._config.reward.timeout_s} s") from None
+            return Failure(f"its picture did not arrive within {timeout_s:g} s")
+        except ObjectLost as error:
+            return Gone(str(error))
+        except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
+            return Failure(f"{type(error).__name__}: {error}")
+
+    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return await self._panel.score(pictures, [job.prompt for job in jobs])
+
+    async def _tell(self, text: str) -> None:
+        await self._coordinator.phase(text)
+
+
+def _result(job: ScoreJob, outcome: Score | Failure | Gone) -> ScoreResult:
+    if isinstance(outcome, Gone):
+        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, gone=True)
+    if isinstance(outcome, Failure):
+        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, postponed=outcome.postponed)
+    return ScoreResult(job.sample_id, job.attempt, score=outcome)
+
+
+async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Until the first of them is done; its exception is raised, the others are cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_async.actors.api import CoordinatorApi, PolicyUpdate, ProducerApi, PublisherApi, RankApi, UpdateRule
+from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, PublisherApi, RankApi, UpdateRule
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
@@ -54,6 +54,7 @@ class Trainer:
         self._objective = find_objective(config.algorithm.name)
         self._plan = plan_updates(config)
         self._version = 0
+        self._hurry = False
         self._saved: int | None = None
 
     async def start(self) -> None:
@@ -94,6 +95,10 @@ class Trainer:
         """Beside `run`, until cancelled: what follows an export."""
         await self._publisher.run()
 
+    async def hurry(self) -> None:
+        """The machine will be taken away: give the update under way up if it has not changed the weights yet, and save."""
+        self._hurry = True
+
     async def admit(self, engine: str, producer: ProducerApi) -> None:
         """An engine joins: until it holds the current weights. EngineError if it does not take them."""
         await self._publisher.admit(engine, producer)
@@ -105,15 +110,20 @@ class Trainer:
     async def _update(self) -> bool:
         """One update; False if the run is over, be it before its last group came."""
         started = self._clock.now()
-        update = self._rule.begin(self._version, self._tracer)
+        update = self._rule.begin(self._version, self._tracer, lambda: self._hurry)
         while update.places:
             with self._tracer.span("starved"):
                 groups = await self._coordinator.next_groups(self._version, update.places)
             if not groups:
                 return False
             for group in groups:
+                if self._hurry:
+                    return False
                 await self._add(update, group)
-        metrics = await update.finish()
+        try:
+            metrics = await update.finish()
+        except Abandoned:
+            return False
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from omni_async.actors.api import RankApi
+from omni_async.actors.api import Abandoned, RankApi
 from omni_async.actors.plan import Plan
 from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.advantages import centred, clip_binds, global_scale
@@ -33,8 +33,8 @@ class PolicyGradient:
         self._ranks = ranks
         self._history = RewardHistory()
 
-    def begin(self, version: int, tracer: Tracer) -> Update:
-        return Update(self._config, self._plan, self._ranks, tracer, version, self._history)
+    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool] = lambda: False) -> Update:
+        return Update(self._config, self._plan, self._ranks, tracer, version, self._history, hurry)
 
     def state(self) -> dict[str, Any]:
         return {"reward_history": self._history.state()} if self._config.algorithm.advantage.track_prompts else {}
@@ -46,13 +46,23 @@ class PolicyGradient:
 class Update:
     """The groups of one update, and the calls that train on them. Give it groups with `add`, then `finish`."""
 
-    def __init__(self, config: Config, plan: Plan, ranks: Sequence[RankApi], tracer: Tracer, version: int, history: RewardHistory) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        ranks: Sequence[RankApi],
+        tracer: Tracer,
+        version: int,
+        history: RewardHistory,
+        hurry: Callable[[], bool],
+    ) -> None:
         self._config = config
         self._plan = plan
         self._ranks = ranks
         self._tracer = tracer
         self._version = version
         self._history = history
+        self._hurry = hurry
         self._advantage = config.algorithm.advantage
         self._groups_per_step = config.trainer.groups_per_update // config.trainer.steps_per_update
         self._row_weight = 1.0 / (self._groups_per_step * plan.samples_per_group * plan.rows_per_sample)
@@ -100,6 +110,8 @@ class Update:
         if self._plan.weigh:
             weights, extra = self._weights()
         for number, (group, advantages) in enumerate(zip(self.groups, self._advantages(self.groups), strict=True), start=1):
+            if self._hurry() and not self._step_metrics:
+                raise Abandoned
             await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
             if number % self._groups_per_step == 0:
                 await self._step()

@@ -88,7 +88,10 @@ def bench(options: argparse.Namespace) -> int:
                 raise ConfigError(f"--report: runs nothing, so it takes no {given[0]}; leave it out")
             folder = options.out or (options.recipe if options.recipe.is_dir() else options.recipe.parent)
             overlap = read_overlap(options.recipe)
-            write_report(folder, overlap)
+            try:
+                write_report(folder, overlap)
+            except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # a file that no benchmark wrote
+                raise ConfigError(f"{options.recipe}: its numbers make no report: {type(error).__name__}: {error}") from None
         else:
             overlap = run_overlap(
                 options.recipe,

@@ -62,7 +62,7 @@ def measure(run: Path, config: Config) -> Measured:
         summary = read_summary(run / "summary.json")
         finished = _finished(run / "metrics.jsonl")
         spans = read_trace(run / "trace.json")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise NotMeasurableError(f"{run}: {type(error).__name__}: {error}") from error
     updates = config.trainer.updates
     if sorted(finished) != list(range(1, updates + 1)):

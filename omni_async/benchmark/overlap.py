@@ -28,11 +28,11 @@ from omni_async.benchmark.ray_session import ray_session
 from omni_async.benchmark.result import ArmRecord, Overlap, Prediction, RunRecord, write_overlap
 from omni_async.benchmark.table import markdown
 from omni_async.config import Config, ConfigError
+from omni_async.config.redact import redact, redact_text
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.runtime.preflight import RunInputs
 from omni_async.tracking.console import Console
-from omni_async.tracking.redact import redact
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Summary
 
@@ -155,7 +155,7 @@ def _overlap(plan: Plan, records: Records, predictions: dict[str, Prediction], s
     emulation = plan.base.emulation
     return Overlap(
         recipe=str(plan.recipe),
-        command=shlex.join(sys.argv),
+        command=redact_text(shlex.join(sys.argv)),
         started=started,
         machine=describe_machine(with_gpus=emulation is None and _has_gpus(plan.base)),
         repeats=plan.repeats,

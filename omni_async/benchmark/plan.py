@@ -14,8 +14,8 @@ from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError
 from omni_async.config.load import to_yaml
+from omni_async.config.redact import redact
 from omni_async.runtime.preflight import RunInputs, preflight
-from omni_async.tracking.redact import redact
 from omni_async.tracking.summary import read_summary
 
 
@@ -111,6 +111,6 @@ def finished_run(inputs: RunInputs) -> Path | None:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted
             if same and stamped(run) == mark and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
                 return run
-        except (OSError, ValueError):  # cut off while it was written
+        except (OSError, ValueError, RecursionError):  # cut off while it was written
             continue
     return None

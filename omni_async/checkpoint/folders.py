@@ -10,6 +10,7 @@ from pathlib import Path
 from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.manifest import check_manifest
 from omni_async.checkpoint.state import read_state
+from omni_async.checkpoint.trajectories import check_groups, check_tensors
 
 _NAME = re.compile(r"update-(\d{6,})")
 
@@ -31,7 +32,9 @@ def newest_first(checkpoints: Path) -> Iterator[Path]:
 def require_whole(folder: Path) -> None:
     """CheckpointError, one line, unless every file is there as it was written and the state can be read."""
     check_manifest(folder)
-    read_state(folder)
+    state = read_state(folder)
+    check_tensors(folder)
+    check_groups(folder, state)
 
 
 def newest_whole(checkpoints: Path, refused: Callable[[str], None]) -> Path | None:

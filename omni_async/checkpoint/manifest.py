@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -14,6 +15,7 @@ FILE = "manifest.json"
 _FORMAT = 1
 _CHUNK = 2**22
 _LARGEST = 2**26  # bytes of a manifest: a million files
+_ALWAYS = {"state.json"}
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -55,6 +57,8 @@ def check_manifest(folder: Path) -> None:
         raise CheckpointError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
     for name, content in manifest.files.items():
         _check(folder, name, content)
+    if missing := _ALWAYS - manifest.files.keys():
+        raise CheckpointError(f"{path} does not name {', '.join(missing)}")
 
 
 def _check(folder: Path, name: str, content: Content) -> None:
@@ -63,13 +67,21 @@ def _check(folder: Path, name: str, content: Content) -> None:
         raise CheckpointError(f"{folder / FILE} names {name!r}, which is outside the checkpoint")
     path = folder / place
     try:
-        size = path.stat().st_size
-        if size != content.size:
-            raise CheckpointError(f"{path} has {size} bytes, {content.size} were written")
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise CheckpointError(f"{folder / FILE} names {name!r}, a link to what is outside the checkpoint")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path} is no file")
+        if about.st_size != content.size:
+            raise CheckpointError(f"{path} has {about.st_size} bytes, {content.size} were written")
         if _digest(path) != content.digest:
             raise CheckpointError(f"{path} is not what was written: its digest differs")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a name no file can have; RuntimeError: links in a circle
+        raise CheckpointError(
+            f"{folder / FILE} names {name[:200]!r}, which cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _digest(path: Path, sync: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from omni_async.control.continuation import Continuation
 FILE = "state.json"
 FORMAT = 2
 _LARGEST = 2**30
+_MOST = 10**12  # updates, groups, images: no run has more
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,8 +51,48 @@ def read_state(folder: Path) -> State:
         found = msgspec.json.decode(content, type=_Format).format
         if found != FORMAT:
             raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}")
-        return msgspec.json.decode(content, type=State)
+        state = msgspec.json.decode(content, type=State)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint folder: it has no {FILE}") from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if problem := _impossible(state):
+        raise CheckpointError(f"{path} is of no run: {problem}")
+    return state
+
+
+def _impossible(state: State) -> str | None:
+    """What no run can have come to. The types are right already."""
+    control = state.control
+    for what, number in _counts(control):
+        if not 0 <= number <= _MOST:
+            return f"{what} is {number if abs(number) < 2**63 else 'a number of ' + str(number.bit_length()) + ' bits'}"
+    if any(not group.samples for group in control.ready):
+        return "a group that waits for the trainer has no samples"
+    groups = [*(one.group for one in control.unfinished), *(one.group for one in control.ready)]
+    if len(set(groups)) != len(groups):
+        return "a group stands there twice"
+    return next((f"{what}.{problem}" for what in ("engine", "rule") if (problem := _too_large(getattr(state, what)))), None)
+
+
+def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
+    ledger = control.ledger
+    yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images), ("admitted", ledger.admitted))
+    yield from (("validated", control.validated or 0), *ledger.events.items(), *ledger.reasons.items())
+    yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
+    for one in control.unfinished:
+        yield from (("an unfinished group", one.group), ("attempts", one.attempts))
+    for group in control.ready:
+        yield from (("a ready group", group.group), ("admitted_version", group.admitted_version), ("prompt", group.prompt.index))
+        yield from (("step_versions", version) for sample in group.samples for version in sample.step_versions)
+
+
+def _too_large(value: Any) -> str | None:
+    """The path of a number that no machine counts to."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if found := _too_large(item):
+                return f"{str(key)[:80]}: {found}" if not found.startswith("is") else f"{str(key)[:80]} {found}"
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return f"is a number of {value.bit_length()} bits"
+    return None

@@ -1,4 +1,5 @@
-"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group."""
+"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group. And what can be told of any safetensors file of a
+checkpoint without reading its tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +10,34 @@ from typing import Any
 import numpy as np
 
 from omni_async.checkpoint.errors import CheckpointError
+from omni_async.checkpoint.state import FILE as STATE_FILE
+from omni_async.checkpoint.state import State
 
 _FOLDER = "groups"
 _ARRAY = "array"  # the name of what has none: an emulated trajectory
+
+
+def check_tensors(folder: Path) -> None:
+    """CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow it."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.rglob("*.safetensors")):
+        try:
+            if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+                raise CheckpointError(f"{path} is no file of the checkpoint, but a link or a folder")
+            with safe_open(path, "np"):  # maps the file, reads its header alone, and allows that 100 MB
+                pass
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_groups(folder: Path, state: State) -> None:
+    """CheckpointError unless there is a file for every group that waits for the trainer."""
+    for group in state.control.ready:
+        if not _path(folder, group.group).is_file():
+            raise CheckpointError(f"{_path(folder, group.group)} is missing, though {STATE_FILE} has the group")
 
 
 def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
@@ -37,12 +63,16 @@ def read_group(folder: Path, group: int, samples: int) -> list[Any]:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]
         for name, leaf in _read(path):
             sample, _, rest = name.partition("/")
+            if not sample.isdecimal():
+                raise CheckpointError(f"{path} holds {name[:80]!r}, which is of no sample")
             found[int(sample)][rest] = leaf
+        if not all(found):
+            raise CheckpointError(f"{path} does not hold {samples} samples")
+        return [_joined(leaves) for leaves in found]
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not all(found):
-        raise CheckpointError(f"{path} does not hold {samples} samples")
-    return [_joined(leaves) for leaves in found]
 
 
 def _path(folder: Path, group: int) -> Path:

@@ -66,6 +66,10 @@ def _reward(c: Config) -> Iterator[str]:
     needed = c.trainer.groups_per_update * c.rollout.group_size
     if not c.reward.streaming and c.buffer.trajectories < needed:
         yield f"buffer.trajectories: with reward.streaming: false an update's {needed} samples lie there at once, got {c.buffer.trajectories}"
+    if c.reward.backoff_max_s < c.reward.backoff_s:
+        yield f"reward.backoff_max_s: pauses begin with reward.backoff_s = {c.reward.backoff_s:g}, got {c.reward.backoff_max_s:g}"
+    if c.reward.hedge_s is not None and c.reward.hedge_s >= c.reward.timeout_s:
+        yield f"reward.hedge_s: a call is given up after reward.timeout_s = {c.reward.timeout_s:g}, so expected less, got {c.reward.hedge_s:g}"
 
 
 def _algorithm(c: Config) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
+from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 
@@ -21,10 +23,17 @@ from omni_async.config.schema import Config
 _PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume", "emulation.profile")
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
+_LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
+_LONGEST_MESSAGE = 2000
+_LONGEST_NUMBER = 1000  # characters
+_MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; its text is the whole message for the user."""
+    """A configuration that cannot run; its text is the whole message for the user: one line, whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,6 +56,14 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
+        if len(node.value) > _LONGEST_NUMBER:
+            raise ValueError(f"a number of {len(node.value)} characters")
+        integer = node.tag == "tag:yaml.org,2002:int"
+        number: int | float = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
+        return number
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would read as something else."""
@@ -59,6 +76,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _Loader.add_constructor(_tag, _Loader.construct_number)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
@@ -76,7 +95,13 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{place}: not valid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply") from None
-    except (ValueError, LookupError, AttributeError, TypeError) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
+    except (
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+    ) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
         raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
 
 
@@ -86,10 +111,18 @@ def _at(tree: Any, path: list[str]) -> Any:
     return tree
 
 
+def _told(override: str) -> str:
+    """Without its value, which may be or hold a credential."""
+    path, separator, value = override.partition("=")
+    plain = redact_text(value) == value and not is_secret_key(path) and not any(mark in value for mark in ":{[")
+    shown = override if plain or not separator else f"{path}=..."
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+
+
 def _index(items: list[Any], key: str, override: str) -> int:
     indices = [str(i) for i in range(len(items))]
     if key not in indices:
-        raise ConfigError(f"override {override!r}: {key!r} is not an index of a list of {len(items)}")
+        raise ConfigError(f"override {_told(override)!r}: {key[:80]!r} is not an index of a list of {len(items)}")
     return indices.index(key)
 
 
@@ -98,7 +131,7 @@ def _set_override(tree: dict[str, Any], override: str) -> str:
     path, separator, value = override.partition("=")
     path = path.strip()
     if not separator or not path:
-        raise ConfigError(f"override {override!r}: expected key.path=value, e.g. trainer.updates=10")
+        raise ConfigError(f"override {_told(override)!r}: expected key.path=value, e.g. trainer.updates=10")
     *parents, last = path.split(".")
     here: Any = tree
     for key in parents:
@@ -109,7 +142,7 @@ def _set_override(tree: dict[str, Any], override: str) -> str:
                 here[key] = {}
             here = here[key]
         if not isinstance(here, (dict, list)):
-            raise ConfigError(f"override {override!r}: {key!r} is a value, not a section")
+            raise ConfigError(f"override {_told(override)!r}: {key!r} is a value, not a section")
     parsed = _parse(value, f"override {path!r}")
     if isinstance(here, list):
         here[_index(here, last, override)] = parsed
@@ -131,17 +164,20 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         try:
             here[last] = str((folder / Path(here[last]).expanduser()).resolve())
         except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{path}: expected a path, got {here[last]!r}: {error}") from None
+            raise ConfigError(f"{path}: expected a path, got {_shown(here[last])}: {error}") from None
 
 
-def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = ()) -> None:
+def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None) -> None:
     """Refuse what no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer types, endless structures."""
     place = ".".join(path)
+    values = count() if values is None else values
+    if next(values) > _MOST_VALUES:
+        raise ConfigError(f"{'.'.join(path[:4])}: more than {_MOST_VALUES} values, aliases counted wherever they stand")
     if isinstance(value, (dict, list)):
         if len(above) > _DEEPEST or any(value is outer for outer in above):
             raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _require_plain(item, (*path, str(key)), (*above, value))
+            _require_plain(item, (*path, str(key)), (*above, value), values)
     elif isinstance(value, float) and not math.isfinite(value):
         annotation = annotation_at(Config, [*path])
         raise ConfigError(f"{place}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}")
@@ -159,7 +195,7 @@ def _require_plain_at(file: Path, tree: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(redact(value))
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -195,9 +231,15 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's tree over that of the recipe it `extends`, with paths resolved."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ConfigError(f"{path}: larger than {_LARGEST_FILE} bytes, so no recipe")
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     tree = _parse(text, str(path))
@@ -250,8 +292,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The configuration with every default filled in, as YAML that `load` reads back."""
-    return to_yaml(msgspec.to_builtins(config))
+    """The configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
+    return to_yaml(redact(msgspec.to_builtins(config)))
 
 
 def to_yaml(tree: Any) -> str:

@@ -136,8 +136,22 @@ class Reward(Section, kw_only=True, frozen=True):
         bool,
         _doc("Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step loop does."),
     ] = True
-    timeout_s: Annotated[float, _doc("Longest one batch may take.", gt=0)] = 60.0
+    timeout_s: Annotated[float, _doc("Longest one call of a scorer may take.", gt=0)] = 60.0
+    hedge_s: Annotated[
+        Positive | None,
+        _doc(
+            "A second call is made beside one that takes longer, and the first answer counts: for scorers that are `concurrent`. null: never."
+        ),
+    ] = None
     retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0)] = 3
+    backoff_s: Annotated[
+        float,
+        _doc("Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles every time.", ge=0),
+    ] = 1.0
+    backoff_max_s: Annotated[float, _doc("Longest such pause.", gt=0)] = 30.0
+    outage_s: Annotated[
+        float, _doc("How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are rejected.", ge=0)
+    ] = 600.0
     scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.")] = ()
 
 

@@ -46,6 +46,10 @@ class TrajectoryBuffer:
             raise ValueError(f"sample {job.sample_id} has no place reserved")
         self._queues[job.kind][job.sample_id] = job
 
+    def put_off(self, job: ScoreJob) -> None:
+        """Its reward worker answered, and it is to be scored again, but not yet."""
+        self._scoring.pop(job.sample_id, None)
+
     def retry(self, job: ScoreJob) -> None:
         """Back to the front: an older sample's group is waited for sooner."""
         self._scoring.pop(job.sample_id, None)

@@ -3,7 +3,8 @@
 | call            | made by    | waits for                                  | unblocked by                                          |
 |-----------------|------------|--------------------------------------------|-------------------------------------------------------|
 | `next_samples`  | producer   | a queued sample and a trajectory place     | admission (a slot freed), a score, a retry, validation |
-| `next_to_score` | rewarder   | a generated sample                         | `samples_done`, a retried score                       |
+| `next_to_score` | rewarder   | a generated sample                         | `samples_done`, a retried score, its pause's end      |
+| `closing`       | rewarder   | the run's being over                       | its end, however it comes                             |
 | `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
 | `events`        | driver     | anything that happened                     | any of the above                                      |
 
@@ -172,6 +173,8 @@ class Coordinator:
             if result.gone:
                 self._samples.release(result.sample_id)
                 self._generation_failed(progress.request, progress, result.error or "its picture is gone")
+            elif result.postponed:
+                self._samples.postpone_score(progress.job())
             elif result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
             else:
@@ -196,10 +199,10 @@ class Coordinator:
             self._ready.ring()
 
     def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
-        """Score it again; after `reward.retries` the group is rejected, or the round goes on without the sample."""
+        """Score it again after a pause; after `reward.retries` the group is rejected, or the round goes on without the sample."""
         progress.score_attempts += 1
         if progress.score_attempts <= self._config.reward.retries:
-            self._samples.retry_score(progress.job())
+            self._samples.retry_score(progress.job(), progress.score_attempts)
         elif isinstance(home, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
@@ -410,6 +413,11 @@ class Coordinator:
     def _finish_if_complete(self) -> None:
         if self.versions.held == self._last_version and not self._validation.rounds and self.versions.trained == self._last_version:
             self._close("done", None)
+
+    async def closing(self) -> None:
+        """For workers who wait for something else than work: returns once nobody gets any more."""
+        while not self._closed:
+            await self._weights.wait()
 
     async def stop(self, reason: str) -> None:
         """End the run early, in order: workers see their calls return nothing."""

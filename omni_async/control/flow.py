@@ -3,7 +3,7 @@
 | call    | made for      | waits for                                    | unblocked by                                            |
 |---------|---------------|----------------------------------------------|---------------------------------------------------------|
 | `lease` | a producer    | a queued sample and a place for a trajectory | `add`, and whatever frees a place: `release`, `forget`  |
-| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `retry_score`, `answered`, `forget`        |
+| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `retry_score`, `answered`, `forget`, timer |
 
 A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time of training samples comes
 when none is at an engine and none could be: none is queued, or no place is free. What is full is therefore emptied, and nothing waits for ever.
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Iterable
+from functools import partial
 
 from omni_async.config import Config
+from omni_async.control.backoff import Backoff, Later
 from omni_async.control.buffer import BufferStatistics, TrajectoryBuffer
 from omni_async.control.leasing import WorkQueue
 from omni_async.control.waiting import Line
@@ -31,6 +33,8 @@ class SampleFlow:
         self._buffer = TrajectoryBuffer(config.buffer.trajectories)
         self._producers = Line(self._may_lease)
         self._rewarders = Line(self._may_score)
+        self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
+        self._retries = Later()
         self._closed = False
 
     # ---- generation ---------------------------------------------------------------------------------------------------------------
@@ -117,7 +121,18 @@ class SampleFlow:
             self._buffer.retry(job)
         self._rewarders.ring()
 
-    def retry_score(self, job: ScoreJob) -> None:
+    def retry_score(self, job: ScoreJob, failures: int) -> None:
+        """When the pause after so many failures is over, before all that came later. It keeps its place meanwhile."""
+        self._buffer.put_off(job)
+        self._retries.call(job.sample_id, self._backoff.pause_s(failures), partial(self._retry, job))
+
+    def postpone_score(self, job: ScoreJob) -> None:
+        """After all others: a scorer that failed is tried with another sample."""
+        self._buffer.put_off(job)
+        self._buffer.put(job)
+        self._rewarders.ring()
+
+    def _retry(self, job: ScoreJob) -> None:
         self._buffer.retry(job)
         self._rewarders.ring()
 
@@ -136,13 +151,16 @@ class SampleFlow:
     def forget(self, group: int, sample_ids: Iterable[str]) -> None:
         """The group ended. Leased samples keep their place until their engine answers; everything else of the group is gone."""
         self._queue.forget(group)
-        self._buffer.discard({sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)})
+        gone = {sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)}
+        self._retries.cancel(gone)
+        self._buffer.discard(gone)
         self._producers.ring()
         self._rewarders.ring()
 
     def close(self) -> None:
         """The run is over: everybody who waits, or asks, gets nothing."""
         self._closed = True
+        self._retries.close()
         self._producers.ring()
         self._rewarders.ring()
 

@@ -15,8 +15,21 @@ class ScoreError(RuntimeError):
 
 
 class Scorer(Protocol):
+    """A class attribute `concurrent = True` (by default it is false) declares that `score` may be called while another call of it is running, as
+    that of a client of an HTTP server usually may: then a slow call is hedged after `reward.hedge_s`.
+    """
+
     name: str
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        """Blocking, called in a worker thread, one call at a time. Images are uint8 (height, width, 3). As many scores as images, all
-        finite; raise anything otherwise."""
+        """Blocking, called in a worker thread, one call at a time unless the scorer is `concurrent`; but a call that takes longer than
+        `reward.timeout_s` is given up, and the next may begin while it still runs. Calls that belong to a socket should have a timeout of
+        their own: a thread cannot be stopped, and a worker that collects too many is replaced.
+
+        Images are uint8 (height, width, 3) and not to be written to. As many scores as images, all finite; raise anything otherwise. The same
+        image may come again: alone, if the batch it was in failed, and as a question whose answer is known, if other images fail.
+        """
+
+
+def is_concurrent(scorer: object) -> bool:
+    return getattr(scorer, "concurrent", False) is True

@@ -51,6 +51,9 @@ class Cluster(Protocol):
 
     async def dismiss(self, name: str) -> None: ...
 
+    async def hurry(self) -> None:
+        """The run was told to stop: no update is worth waiting for."""
+
     async def find_lost(self) -> str | None:
         """A part that the run cannot do without and that is gone, if there is one."""
 

@@ -25,9 +25,10 @@ class ControlError(RuntimeError):
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`scale`: role -> workers it shall have. Nothing: only say how it is."""
+    """`scale`: role -> workers it shall have; `stop`: end as with Ctrl-C. Nothing: only say how it is."""
 
     scale: dict[str, Annotated[int, Meta(ge=1, le=100_000)]] = {}
+    stop: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True):

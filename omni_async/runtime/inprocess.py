@@ -73,6 +73,9 @@ class InProcessCluster:
     async def dismiss(self, name: str) -> None:
         await self._actors[name].leave()
 
+    async def hurry(self) -> None:
+        await self._trainer.hurry()
+
     async def find_lost(self) -> str | None:
         return None
 

@@ -1,4 +1,4 @@
-"""`omni-async status` and `omni-async scale`: commands for a run that is under way."""
+"""`omni-async status`, `scale` and `stop`: commands for a run that is under way."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ have. Training goes on meanwhile:
 """
 
 
+_STOP = """\
+End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe with checkpoint.resume=auto goes on with it:
+
+  omni-async stop runs/quickstart-20260101-120000
+"""
+
+
 def add_operations(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     status = commands.add_parser("status", help="say how a running job is", description=_STATUS, formatter_class=raw)
@@ -33,6 +40,8 @@ def add_operations(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="for a program")
     scale = commands.add_parser("scale", help="change a running job's engines or reward workers", description=_SCALE, formatter_class=raw)
     scale.add_argument("run", type=Path, help="its run folder")
+    stop = commands.add_parser("stop", help="end a running job, with a checkpoint", description=_STOP, formatter_class=raw)
+    stop.add_argument("run", type=Path, help="its run folder")
     scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N or reward=N, at least 1")
 
 
@@ -41,11 +50,14 @@ def operate(options: argparse.Namespace) -> int:
 
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
-    request = Request(scale=_workers(options.workers)) if options.command == "scale" else Request()
+    request = Request(scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop")
     try:
         status = ask(options.run / "control.sock", request)
     except ControlError as error:
         raise ConfigError(str(error)) from None
+    if request.stop:
+        sys.stdout.write("it stops when it has written a checkpoint\n")
+        return 0
     lines = [json.dumps(status, indent=2)] if getattr(options, "json", False) else _lines(status)
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

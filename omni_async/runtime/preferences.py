@@ -28,6 +28,8 @@ _KEY = "data.preferences"
 _COLUMNS = ("prompt", "chosen", "rejected")
 _FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
 _MAX_PIXELS = 64_000_000
+_MAX_IMAGE_BYTES = 2**28  # of an encoded image
+_MAX_PAIRS = 10_000_000  # every prompt is held in memory
 _BATCH_BYTES = 32 * 2**20
 _BUFFER_BYTES = 2**20
 
@@ -57,6 +59,8 @@ class PreferencePairs:
         metadata = self._file.metadata
         if metadata.num_rows == 0:
             raise ConfigError(f"{_KEY}: {path} holds no pairs; expected one a row")
+        if metadata.num_rows > _MAX_PAIRS:
+            raise ConfigError(f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
         self._num_rows: int = metadata.num_rows
         sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self._starts = list(accumulate(sizes, initial=0))[:-1]
@@ -159,6 +163,8 @@ class PreferencePairs:
         if isinstance(content, dict):
             content = content["bytes"] if content["bytes"] is not None else content.get("path")
         if isinstance(content, bytes) and content:
+            if len(content) > _MAX_IMAGE_BYTES:
+                raise ConfigError(f"{where}: the image has {len(content)} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
             return _decode(io.BytesIO(content), where)
         if isinstance(content, str) and content:
             return _decode(self._file_of(content, where), where)
@@ -170,11 +176,17 @@ class PreferencePairs:
             inside = not Path(text).is_absolute() and file.is_relative_to(self._folder)
             exists = inside and file.is_file()
         except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
-            raise ConfigError(f"{where}: {text[:200]!r} is no usable path: {_one_line(error)}") from None
+            raise ConfigError(
+                f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or _one_line(error)}"
+            ) from None
         if not inside:
-            raise ConfigError(f"{where}: {text!r} leads out of the parquet's folder; expected a path relative to it, to a file inside")
+            raise ConfigError(
+                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file inside"
+            )
         if not exists:
-            raise ConfigError(f"{where}: no such file: {file}")
+            raise ConfigError(f"{where}: no such file: {text[:200]!r}")
+        if file.stat().st_size > _MAX_IMAGE_BYTES:
+            raise ConfigError(f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
         return file
 
 

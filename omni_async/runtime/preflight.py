@@ -30,6 +30,8 @@ from omni_async.types import Prompt
 _SYNTHETIC_PROMPTS = 1000
 # Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
 _NEVER_S = 1e6
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_LARGEST_JSON = 10_000_000
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
 
@@ -68,6 +70,9 @@ def preflight(config: Config) -> RunInputs:
             scorers.check(scorer)
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None
+    if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
+        names = ", ".join(scorer.name for scorer in config.reward.scorers)
+        raise ConfigError(f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave it out")
     _check_model(config, family)
     longest = config.data.max_prompt_chars
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest) if config.validation else []
@@ -154,11 +159,19 @@ def _check_model(config: Config, family: PipelineFamily) -> None:
         )
     if not (Path(config.model.path) / "transformer" / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
+    for part in sorted(path for path in Path(config.model.path).iterdir() if path.is_dir()):
+        pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
+        if pickled and not any(part.glob("*.safetensors")):
+            raise ConfigError(f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors")
 
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ConfigError(f"{key}: {path} is larger than {_LARGEST_JSON} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
     if not isinstance(content, dict):

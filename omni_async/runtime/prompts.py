@@ -13,14 +13,21 @@ import msgspec
 from omni_async.config import ConfigError
 from omni_async.types import Prompt
 
+_LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
+_LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
+
 
 def load_prompts(path: str, key: str, max_chars: int) -> list[Prompt]:
     """`key` is the configuration path that named the file, for messages. Raises ConfigError."""
     try:
+        if Path(path).stat().st_size > _LARGEST_FILE:
+            raise ConfigError(f"{key}: {path} is larger than {_LARGEST_FILE} bytes")
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{key}: no such file: {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     parse = _parse_json if path.endswith(".jsonl") else _parse_text
     prompts: list[Prompt] = []
@@ -29,6 +36,8 @@ def load_prompts(path: str, key: str, max_chars: int) -> list[Prompt]:
         if not line.strip():
             continue
         where = f"{key}: {path}:{number}"
+        if len(line) > _LONGEST_LINE:
+            raise ConfigError(f"{where}: the line has {len(line)} characters, more than {_LONGEST_LINE}")
         prompt = parse(len(prompts), line, where)
         if len(prompt.text) > max_chars:
             raise ConfigError(f"{where}: the prompt has {len(prompt.text)} characters, data.max_prompt_chars allows {max_chars}")
@@ -51,5 +60,5 @@ def _parse_json(index: int, line: str, where: str) -> Prompt:
         raise ConfigError(f'{where}: expected an object with a non-empty string "prompt"')
     target = fields.get("target")
     if target is not None and not isinstance(target, str):
-        raise ConfigError(f"{where}: target: expected a string, got {target!r}")
+        raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
     return Prompt(index, fields["prompt"], target, {k: v for k, v in fields.items() if k not in ("prompt", "target")})

@@ -182,6 +182,9 @@ class RayCluster:
         except (ray.exceptions.RayActorError, KeyError):
             raise PeerLost(f"{name} is gone") from None
 
+    async def hurry(self) -> None:
+        await self._proxy("trainer").hurry()
+
     async def find_lost(self) -> str | None:
         for name in [name for name in self._actors if name.startswith(("coordinator", "trainer"))]:
             try:

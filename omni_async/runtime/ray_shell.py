@@ -26,7 +26,7 @@ __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
 # Calls that wait for something to happen; everything else goes through the control door.
 _LONG_CALLS = frozenset(
-    {"next_samples", "next_to_score", "next_groups", "events", "run", "run_publisher", "start", "receive_weights", "admit"}
+    {"next_samples", "next_to_score", "closing", "next_groups", "events", "run", "run_publisher", "start", "receive_weights", "admit"}
 )
 
 

@@ -68,7 +68,7 @@ def _newest_unfinished(config: Config) -> Path | None:
 def _unfinished(run: RunDirectory) -> bool:
     try:
         return read_summary(run.summary).status != "done"
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return True
 
 

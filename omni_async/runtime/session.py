@@ -48,15 +48,17 @@ class Session:
         self._restarts = restarts
         self._clock = clock
         self.keeper: Keeper | None = None
+        self._interrupted: asyncio.Event | None = None
 
     async def run(self, interrupted: asyncio.Event, ending: Ending) -> None:
+        self._interrupted = interrupted
         cluster, observer = self._cluster, self._observer
         coordinator = cluster.coordinator
         async with Supervisor() as services, Supervisor() as supervisor:
             self.keeper = keeper = Keeper(cluster, supervisor, self._restarts, self._clock, observer.tell, observer.fault)
             observer.on_lost, observer.on_closing = keeper.give_up, keeper.close
             watching = services.start("driver", observer.watch(coordinator, cluster.store))
-            services.start("interrupts", _stop_when(interrupted, coordinator))
+            services.start("interrupts", _stop_when(interrupted, cluster))
             for name, work in cluster.services().items():
                 services.start(name, work)
             for name, work in cluster.work().items():
@@ -94,13 +96,15 @@ class Session:
                 ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """What `omni-async status` and `omni-async scale` ask for. ValueError, one line, if it can't be done."""
-        if self.keeper is None:
+        """What `omni-async status`, `scale` and `stop` ask for. ValueError, one line, if it can't be done."""
+        if self.keeper is None or self._interrupted is None:
             raise ValueError("the run is starting; ask again in a moment")
         for role, workers in request.scale.items():
             if not self.keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
             await self.keeper.scale(role, workers)
+        if request.stop:
+            self._interrupted.set()
         return {"parts": self._cluster.parts(), "faults": len(self._observer.faults), **await self._cluster.coordinator.statistics()}
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
@@ -126,9 +130,10 @@ async def _close_in_order(supervisor: Supervisor, seconds: float) -> tuple[str |
     return None, None
 
 
-async def _stop_when(interrupted: asyncio.Event, coordinator: Any) -> None:
+async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
     await interrupted.wait()
-    await coordinator.stop("by a signal")
+    await cluster.coordinator.stop("by a signal")
+    await cluster.hurry()
     await asyncio.Event().wait()  # a service: it ends by being cancelled
 
 

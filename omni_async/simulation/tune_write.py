@@ -12,6 +12,7 @@ import msgspec
 
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.load import to_yaml
+from omni_async.config.redact import redact
 from omni_async.simulation.tune import Tuned
 from omni_async.simulation.tune_keys import with_keys
 from omni_async.simulation.tune_report import number
@@ -92,7 +93,7 @@ def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) 
         section, _, key = path.partition(".")
         if isinstance(tree.get(section), dict):
             tree[section].pop(key, None)
-    return {section: rest for section, rest in tree.items() if rest != {}}
+    return {section: redact(rest) for section, rest in tree.items() if rest != {}}
 
 
 def _comment(text: str) -> list[str]:

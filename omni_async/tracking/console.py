@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TextIO, TypedDict
 
+from omni_async.config.redact import one_line
+
 
 class UpdateView(TypedDict, total=False):
     """What one update shows; leave out what isn't known. `staleness` is a mean, `staleness_counts` how many groups had which,
@@ -85,11 +87,11 @@ class LineConsole:
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         for line in last_words:
-            self._write(line)
+            self._write(f"{line[: len(line) - len(line.lstrip())]}{one_line(line)}")
         self._closed = True
 
     def _line(self, text: str) -> None:
-        self._write(" ".join(text.split()))
+        self._write(one_line(" ".join(text.split())))
 
     def _write(self, line: str) -> None:
         if self._closed:

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from omni_async.config.redact import one_line
 from omni_async.tracking.console import UpdateView
 
 _BAR_WIDTH = 24
@@ -33,7 +34,7 @@ class LiveConsole:
         self._live.start()
 
     def phase(self, text: str) -> None:
-        self._rich.print(Text(text, style="dim"))
+        self._rich.print(Text(one_line(text), style="dim"))
 
     def update(self, view: UpdateView) -> None:
         self._view = view
@@ -49,7 +50,7 @@ class LiveConsole:
         self._rich.print(Text(f"validation of version {version}: {value:.3f}  {details}".rstrip(), style="bold"))
 
     def note(self, text: str) -> None:
-        self._rich.print(Text(text))
+        self._rich.print(Text(one_line(text)))
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()

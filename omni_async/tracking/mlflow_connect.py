@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from omni_async.config import schema
-from omni_async.tracking.redact import redact_text
+from omni_async.config.redact import redact_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from omni_async.config import schema
+from omni_async.config.redact import redact
 from omni_async.tracking.mlflow_connect import Connection, connect
-from omni_async.tracking.redact import redact
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from omni_async.config.load import to_yaml
+from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
 from omni_async.tracking.files import write_atomic
-from omni_async.tracking.redact import redact
 from omni_async.types import LedgerEntry
 
 _LOCK = ".lock"
@@ -98,7 +98,7 @@ class RunDirectory:
             try:
                 record = msgspec.json.decode(line, type=dict[str, Any])
                 counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
-            except (msgspec.DecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 counts = False  # cut off
             (valid if counts else void).append(line)
         if void:

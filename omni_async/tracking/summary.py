@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from omni_async.config.redact import redact_text
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.metrics import histogram
 from omni_async.tracking.timeline import busy_fractions, overlap_fraction
@@ -93,7 +94,7 @@ def summarise(
     return Summary(
         run=run,
         status=status,
-        reason=reason,
+        reason=reason and redact_text(reason),
         updates=len(rewards),
         wall_s=wall,
         images=images,

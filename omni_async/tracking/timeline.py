@@ -17,6 +17,7 @@ from omni_async.tracking.intervals import Interval
 from omni_async.types import Span
 
 WAITS = ("backpressured", "starved")
+_NOT_BUSY = (*WAITS, "outage")
 ROLES = ("rollout", "reader", "reward", "trainer")
 
 
@@ -87,8 +88,8 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
-    """Where spans of these kinds (None: every kind that is not a wait) lie inside [start, end)."""
-    chosen = ((s.start, s.end) for s in spans if (s.kind not in WAITS if kinds is None else s.kind in kinds))
+    """Where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
+    chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
     return intervals.clip(intervals.union(chosen), start, end)
 
 
@@ -96,7 +97,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
     """Per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged over the role's actors.
 
     An actor's overlapping spans count once. The three exclude each other in this order: an engine that draws eight samples while a
-    ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for.
+    ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for, or a scorer's outage.
     """
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:

@@ -62,9 +62,13 @@ def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[
         raise TrainingError(
             f"checkpoint {folder} is of another model, LoRA setting, algorithm or trainer.ema: {example!r} is in only one of the two"
         )
-    state = _allocate(parameters, optimizer, stored)
-    wanted = weights | {key: _vector(value) for key, value in state.items()}
-    read_tensors(wanted, storage_reader=HuggingFaceStorageReader(str(tensors)), no_dist=not dist.is_initialized())
+    try:
+        state = _allocate(parameters, optimizer, stored)
+        wanted = weights | {key: _vector(value) for key, value in state.items()}
+        read_tensors(wanted, storage_reader=HuggingFaceStorageReader(str(tensors)), no_dist=not dist.is_initialized())
+    except Exception as error:  # names of no parameter, other shapes or dtypes, offsets outside the file
+        reason = " ".join(str(error).split())[:500]
+        raise TrainingError(f"checkpoint {folder} does not fit this model: {type(error).__name__}: {reason}") from error
 
 
 def _weights(parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -129,7 +129,8 @@ class QwenImagePolicy:
         )
 
     def _load(self, part: Any, folder: str, dtype: torch.dtype) -> Any:
-        return part.from_pretrained(self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True).eval()
+        # Safetensors alone: the other formats are pickles.
+        return part.from_pretrained(self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True).eval()
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Latent tokens per column and per row."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from omni_async.config import Config, check
 from omni_async.control.continuation import Continuation
 from omni_async.control.waiting import Bell
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.store import ObjectLost
+from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
     Prompt,
     ReadyGroup,
@@ -226,6 +226,9 @@ class Desk:
         self.scored_batches.append(results)
         self._bell.ring()
 
+    async def closing(self) -> None:
+        await self.until(lambda: self.closed)
+
     @property
     def scores(self) -> dict[str, ScoreResult]:
         return {result.sample_id: result for batch in self.scored_batches for result in batch}
@@ -273,6 +276,18 @@ class Desk:
     async def engine_lost(self, engine: str, reason: str) -> None:
         self.lost.append((engine, reason))
         self._bell.ring()
+
+
+class LossyStore(LocalStore):
+    """What is in `lost` cannot be had."""
+
+    def __init__(self, *lost: Any) -> None:
+        self.lost: set[Any] = set(lost)
+
+    async def get(self, reference: Any) -> Any:
+        if isinstance(reference, Hashable) and reference in self.lost:
+            raise ObjectLost(f"{reference} is gone")
+        return await super().get(reference)
 
 
 class HandEngine:

@@ -66,6 +66,9 @@ class Desk:
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         self.results += results
 
+    async def closing(self) -> None:
+        await asyncio.Event().wait()  # the batches end it
+
     async def report_spans(self, spans: list[Span]) -> None:
         self.spans += spans
 

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from actor_world import LossyStore
+from msgspec.structs import replace
 
 from omni_async.actors.rank import Rank
 from omni_async.checkpoint.state import State, write_state
 from omni_async.control.continuation import Continuation
-from omni_async.store import LocalStore
+from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
 from omni_async.weights.buckets import BucketSet, unpack
@@ -133,6 +135,62 @@ def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
         made, engine = await started(1, 2)
         assert [drift.log_ratio for drift in await made.assess(await fetched(made, 4))] == [(1.0,), (3.0,)]
         assert [kind for kind, _ in engine.groups] == ["assess"]
+
+    asyncio.run(main())
+
+
+# ---- groups that are read ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
+    async def main() -> None:
+        store, engine = LossyStore("b"), Engine(1)  # another rank's
+        made = Rank(1, 2, lambda: engine, store)  # type: ignore[arg-type,return-value]
+        await made.setup(None, None)
+        await made.fetch(9, ["b", 1, "b", 3])
+        store.lost = {1, 3}
+        batch = make_batch(4)
+        await made.assess(batch)
+        await made.accumulate(batch, 1.0)
+        await made.discard()
+        await made.accumulate(batch, 1.0)
+        assert [(kind, [*group.trajectories]) for kind, group in engine.groups] == [
+            ("assess", [1, 3]),
+            ("accumulate", [1, 3]),
+            ("accumulate", [1, 3]),
+        ]
+
+    asyncio.run(main())
+
+
+def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
+    async def main() -> None:
+        made, _ = await started(0, 1)
+        first, second = make_batch(2), replace(make_batch(2), group=10)
+        await made.fetch(9, range(2))
+        await made.fetch(10, range(2))
+        await made.accumulate(first, 1.0)
+        await made.step(1.0)
+        with pytest.raises(KeyError):
+            await made.accumulate(first, 1.0)
+        await made.accumulate(second, 1.0)  # fetched, and not in that step
+        await made.step(1.0)
+        with pytest.raises(KeyError):
+            await made.assess(second)
+
+    asyncio.run(main())
+
+
+def test_a_group_that_was_not_read_is_an_error_and_one_that_cannot_be_is_lost() -> None:
+    async def main() -> None:
+        made = Rank(0, 1, Engine, LossyStore(1))  # type: ignore[arg-type]
+        await made.setup(None, None)
+        with pytest.raises(KeyError):
+            await made.assess(make_batch(2))
+        with pytest.raises(ObjectLost, match="1 is gone"):
+            await made.fetch(9, range(2))
+        with pytest.raises(KeyError):
+            await made.accumulate(make_batch(2), 1.0)
 
     asyncio.run(main())
 

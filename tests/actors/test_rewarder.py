@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -14,6 +15,8 @@ from omni_async.config.schema import Scorer as ScorerConfig
 from omni_async.control.clock import ManualClock
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.composition import WeightedScorer
+from omni_async.simulation import virtual_time
+from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score
 
@@ -51,11 +54,12 @@ class NotANumber:
         return [Score(float("nan") if image.mean() == 1 else 2.0) for image in images]
 
 
-def on_stage(scorer: Scorer, scene: Callable[[Desk], Awaitable[None]], **changes: float) -> Desk:
+def on_stage(scorer: Scorer | WeightedScorer, scene: Callable[[Desk], Awaitable[None]], **changes: float) -> Desk:
     desk = Desk()
 
     async def main() -> None:
-        rewarder = Rewarder("reward-0", make_config(**changes), scorer, desk, LocalStore(), ManualClock())
+        reward = scorer if isinstance(scorer, WeightedScorer) else WeightedScorer.alone(scorer)
+        rewarder = Rewarder("reward-0", make_config(**changes), reward, desk, LocalStore(), ManualClock())
         await rewarder.start()
         run = asyncio.create_task(rewarder.run())
         await scene(desk)
@@ -97,8 +101,8 @@ def test_a_bad_sample_does_not_take_its_neighbours_along():
         await desk.until(scored(desk, 3))
 
     desk = on_stage(scorer, scene)
-    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "ValueError: unreadable", "g0.s2": 2.0}
-    assert scorer.batches == [[0, 1, 2], [0], [1], [2]]
+    assert values(desk) == {"g0.s0": 0.0, "g0.s1": "scorer 'brightness': ValueError: unreadable", "g0.s2": 2.0}
+    assert scorer.batches == [[0, 1, 2], [0], [1], [0], [2]]  # after the failure one that it could score
 
 
 def test_a_bad_sample_alone_is_not_tried_twice():
@@ -108,7 +112,7 @@ def test_a_bad_sample_alone_is_not_tried_twice():
         desk.offer(make_job(0, "bad"))
         await desk.until(scored(desk, 1))
 
-    assert values(on_stage(scorer, scene)) == {"g0.s0": "ValueError: unreadable"}
+    assert values(on_stage(scorer, scene)) == {"g0.s0": "scorer 'brightness': ValueError: unreadable"}
     assert scorer.batches == [[0]]
 
 
@@ -123,7 +127,7 @@ def test_a_score_that_takes_too_long_is_an_error_and_the_next_batch_gets_a_threa
         scorer.go.set()
 
     desk = on_stage(scorer, scene, **{"reward.timeout_s": 0.02})
-    assert values(desk) == {"g0.s0": "ScoreError: no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
+    assert values(desk) == {"g0.s0": "scorer 'brightness': no score within 0.02 s", "g0.s1": 1.0, "g0.s2": 2.0}
 
 
 def test_a_scorers_own_timeout_is_told_in_its_own_words():
@@ -131,7 +135,7 @@ def test_a_scorers_own_timeout_is_told_in_its_own_words():
         desk.offer(make_job(0, "offline"))
         await desk.until(scored(desk, 1))
 
-    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "TimeoutError: the judge's server did not answer"}
+    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "scorer 'brightness': TimeoutError: the judge's server did not answer"}
 
 
 def test_nan_is_an_error_and_never_a_score():
@@ -185,7 +189,9 @@ def test_a_picture_that_is_gone_is_its_samples_failure():
     desk = Desk()
 
     async def main() -> None:
-        run = asyncio.create_task(Rewarder("reward-0", make_config(), Brightness(), desk, Leaky(), ManualClock()).run())
+        run = asyncio.create_task(
+            Rewarder("reward-0", make_config(), WeightedScorer.alone(Brightness()), desk, Leaky(), ManualClock()).run()
+        )
         desk.offer(make_job(0), make_job(1), make_job(2))
         await desk.until(scored(desk, 3))
         desk.close()
@@ -193,3 +199,68 @@ def test_a_picture_that_is_gone_is_its_samples_failure():
 
     play(main())
     assert values(desk) == {"g0.s0": 0.0, "g0.s1": "LookupError: object is gone", "g0.s2": 2.0}
+
+
+def test_a_scorer_that_exits_does_not_end_the_worker():
+    class Exits(Brightness):
+        def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+            if "bad" in [prompt.text for prompt in prompts]:
+                raise SystemExit("goodbye")
+            return super().score(images, prompts)
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0))
+        await desk.until(scored(desk, 1))
+        desk.offer(make_job(1, "bad"), make_job(2))
+        await desk.until(scored(desk, 3))
+
+    assert values(on_stage(Exits(), scene)) == {"g0.s0": 0.0, "g0.s1": "scorer 'brightness': SystemExit: goodbye", "g0.s2": 2.0}
+
+
+def test_the_end_of_the_run_does_not_wait_for_a_score():
+    scorer = Brightness()
+
+    async def scene(desk: Desk) -> None:
+        desk.offer(make_job(0, "wait"))
+        await settle()
+
+    began = time.monotonic()
+    desk = on_stage(scorer, scene)
+    assert time.monotonic() - began < BLOCKED_AT_MOST_S / 2 and not scorer.let_go
+    assert desk.scores == {}
+    scorer.go.set()
+
+
+def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for():
+    """On virtual time."""
+    up_at, desk = 9.0, Desk()
+
+    class Server(Brightness):
+        def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+            if 1.0 <= asyncio.get_running_loop().time() < up_at:
+                raise ConnectionRefusedError("nobody listens")
+            return super().score(images, prompts)
+
+    async def main() -> None:
+        rewarder = Rewarder("reward-0", make_config(), WeightedScorer.alone(Server()), desk, LocalStore(), VirtualClock())
+        run = asyncio.create_task(rewarder.run())
+        desk.offer(make_job(0))
+        await asyncio.sleep(1)
+        desk.offer(make_job(1), make_job(2))
+        await asyncio.sleep(1)
+        assert [(r.sample_id, r.postponed, r.score) for r in desk.scored_batches[1]] == [("g0.s1", True, None), ("g0.s2", True, None)]
+        desk.offer(make_job(3))
+        await asyncio.sleep(6.9)
+        assert len(desk.scores) == 3 and len(desk.jobs) == 1, "it did not ask"
+        await desk.until(scored(desk, 4))
+        assert asyncio.get_running_loop().time() == 16.0  # asked after 1, 2, 4 and 8 seconds
+        desk.close()
+        await run
+
+    virtual_time.run(main())
+    assert desk.scores["g0.s3"].score is not None
+    assert desk.phases == [
+        "warning: scorer 'brightness' fails (scorer 'brightness': ConnectionRefusedError: nobody listens); its samples wait",
+        "scorer 'brightness' answers again after 15 s",
+    ]
+    assert [(span.start, span.end) for span in desk.spans if span.kind == "outage"] == [(1.0, 16.0)]

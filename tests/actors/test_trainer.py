@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from actor_world import AccountingRank, Desk, failure_of, make_config, make_group, play, settle
+from actor_world import AccountingRank, Desk, LossyStore, failure_of, make_config, make_group, play, settle
 from tensordict import TensorDict
 
 from omni_async.actors.plan import plan_updates
@@ -18,8 +18,8 @@ from omni_async.actors.update import PolicyGradient
 from omni_async.checkpoint import State, read_state, require_whole
 from omni_async.checkpoint.state import write_state
 from omni_async.control.clock import ManualClock
-from omni_async.control.continuation import Continuation
-from omni_async.store import LocalStore
+from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.store import LocalStore, ObjectStore
 from omni_async.weights.snapshot import Snapshot
 
 
@@ -41,6 +41,12 @@ class Publications:
     async def run(self) -> None:
         self._log.append("run publisher")
 
+    async def admit(self, name: str, producer: Any) -> None:
+        self._log.append(f"admit {name}")
+
+    def dismiss(self, name: str) -> None:
+        self._log.append(f"dismiss {name}")
+
 
 class Stage:
     """A trainer with a model-free rank; `groups` lie ready for it, of as many prompts or of `prompts` in turn, and the run ends when they are
@@ -54,6 +60,7 @@ class Stage:
         ranks: int = 1,
         metrics: Sequence[dict[str, float]] = (),
         prompts: int | None = None,
+        store: ObjectStore | None = None,
         **changes: Any,
     ) -> None:
         self.desk, self.folder = Desk(), folder
@@ -61,7 +68,7 @@ class Stage:
         self.ranks = [AccountingRank(self.desk.log if i == 0 else None, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
         config = make_config(**changes, **{"trainer.workers": ranks})
         rule = PolicyGradient(config, plan_updates(config), self.ranks)
-        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, LocalStore(), str(folder), ManualClock())
+        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, store or LocalStore(), str(folder), ManualClock())
         self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups)))
 
     async def main(self) -> None:
@@ -115,6 +122,46 @@ def test_the_publisher_runs_beside_it(tmp_path):
     stage = Stage(tmp_path, 0)
     play(stage.trainer.run_publisher())
     assert stage.desk.log == ["run publisher"]
+
+
+def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
+    stage = Stage(tmp_path, 0)
+
+    async def main() -> None:
+        await stage.trainer.admit("rollout-1", object())
+        await stage.trainer.dismiss("rollout-0")
+
+    play(main())
+    assert stage.desk.log == ["admit rollout-1", "dismiss rollout-0"]
+
+
+# ---- groups that cannot be read ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
+    stage = Stage(tmp_path, 4, **{"trainer.updates": 2})
+    stage.ranks[0].lost = {"trajectory 0.2"}
+    tell = stage.desk.group_gone
+
+    async def made_again(group: int, reason: str) -> None:
+        await tell(group, reason)
+        stage.desk.groups.insert(0, make_group(group, [0.0, 1.0, 2.0, 3.0], [f"again {group}.{i}" for i in range(4)]))
+
+    stage.desk.group_gone = made_again
+    stage.play()
+    assert stage.desk.gone == [(0, "trajectory 0.2 is gone")]
+    assert [report.groups for report in stage.desk.updates] == [(1, 0), (2, 3)]
+    assert stage.ranks[0].fetched[0][0] == "again 0.0"
+    assert stage.ranks[0].step_weights == pytest.approx([1.0, 1.0])
+
+
+def test_a_group_that_does_not_come_again_before_the_run_ends_is_not_trained(tmp_path):
+    stage = Stage(tmp_path, 4)
+    stage.ranks[0].lost = {"trajectory 2.0"}
+    stage.play()
+    assert stage.desk.gone == [(2, "trajectory 2.0 is gone")]
+    assert [report.groups for report in stage.desk.updates] == [(0, 1)]
+    assert stage.kept == ["update-000001"]
 
 
 def test_an_update_says_which_groups_it_was_made_of(tmp_path):
@@ -283,6 +330,16 @@ def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_pa
         assert torch.equal(sample.trajectory["latents"], before["latents"]) and torch.equal(
             sample.trajectory["steps", "means"], before["steps", "means"]
         )
+
+
+def test_a_ready_group_whose_trajectories_are_gone_is_kept_as_unfinished(tmp_path):
+    stage = Stage(tmp_path, 2, store=LossyStore("gone"), **{"trainer.updates": 1})
+    kept = [TensorDict({"latents": torch.zeros(3, 4)}) for _ in range(2)]
+    stage.desk.waiting = [make_group(8, [0.0, 1.0], [kept[0], "gone"]), make_group(9, [0.0, 1.0], kept)]
+    stage.play()
+    state = stage.state("update-000001")
+    assert [group.group for group in state.control.ready] == [9]
+    assert state.control.unfinished == (Unfinished(8),)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):

@@ -15,10 +15,18 @@ from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
 from omni_async.actors.update import merged_metrics
 from omni_async.algorithms.history import RewardHistory
-from omni_async.store import LocalStore
+from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.engine import TrainEngine
+from omni_async.types import SampleDrift
 from omni_async.weights.buckets import unpack
 from tests.fakes import TinyPolicy, tiny_trajectory
+
+
+class Drifts(dict[str, SampleDrift]):
+    """None of any sample."""
+
+    def __missing__(self, trajectory: str) -> SampleDrift:
+        return SampleDrift((0.0, 0.0), None, 24)
 
 
 class Trained:
@@ -80,6 +88,30 @@ def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_
     assert asyncio.run(before_the_last_group()) == ["accumulate"]
     assert asyncio.run(before_the_last_group(**GROUP_STD)) == ["accumulate"]
     assert asyncio.run(before_the_last_group(**{"trainer.streaming": "off"})) == []
+
+
+# ---- groups that cannot be read ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, GROUP_STD, {"trainer.streaming": "off"}, {"algorithm.correction": {"mode": "decoupled"}}])
+def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
+    ranks = [AccountingRank(rank=r, world=2, drifts=Drifts()) for r in range(2)]
+    ranks[1].lost = {"trajectory 0.3"}
+
+    async def main() -> dict[str, float]:
+        update = make_update(make_config(**{"trainer.workers": 2, **changes}), ranks)
+        with pytest.raises(ObjectLost, match=r"trajectory 0\.3 is gone"):
+            await update.add(make_group(0, REWARDS[0]))
+        assert (update.groups, update.places) == ([], 2)
+        assert ranks[0].log == ranks[1].log == []
+        for number, again in ((1, "trajectory"), (0, "again")):
+            await update.add(make_group(number, REWARDS[number], [f"{again} {number}.{i}" for i in range(4)]))
+        return await update.finish()
+
+    asyncio.run(main())
+    assert [batch.group for batch in ranks[0].batches] == [1, 0]
+    assert ranks[0].fetched[0] == tuple(f"again 0.{i}" for i in range(4))
+    assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
 # ---- streaming changes no gradient ------------------------------------------------------------------------------------------------

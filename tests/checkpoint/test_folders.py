@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from omni_async.checkpoint import CheckpointError, State, folder_name, newest_whole, read_state, require_whole
 from omni_async.checkpoint.folders import finish, newest_first, partial, rotate
@@ -22,7 +23,7 @@ def make(checkpoints: Path, version: int) -> Path:
     folder = checkpoints / folder_name(version)
     place = partial(folder)
     (place / "tensors").mkdir(parents=True)
-    (place / "tensors" / "shard.safetensors").write_bytes(bytes(range(200)))
+    save_file({"model.x": np.arange(200, dtype=np.uint8)}, place / "tensors" / "shard.safetensors")
     write_state(place, State(Continuation(version=version, next_group=9, unfinished=(Unfinished(7, 2),)), "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)

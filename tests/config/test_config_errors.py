@@ -230,6 +230,8 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
         (["trainer.backend=plain", "trainer.workers=2"], "trainer.backend: 'plain' is one rank, got trainer.workers = 2"),
         (["trainer.streaming=off", "buffer.groups=3"], "buffer.groups: 3 is less than one update's groups_per_update = 4"),
         (["algorithm.clip_range=1e-4", "algorithm.clip_range_nats=0.2"], "give either clip_range or clip_range_nats, not both"),
+        (["reward.hedge_s=60"], "reward.hedge_s: a call is given up after reward.timeout_s = 60, so expected less, got 60"),
+        (["reward.backoff_max_s=0.5"], "reward.backoff_max_s: pauses begin with reward.backoff_s = 1, got 0.5"),
         (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
         (["reward.scorers=[]"], "reward.scorers: required, at least one; `omni-async list` shows them"),
         (["reward={}"], "reward.scorers: required, at least one; `omni-async list` shows them"),

@@ -254,20 +254,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.ask(f"jobs:{name}", self.next_to_score(name, limit))
 
     @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error"]))
+    @rule(pick=PICK, how=st.sampled_from(["value"] * 6 + ["equal", "error", "down"]))
     def answer_job(self, pick: int, how: str) -> None:
         self.answer(self.jobs.pop(pick % len(self.jobs)), how)
 
     def answer(self, held: tuple[str, ScoreJob], how: str) -> None:
         worker, job = held
         self.next_value += 1
-        value = None if how == "error" else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
+        value = None if how in ("error", "down") else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         before = self.rounds_failed(job)
-        now(
-            self.coordinator.scored(
-                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout")]
-            )
-        )
+        result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", postponed=how == "down")
+        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [result]))
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
             self.unscored.pop(job.sample_id, None)
@@ -614,7 +611,7 @@ def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
 def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
     machine = CoordinatorMachine()
     machine.begin(config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5)
-    answers = ["value"] * 20 + ["equal", "error"] * dice.choice([0, 1, 8])
+    answers = ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])
     pick = partial(dice.randrange, 2**16)
     moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {
         "settle": (6, lambda: True, lambda: machine.settle()),

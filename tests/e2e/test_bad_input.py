@@ -131,7 +131,12 @@ def test_a_bad_recipe_is_answered_before_anything_heavy_is_imported(recipe: Path
 def test_a_reward_without_signal_ends_the_run_and_says_so(
     recipe: Path, scorer: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [f"reward.scorers=[{{name: 'tests.e2e.scorers:{scorer}'}}]", "staleness.max_updates=1"]
+    overrides = [
+        f"reward.scorers=[{{name: 'tests.e2e.scorers:{scorer}'}}]",
+        "staleness.max_updates=1",
+        "reward.outage_s=0.2",
+        "reward.backoff_s=0.05",
+    ]
     code = main(["train", str(recipe), *overrides])
     said = capfd.readouterr()
     assert code == 1, said

@@ -136,6 +136,9 @@ class HandCluster:
     async def dismiss(self, name: str) -> None:
         """Nobody listens."""
 
+    async def hurry(self) -> None:
+        """No role has anything to give up."""
+
     async def find_lost(self) -> str | None:
         return self.gone
 

@@ -57,6 +57,14 @@ def test_streaming_that_cannot_be_had_is_refused_with_the_reason(tmp_path, algor
     assert message.startswith("trainer.streaming: 'on' cannot be had here: ") and why in message and "'auto'" in message
 
 
+def test_weights_that_are_pickles_only_are_refused(tmp_path):
+    config = write_world(tmp_path)
+    (tmp_path / "model" / "transformer" / "model.bin").write_bytes(b"")
+    assert "transformer/model.bin is a pickle" in refusal(config)
+    (tmp_path / "model" / "transformer" / "model.safetensors").write_bytes(b"")
+    preflight(config)
+
+
 @pytest.mark.parametrize("missing", ["model_index.json", "transformer/config.json"])
 def test_a_checkpoint_folder_with_a_file_missing_is_refused(tmp_path, missing):
     config = write_world(tmp_path)
@@ -112,6 +120,23 @@ def test_an_unknown_scorer_is_refused_with_the_known_ones(tmp_path):
 def test_a_scorers_wrong_parameter_is_refused(tmp_path):
     message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size", "params": {"colour": 1}}]}))
     assert "takes no parameter 'colour'" in message
+
+
+class Client:
+    """A scorer that may be called twice at once."""
+
+    name = "client"
+    concurrent = True
+
+    def score(self, images, prompts):
+        raise NotImplementedError
+
+
+def test_hedging_scorers_that_may_not_be_called_twice_is_refused(tmp_path):
+    message = refusal(write_world(tmp_path, reward={"hedge_s": 5, "scorers": [{"name": "jpeg_size"}]}))
+    assert "reward.hedge_s: only scorers with `concurrent = True`" in message and "got jpeg_size" in message
+    scorers = [{"name": "jpeg_size"}, {"name": f"{__name__}:Client"}]
+    preflight(write_world(tmp_path, reward={"hedge_s": 5, "scorers": scorers}))
 
 
 @pytest.mark.parametrize("section", ["data", "validation"])

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from omni_async.config import schema
+from omni_async.config.redact import redact, redact_text
 from omni_async.control.clock import ManualClock
-from omni_async.tracking.redact import redact, redact_text
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, append_jsonl
 from omni_async.types import LedgerEntry
 

@@ -80,7 +80,7 @@ class CollectiveSender:
         failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
             raise failure  # those who waited in vain are not the ones to tell of
-        self._group = formed
+        self._group = forming.result()
 
     def _serve(self) -> Any:
         """The store, on this address alone: torch's own socket would listen on all of the machine's."""

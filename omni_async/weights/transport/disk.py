@@ -132,7 +132,7 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
         header = msgspec.json.decode(data[_LENGTH.size : start].data, type=dict[str, msgspec.Raw])
         about = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightError(f"weights of version {manifest.version}: {path} is not a safetensors file: {error}") from error
     if (about.get("version"), about.get("digest")) != (str(manifest.version), manifest.digest):
         raise WeightError(

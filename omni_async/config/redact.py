@@ -1,0 +1,91 @@
+"""What may be shown: configurations and texts without credentials, and texts that stay one line on a terminal.
+
+A secret is recognised by its place: the value of a key named like one (`api_key`, `Authorization`), the user and password of a URL, a query
+value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's exception) may quote a secret without any of that;
+whoever knows the configuration gives its `secrets_in` along.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_MASK = "***"
+# A value `env:NAME` says where a secret is, and is none (omni_async.rewards.registry).
+REFERENCE = "env:"
+_SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
+_NAMES = (
+    r"(?:api|access|private|secret|signing|encryption|master|account|ssh)_?key|secret|token|password|passwd|passphrase|pwd"
+    r"|authorization|credentials?|cookie|bearer"
+)
+_SECRET_KEY = re.compile(rf"(?:.*_)?(?:{_NAMES})", re.IGNORECASE)
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
+# Bounded, so that a hostile text costs no more than its length.
+_QUERY_SECRET = re.compile(r"(?i)([?&][^=&#\s]{0,40}?(?:token|key|password|secret|signature|credential)[^=&#\s]{0,40}=)[^&#\s]+")
+_ASSIGNED = re.compile(rf"(?i)(?<![?&\w])((?:[\w.-]{{0,80}}[_.-])?(?:{_NAMES.replace('_?', '[_-]?')})=)[^\s&,;]+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a value under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`; not `max_tokens`."""
+    last = key.rpartition(".")[2]
+    return _SECRET_KEY.fullmatch(_CAMEL.sub("_", last).replace("-", "_")) is not None
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` without `secrets`, the user and password of every URL, query values and assignments named like secrets, and bearer tokens."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, _MASK)
+    text = _QUERY_SECRET.sub(rf"\1{_MASK}", _USERINFO.sub(f"{_MASK}@", text))
+    return _BEARER.sub(rf"\1\2{_MASK}", _ASSIGNED.sub(rf"\1{_MASK}", text))
+
+
+def redact(value: Any) -> Any:
+    """The same for a tree of dicts, lists and scalars; values under keys named like secrets are masked whole, but for null and references."""
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, dict):
+        return {key: _masked(item) if is_secret_key(str(key)) else redact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return value
+
+
+def secrets_in(value: Any) -> frozenset[str]:
+    """Every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
+    return frozenset(found for found in _secrets(value, False) if len(found) >= _SHORTEST)
+
+
+def one_line(text: str, longest: int = 10_000) -> str:
+    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their escapes, the end is cut off."""
+    text = text.strip()
+    shown = text if len(text) <= longest else f"{text[:longest]}..."
+    return "".join(c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown)
+
+
+def _masked(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value.startswith(REFERENCE)):
+        return value
+    return _MASK
+
+
+def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _secrets(item, under_secret_key or is_secret_key(str(key)))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _secrets(item, under_secret_key)
+    elif under_secret_key and not isinstance(value, bool) and value is not None and not str(value).startswith(REFERENCE):
+        yield str(value)
+    elif isinstance(value, str):
+        for match in _USERINFO.finditer(value):
+            userinfo = match[0][:-1]
+            user, _, password = userinfo.partition(":")
+            yield from {password or user, unquote(password or user)}
+        for match in _QUERY_SECRET.finditer(value):
+            secret = match[0].removeprefix(match[1])
+            yield from {secret, unquote(secret)}

@@ -1,0 +1,72 @@
+"""A circuit breaker: whether somebody who keeps failing is asked at all. Pure bookkeeping; it owns no task and waits for nothing.
+
+    closed ------ trip ------> open --- try_again, after a pause ---> half open
+       ^                        ^                                        |
+       |                        +--------------- missed -----------------+
+       +------------------------ succeeded ------------------------------+
+
+Open, nobody is asked. Half open, an attempt is made to see. The pauses grow from one attempt to the next, and `give_up_s` after it opened the
+breaker has *given up*: attempts go on, but nobody should wait for them any more.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from omni_async.control.backoff import Backoff
+from omni_async.control.clock import Clock
+
+
+class State(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half open"
+
+
+class Breaker:
+    def __init__(self, clock: Clock, *, pauses: Backoff, give_up_s: float) -> None:
+        self._clock = clock
+        self._pauses = pauses
+        self._give_up_s = give_up_s
+        self._attempts = 0
+        self._opened = 0.0
+        self._missed = 0.0
+        self.state = State.CLOSED
+        self.reason = ""  # of the last failure
+
+    def succeeded(self) -> None:
+        self.state = State.CLOSED
+
+    def trip(self, reason: str) -> None:
+        self.state = State.OPEN
+        self.reason = reason
+        self._attempts = 1
+        self._opened = self._missed = self._clock.now()
+
+    def try_again(self) -> None:
+        self.state = State.HALF_OPEN
+
+    def missed(self, reason: str) -> None:
+        """The attempt failed too."""
+        self.state = State.OPEN
+        self.reason = reason
+        self._attempts += 1
+        self._missed = self._clock.now()
+
+    @property
+    def pause_s(self) -> float:
+        """Between the last attempt and the next."""
+        return self._pauses.pause_s(self._attempts)
+
+    @property
+    def due(self) -> bool:
+        """Whether that pause is over."""
+        return self._clock.now() - self._missed >= self.pause_s
+
+    @property
+    def open_s(self) -> float:
+        return self._clock.now() - self._opened
+
+    @property
+    def given_up(self) -> bool:
+        return self.state is not State.CLOSED and self.open_s >= self._give_up_s

@@ -1,0 +1,203 @@
+"""One scorer of a reward, called so that nothing it does harms anybody else: in threads, with a timeout, a hedge and a circuit breaker.
+
+`score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the pauses between attempts, and for
+those. Unblocked by the scorer's answers and by timers alone; who wants to end earlier cancels.
+
+Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When a sample
+fails alone, the scorer is asked for one that it has scored before: if it answers, the fault is the sample's, and otherwise the scorer is down, and
+that is held against no sample. A scorer that has never answered counts as down, until it answers for any sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+
+from omni_async.config.schema import Reward
+from omni_async.control.backoff import Backoff
+from omni_async.control.breaker import Breaker, State
+from omni_async.control.clock import Clock
+from omni_async.rewards.base import ScoreError, Scorer, is_concurrent
+from omni_async.rewards.checks import require_scores
+from omni_async.rewards.threads import Threads
+from omni_async.types import Prompt, Score
+
+if TYPE_CHECKING:
+    Images = list[np.ndarray]
+    Prompts = list[Prompt]
+    Answer = list[Score] | ScoreError
+
+# Where samples are tried again at once: a scorer that is down should not be asked all the time.
+_FIRST_PAUSE_S = 1.0
+# Calls that may hang at once. Their threads cannot be stopped, only left behind.
+_MOST_HANGING = 8
+# A reason goes into a line of the ledger and onto the console; a server's error page would not fit.
+_LONGEST_REASON = 300
+
+
+class ScorerHangs(RuntimeError):
+    """Too many calls of a scorer have not returned, and only the end of the process stops their threads. The worker has to be replaced."""
+
+
+class Failure(Struct, frozen=True):
+    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had not been tried."""
+
+    reason: str
+    postponed: bool = False
+
+
+class GuardedScorer:
+    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is back."""
+
+    def __init__(
+        self,
+        label: str,
+        scorer: Scorer,
+        config: Reward,
+        clock: Clock,
+        threads: Threads,
+        tell: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._label = label
+        self._scorer = scorer
+        self._config = config
+        self._threads = threads
+        self._tell = tell
+        self._breaker = Breaker(
+            clock,
+            pauses=Backoff(config.backoff_s or _FIRST_PAUSE_S, config.backoff_max_s),
+            give_up_s=config.outage_s,
+        )
+        self._known: tuple[Images, Prompts] | None = None  # a sample that it could score
+        self._told_down = False
+        self._told_given_up = False
+
+    @property
+    def down(self) -> bool:
+        return self._breaker.state is not State.CLOSED
+
+    async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
+        """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
+        outcomes = await self._score(images, prompts)
+        if self._breaker.state is State.HALF_OPEN:
+            await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
+        if self.down:  # which may have shown only after the first of them
+            outcomes = [self._failure() if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+        return outcomes
+
+    async def _score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
+        if self._breaker.state is State.OPEN:
+            return [self._failure()] * len(images)
+        answer = await self._call(images, prompts)
+        if not isinstance(answer, ScoreError):
+            await self._answered(images[0], prompts[0])
+            return [*answer]
+        if len(images) > 1:
+            return [outcome for i, p in zip(images, prompts, strict=True) for outcome in await self._score([i], [p])]
+        if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
+            self._breaker.trip(str(answer))
+        return [Failure(str(answer))]
+
+    def _failure(self) -> Failure:
+        """Of a sample while the scorer is down."""
+        breaker = self._breaker
+        if not breaker.given_up:
+            return Failure(breaker.reason, postponed=True)
+        return Failure(f"scorer {self._label!r} has been failing for {breaker.open_s:.0f} s: {breaker.reason}")
+
+    async def _missed(self, reason: str) -> None:
+        self._breaker.missed(reason)
+        if not self._told_down:
+            self._told_down = True
+            await self._tell(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
+
+    async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
+        if self._known is None:
+            self._known = [image.copy()], [prompt]  # a copy, because the original is the object store's
+        seconds, told = self._breaker.open_s, self._told_down
+        self._breaker.succeeded()
+        self._told_down = self._told_given_up = False
+        if told:
+            await self._tell(f"scorer {self._label!r} answers again after {seconds:.0f} s")
+
+    async def recover(self) -> None:
+        """Until the scorer answers, or an attempt should be made with the next samples, or it is given up and they should fail. Raises ScorerHangs."""
+        breaker = self._breaker
+        while breaker.state is State.OPEN:
+            if breaker.given_up:
+                await self._give_up()
+                if not breaker.due:
+                    return
+            else:
+                await asyncio.sleep(breaker.pause_s)
+            breaker.try_again()
+            if self._known is None:
+                return
+            answer = await self._call(*self._known)
+            if isinstance(answer, ScoreError):
+                await self._missed(str(answer))
+            else:
+                await self._answered(self._known[0][0], self._known[1][0])
+
+    async def _give_up(self) -> None:
+        if self._threads.busy >= _MOST_HANGING:
+            raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
+        if not self._told_given_up:
+            self._told_down = self._told_given_up = True
+            await self._tell(f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples fail now")
+
+    def _hanging(self) -> str:
+        return f"scorer {self._label!r}: {self._threads.busy} calls have not returned; give its calls a timeout of their own"
+
+    async def _call(self, images: Images, prompts: Prompts) -> Answer:
+        """The first answer of a call, or of a second one made beside it if it is slow and the scorer allows that."""
+        if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
+            if not self.down:
+                raise ScorerHangs(self._hanging())  # it answers some, but has threads for no more
+            return ScoreError(self._hanging())
+        loop, config = asyncio.get_running_loop(), self._config
+        began = loop.time()
+        waits = [began + config.timeout_s]
+        if config.hedge_s is not None and is_concurrent(self._scorer):
+            waits.insert(0, began + config.hedge_s)
+        calls = {self._begin(images, prompts)}
+        while True:
+            done, running = await asyncio.wait(calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED)
+            answers = [call.result() for call in done]
+            for answer in answers:
+                if not isinstance(answer, ScoreError):
+                    return answer
+            if answers and not running:
+                return answers[0]
+            if not answers:
+                waits.pop(0)
+                if not waits:
+                    return ScoreError(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
+                running.add(self._begin(images, prompts))
+            calls = running
+
+    def _begin(self, images: Images, prompts: Prompts) -> asyncio.Future[Answer]:
+        return self._threads.run(partial(_answer, self._label, self._scorer, list(images), list(prompts)))
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+def _answer(label: str, scorer: Scorer, images: Images, prompts: Prompts) -> Answer:
+    """In a thread. Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""
+    try:
+        return require_scores(label, scorer.score(images, prompts), prompts)
+    except ScoreError as error:
+        return ScoreError(_shorten(str(error)))
+    except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
+        return ScoreError(_shorten(f"scorer {label!r}: {type(error).__name__}: {error}"))
+
+
+def _shorten(reason: str) -> str:
+    reason = " ".join(reason.split())
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

@@ -1,0 +1,87 @@
+"""Threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for that or for its timeout.
+
+A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap share one thread (and
+what libraries keep per thread). A thread cannot be stopped: who gives a call up leaves it `busy`. They are daemons, so that the process can end
+without them, which the standard library's pool does not allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _DaemonThread(Executor):
+    """One thread, which makes one call after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, partial(call, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """After the call it is in, if that returns; never waits for it."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 (it belongs to whoever awaits the future)
+                    future.set_exception(error)
+
+
+class Threads:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._idle: list[_DaemonThread] = []
+        self._busy: dict[asyncio.Future[Any], _DaemonThread] = {}
+        self._closed = False
+
+    @property
+    def busy(self) -> int:
+        """Calls that have not returned."""
+        return len(self._busy)
+
+    def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Begin it now. Give it up by forgetting the future; a cancelled one frees its thread for a second call too early."""
+        thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
+        future = asyncio.get_running_loop().run_in_executor(thread, call)
+        self._busy[future] = thread
+        future.add_done_callback(self._returned)
+        return future
+
+    async def one_returns(self, timeout_s: float) -> bool:
+        """Whether one of the busy calls returns within so many seconds."""
+        done, _ = await asyncio.wait(list(self._busy), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    def _returned(self, future: asyncio.Future[Any]) -> None:
+        thread = self._busy.pop(future)
+        if self._closed:
+            thread.shutdown()
+        else:
+            self._idle.append(thread)
+
+    def close(self) -> None:
+        """No call is wanted any more. Those that have not returned are left alone."""
+        self._closed = True
+        for thread in self._idle:
+            thread.shutdown()
+        self._idle.clear()
+        for future in self._busy:
+            future.cancel()  # or its thread would wake a loop that may be closed by then

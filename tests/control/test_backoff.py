@@ -1,0 +1,128 @@
+"""Pauses before another try: they double up to a limit, hold nobody else up, and end with the run. On virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import pytest
+from control_world import Run, distinct, finish, hold, make_config, make_coordinator, now
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async.control.backoff import Backoff, Later
+from omni_async.simulation.virtual_time import run
+from omni_async.types import ScoreJob, ScoreResult
+
+SECONDS = st.floats(1e-3, 1e3)
+
+
+@given(SECONDS, SECONDS, st.integers(1, 10**9))
+def test_pauses_double_up_to_the_longest(first: float, longest: float, failures: int) -> None:
+    backoff = Backoff(first, longest)
+    pause, after = backoff.pause_s(failures), backoff.pause_s(failures + 1)
+    assert after == min(longest, 2 * pause)
+    assert backoff.pause_s(1) == min(first, longest)
+
+
+def test_what_is_put_off_happens_in_its_time_unless_it_is_cancelled() -> None:
+    happened: list[tuple[str, float]] = []
+
+    async def main() -> int:
+        later = Later()
+        for name, seconds in (("b", 2.0), ("a", 1.0), ("gone", 1.5), ("now", 0.0), ("never", 9.0)):
+            later.call(name, seconds, lambda name=name: happened.append((name, asyncio.get_running_loop().time())))
+        later.cancel(["gone", "unknown"])
+        await asyncio.sleep(5)
+        left = len(later)
+        later.close()
+        later.call("too late", 0.0, lambda: happened.append(("too late", 0.0)))
+        await asyncio.sleep(50)
+        return left
+
+    assert run(main()) == 1
+    assert happened == [("now", 0.0), ("a", 1.0), ("b", 2.0)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failed_score_is_tried_again_after_ever_longer_pauses_while_others_are_scored(at_once: bool) -> None:
+    tries: dict[str, list[float]] = defaultdict(list)
+
+    def reward(job: ScoreJob) -> float | str:
+        tries[job.sample_id].append(asyncio.get_running_loop().time())
+        return "HTTP 503" if job.sample_id in ("g1.s0", "g3.s1") else distinct(job)
+
+    async def main() -> Run:
+        config = make_config(S=1, score_retries=3, backoff_s=0.5, score_at_once=at_once, window=2, updates=4)
+        return await Run(config, reward=reward).play()
+
+    played = run(main())
+    assert played.outcome == ("done", None)
+    assert {(e.group, e.reason) for e in played.entries if e.event == "rejected"} == {
+        (group, "reward failed 4 times: HTTP 503") for group in (1, 3)
+    }
+    assert all(reason is None for reason in (e.reason for e in played.entries if e.event == "trained"))
+    for sample in ("g1.s0", "g3.s1"):
+        first = tries[sample][0]
+        assert [time - first for time in tries[sample]] == [0.0, 0.5, 1.5, 3.5]
+    assert all(len(times) == 1 for sample, times in tries.items() if sample not in ("g1.s0", "g3.s1"))
+    assert tries["g2.s0"][0] < tries["g1.s0"][1]
+
+
+def test_a_run_ends_without_waiting_for_retries() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=30.0))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        jobs = await c.next_to_score("reward-0", 2)
+        await c.scored(
+            "reward-0", {job.sample_id: "train" for job in jobs}, [ScoreResult(job.sample_id, job.attempt, error="x") for job in jobs]
+        )
+        asking, closing = asyncio.create_task(c.next_to_score("reward-0", 2)), asyncio.create_task(c.closing())
+        await asyncio.sleep(1)
+        assert not asking.done() and not closing.done()
+        await c.stop("enough")
+        assert await asking == []
+        await closing
+        await c.closing()
+        assert [entry.event for entry in entries] == ["dropped"]
+        await asyncio.sleep(100)  # nothing comes back
+        assert asyncio.get_running_loop().time() == 101
+
+    run(main())
+
+
+def test_a_retry_of_a_group_that_ended_meanwhile_does_not_come_back() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1, backoff_s=30.0))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        first, second = await c.next_to_score("reward-0", 2)
+        for job, pause_s in ((first, 20), (second, 15)):
+            await c.scored("reward-0", {job.sample_id: "train"}, [ScoreResult(job.sample_id, job.attempt, error="x")])
+            await asyncio.sleep(pause_s)
+        again = await c.next_to_score("reward-0", 2)  # at 35: the first one's pause ended at 30, the second's ends at 50
+        assert [job.sample_id for job in again] == [first.sample_id]
+        await c.scored("reward-0", {first.sample_id: "train"}, [ScoreResult(first.sample_id, first.attempt, error="x")])
+        assert [(entry.group, entry.reason) for entry in entries] == [(0, "reward failed 2 times: x")]
+        await asyncio.sleep(60)
+        requests = await c.next_samples("rollout-0", 2, 2)
+        await finish(c, "rollout-0", requests, 0)
+        jobs = await c.next_to_score("reward-0", 9)
+        assert [job.sample_id for job in jobs] == [request.sample_id for request in requests]
+
+    run(main())
+
+
+def test_a_postponed_score_costs_no_try() -> None:
+    c, entries = make_coordinator(make_config(S=0, P=1, score_retries=0))
+    asyncio.run(hold(c, 0))
+    asyncio.run(finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0))
+    for number in range(6):
+        (job, *_) = now(c.next_to_score("reward-0", 1))
+        assert job.sample_id == f"g0.s{number % 2}", "the others are tried first"
+        now(c.scored("reward-0", {job.sample_id: "train"}, [ScoreResult(job.sample_id, job.attempt, error="down", postponed=True)]))
+    assert entries == []
+    (job, *_) = now(c.next_to_score("reward-0", 1))
+    now(c.scored("reward-0", {job.sample_id: "train"}, [ScoreResult(job.sample_id, job.attempt, error="unreadable")]))
+    assert [entry.reason for entry in entries] == ["reward failed 1 times: unreadable"]

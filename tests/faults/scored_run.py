@@ -1,0 +1,47 @@
+"""The coordinator with real reward workers around it: engines, trainer and publisher are those of the control plane's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from omni_async.actors.rewarder import Rewarder
+from omni_async.config import Config
+from omni_async.control.clock import Clock
+from omni_async.rewards.base import Scorer
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.store import LocalStore
+from tests.control.control_world import Run
+
+
+def sample_of(image: np.ndarray) -> tuple[int, int]:
+    """The group and the number of the sample that a picture is of."""
+    high, low, sample = (int(value) for value in image[0, 0])
+    return 256 * high + low, sample
+
+
+class Pictures(LocalStore):
+    """Draws the picture of `media g3.s1` when it is asked for."""
+
+    async def get(self, reference: str) -> np.ndarray:
+        group, _, sample = reference.removeprefix("media g").partition(".s")
+        return np.full((2, 2, 3), (*divmod(int(group), 256), int(sample)), np.uint8)
+
+
+class ScoredRun(Run):
+    """`scorers()` are a reward worker's, built for each by itself."""
+
+    def __init__(self, config: Config, scorers: Callable[[], Scorer], clock: Clock, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._scorers = scorers
+        self._clock = clock
+
+    async def rewarder(self, worker: str) -> None:
+        reward = WeightedScorer.alone(self._scorers())
+        await Rewarder(worker, self.config, reward, self.coordinator, Pictures(), self._clock).run()
+
+    @property
+    def told(self) -> list[str]:
+        return [data["text"] for data in self.of_kind("phase")]

@@ -1,0 +1,94 @@
+"""Strategies for foreign input: any plain value, valid values of a struct, and valid things that somebody has changed."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from omni_async.performance.service import ServiceTime
+
+DEEP = b"[" * 5000
+NUMBERS = (0, -1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0)
+TEXTS = ("", " ", "\0", "../../x", "/etc/passwd", "a\nb", "\x1b[2J", "[/red]", "{x}", "%s", "\u2028", "x" * 5000, "null", "1e999", "***")
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(NUMBERS + TEXTS)
+plain = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(TEXTS), inner, max_size=3)
+)
+
+
+def few(examples: int) -> Callable[[Any], Any]:
+    """Settings: so many examples, each as slow as it needs to be, with fixtures of the whole test."""
+    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@cache
+def of(annotation: Any) -> st.SearchStrategy[Any]:
+    """Valid values of a type of our messages."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    simple = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False, allow_infinity=False), str: st.text(max_size=10)}
+    simple |= {bool: st.booleans(), type(None): st.none(), Any: st.none() | st.integers(0, 9) | st.text(max_size=5)}
+    if annotation in simple:
+        return simple[annotation]
+    if origin is Annotated:
+        return of(args[0]).map(lambda number: min(abs(number), 2**40))
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*map(of, args))
+    if origin is dict:
+        return st.dictionaries(of(args[0]), of(args[1]), max_size=3)
+    if origin is tuple:
+        return st.lists(of(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(of, args))
+    if annotation is ServiceTime:  # whose quantiles have a mean of 1
+        return st.builds(ServiceTime, st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 9), st.sampled_from([(), (1.0,), (0.5, 1.5)]))
+    assert issubclass(annotation, msgspec.Struct), annotation
+    hints = get_type_hints(annotation, include_extras=True)
+    return st.fixed_dictionaries({name: of(hints[name]) for name in annotation.__struct_fields__}).map(lambda fields: annotation(**fields))
+
+
+@st.composite
+def changed(draw: st.DrawFn, content: bytes) -> bytes:
+    """A few bytes replaced, removed, inserted or doubled; or the end cut off."""
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(content)))
+        end = min(len(content), start + draw(st.integers(0, 8)))
+        piece = draw(st.binary(max_size=8) | st.sampled_from([content[start:end] * 2, b'"', b"{", b"9" * 30, b"-", b"null", b"\xff" * 8]))
+        content = content[:start] + piece + content[end:]
+        if draw(st.integers(0, 7)) == 0:
+            content = content[: draw(st.integers(0, len(content)))]
+    return content
+
+
+@st.composite
+def altered(draw: st.DrawFn, tree: Any) -> Any:
+    """Plain data with one to three places replaced, removed or added to."""
+    tree = msgspec.json.decode(msgspec.json.encode(tree))
+    for _ in range(draw(st.integers(1, 3))):
+        here, key = tree, None
+        parent: Any = None
+        while isinstance(here, dict | list) and here and (parent is None or draw(st.integers(0, 3))):
+            key = draw(st.sampled_from(sorted(here))) if isinstance(here, dict) else draw(st.integers(0, len(here) - 1))
+            parent, here = here, here[key]
+        if parent is None:
+            return draw(plain)
+        match draw(st.integers(0, 5)):
+            case 0:
+                del parent[key]
+            case 1 if isinstance(parent, dict):
+                parent[draw(st.text(max_size=8) | st.sampled_from(TEXTS))] = draw(plain)
+            case _:
+                parent[key] = draw(plain)
+    return tree
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """Everything below a folder with its content, so that what somebody wrote there shows."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}

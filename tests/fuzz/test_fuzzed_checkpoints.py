@@ -1,0 +1,96 @@
+"""Whatever somebody did to a checkpoint, it is usable or refused in one line, the run goes on with the one before it, and nothing is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from foreign import DEEP, altered, changed, few, listing
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from omni_async.checkpoint import CheckpointError, State, folder_name, newest_whole, require_whole
+from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.state import read_state, write_state
+from omni_async.checkpoint.trajectories import read_group, write_group
+from omni_async.config import Config, ConfigError, load
+from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.runtime.resume import find_resume_point
+from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
+from tests.e2e.emulation import write_recipe
+
+
+def make(folder: Path, version: int, pipeline: str) -> None:
+    """A checkpoint as an emulated run writes it: two groups unfinished, one that waits with its trajectories."""
+    (folder / "tensors").mkdir(parents=True)
+    save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
+    samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), (version, version)) for n in range(2))
+    write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
+    ledger = LedgerState(4, {"trained": 4}, {}, {0: 4})
+    ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
+    write_state(folder, State(Continuation(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"))
+    write_manifest(folder)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """A run that was killed, with a checkpoint that is never touched and one that is."""
+    recipe = write_recipe(tmp_path_factory.mktemp("fuzz"))
+    run = recipe.parent / "runs" / "emulated-20270101-000000"
+    config = load(recipe, [f"checkpoint.resume={run}"])
+    for version in (1, 2):
+        make(run / "checkpoints" / folder_name(version), version, config.model.pipeline)
+    shutil.copytree(run / "checkpoints" / folder_name(2), recipe.parent / "whole")
+    return config, run
+
+
+def _spoil(folder: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["manifest.json", "state.json", "tensors/shard.safetensors", "groups/000000007.safetensors"]))
+    content = (folder / name).read_bytes()
+    if name.endswith(".json"):
+        (folder / name).write_bytes(
+            data.draw(altered(msgspec.json.decode(content)).map(msgspec.json.encode) | changed(content) | st.just(DEEP))
+        )
+    else:
+        (folder / name).write_bytes(data.draw(changed(content) | st.binary(max_size=40)))
+    if name != "manifest.json" and data.draw(st.booleans()):  # somebody who means it
+        (folder / "manifest.json").unlink()
+        write_manifest(folder)
+
+
+@few(150)
+@given(data=st.data())
+def test_a_spoilt_checkpoint_is_used_or_passed_over(job: tuple[Config, Path], data: st.DataObject) -> None:
+    config, run = job
+    top = run.parent.parent
+    good, spoilt = (run / "checkpoints" / folder_name(version) for version in (1, 2))
+    shutil.rmtree(spoilt)
+    shutil.copytree(top / "whole", spoilt)
+    _spoil(spoilt, data)
+    before = listing(top)
+    refused: list[str] = []
+    found = newest_whole(run / "checkpoints", refused.append)
+    assert found == (good if refused else spoilt)
+    assert all("\n" not in why and len(why) < 2000 for why in refused)
+    try:
+        point = find_resume_point(config)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        raise AssertionError("there is a whole one") from error
+    assert point is not None and point.folder in (good, spoilt)
+    if found == spoilt:
+        _take_up(spoilt)
+    assert listing(top) == before
+
+
+def _take_up(folder: Path) -> None:
+    require_whole(folder)
+    for group in read_state(folder).control.ready:
+        try:
+            assert len(read_group(folder, group.group, len(group.samples))) == len(group.samples)
+        except CheckpointError as error:
+            assert str(error)

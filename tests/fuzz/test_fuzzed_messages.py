@@ -1,0 +1,55 @@
+"""Every message and file format of ours: what is written comes back, and anything else is refused by the decoder's own errors."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import msgspec
+import pytest
+from foreign import DEEP, changed, few, of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async import types
+from omni_async.benchmark.result import Overlap
+from omni_async.checkpoint.manifest import Manifest
+from omni_async.checkpoint.state import State
+from omni_async.control import continuation, events
+from omni_async.performance.profile import Profile
+from omni_async.tracking.summary import Summary
+
+MESSAGES = [
+    found
+    for module in (types, events, continuation)
+    for _, found in inspect.getmembers(module, inspect.isclass)
+    if issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
+] + [Overlap, Manifest, State, Profile, Summary]
+FORMATS = [msgspec.json, msgspec.msgpack]
+REFUSALS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+by_name = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+
+
+@by_name
+@few(15)
+@given(st.data())
+def test_a_message_comes_back_and_a_changed_one_is_a_message_or_refused(message: type[msgspec.Struct], data: st.DataObject) -> None:
+    sent = data.draw(of(message))
+    for wire in FORMATS:
+        encoded = wire.encode(sent)
+        assert wire.decode(encoded, type=message) == sent
+        _message_or_refusal(wire, data.draw(changed(encoded)), message)
+
+
+@by_name
+@few(15)
+@given(content=st.binary(max_size=60) | st.sampled_from([DEEP, b'{"a":' * 2000, b"\xdf" + b"\xff" * 4, b"\xc6" + b"\xff" * 9, b"9" * 9999]))
+def test_any_bytes_are_a_message_or_refused(message: type[msgspec.Struct], content: bytes) -> None:
+    for wire in FORMATS:
+        _message_or_refusal(wire, content, message)
+
+
+def _message_or_refusal(wire: object, content: bytes, message: type[msgspec.Struct]) -> None:
+    with contextlib.suppress(*REFUSALS):
+        assert isinstance(wire.decode(content, type=message), message)  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""A random secret, wherever a recipe may hold one, is in no byte that a run leaves behind: not in its folder, not in MLflow, not on the terminal."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import yaml
+from foreign import few
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from omni_async.cli import main
+from omni_async.config import load
+from omni_async.config.redact import redact_text, secrets_in
+from omni_async.control.clock import ManualClock
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.tracking.rundir import RunDirectory
+from tests.e2e.emulation import write_recipe
+
+# Long enough that no other text holds it by chance.
+SECRETS = st.text(string.ascii_letters + string.digits + "-_.~+/=@%!", min_size=12, max_size=30).filter(lambda text: len({*text}) > 8)
+KEYS = ("api_key", "token", "hf_token", "password", "X-Api-Key", "Authorization", "clientSecret", "aws_secret_access_key")
+URLS = ("https://me:{}@judge.example/v1", "https://{}@judge.example", "https://judge.example/?api_key={}&n=1", "postgresql://u:{}@db/x")
+
+
+def recipe_with(folder: Path, secret: str) -> Path:
+    """One scorer that gets the secret in every way."""
+    recipe = write_recipe(folder)
+    tree = yaml.safe_load(recipe.read_text())
+    params: dict[str, Any] = dict.fromkeys(KEYS, secret)
+    params |= {f"url{n}": url.format(quote(secret, safe="")) for n, url in enumerate(URLS)}
+    params |= {"headers": {"Authorization": f"Bearer {secret}"}, "judges": [{"password": secret}, {"secret": [secret]}]}
+    tree["reward"]["scorers"] = [{"name": f"{__name__}:Blabber", "params": {"given": params, "api_key": secret}}]
+    tree["tracking"] = {"mlflow": {"enabled": True, "tracking_uri": None}}
+    tree["trainer"] = {"updates": 1, "groups_per_update": 2}
+    recipe.write_text(yaml.safe_dump(tree))
+    return recipe
+
+
+class Blabber:
+    """Raises what it was given."""
+
+    name = "blabber"
+
+    def __init__(self, given: dict[str, Any], api_key: str) -> None:
+        self._given = given
+        self._api_key = api_key
+
+    def score(self, images: list[Any], prompts: list[Any]) -> list[Any]:
+        raise ConnectionError(f"{self._given} refused {self._api_key}")
+
+
+def holds(folder: Path, secret: str) -> list[str]:
+    """Files with the secret in them, however it is encoded there."""
+    forms = {form.encode() for form in (secret, quote(secret, safe=""), quote(secret), secret.replace("/", "\\/"))}
+    return [str(path) for path in folder.rglob("*") if path.is_file() and any(form in path.read_bytes() for form in forms)]
+
+
+def shown(secret: str, *texts: str) -> bool:
+    return any(form in text for text in texts for form in (secret, quote(secret, safe="")))
+
+
+def test_a_whole_run_keeps_its_secrets(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    secret = "Zk3-qT_9.w~X+/=5"
+    recipe = recipe_with(tmp_path, secret)
+    override = f"reward.scorers.0.params.extra={{token: '{secret}'}}"
+    assert main(["train", str(recipe), override, "emulation.time_scale=0.001"]) == 0
+    assert main(["check", str(recipe), override]) == 0
+    assert main(["train", str(recipe), override, "trainer.updates=0"]) == 2
+    assert main(["check", str(recipe), f"reward.scorers.9.params.token={secret}"]) == 2
+    said = capfd.readouterr()
+    runs = tmp_path / "runs"
+    assert (runs / "mlflow.db").is_file() and [*runs.glob("*/config.yaml")] and "update 1/1" in said.out
+    assert holds(runs, secret) == []
+    assert not shown(secret, said.out, said.err)
+
+
+@few(40)
+@given(secret=SECRETS)
+@example(secret="abc%40def@gh/ij")
+def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path: Path, secret: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_with(tmp_path, secret)
+    config = load(recipe, [f"run.dir={tmp_path / 'shown'}"])
+    RunDirectory.create(config, ManualClock(0))
+    assert holds(tmp_path / "shown", secret) == []
+    assert main(["check", str(recipe)]) == 0
+    assert main(["check", str(recipe), f"trainer.updates={{password: '{secret}'}}"]) == 2
+    said = capsys.readouterr()
+    assert not shown(secret, said.out, said.err)
+    with pytest.raises(Exception) as raised:
+        WeightedScorer(config.reward.scorers)._members[0][2].score([], [])
+    assert shown(secret, str(raised.value)), "the scorer itself has them"
+
+
+@few(60)
+@given(secret=SECRETS, url=st.sampled_from(URLS), key=st.sampled_from(KEYS))
+def test_no_secret_is_in_a_text_that_is_shown(secret: str, url: str, key: str) -> None:
+    address = url.format(quote(secret, safe=""))
+    assert not shown(secret, redact_text(f"cannot reach {address}: refused"))
+    tree = {"url": address, "params": {key: secret}}
+    assert not shown(secret, redact_text(f"{secret} is no {key} for {address}", secrets_in(tree)))

@@ -1,0 +1,95 @@
+"""Credentials of scorers: taken from the environment, and in nothing that a scorer's failure says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omni_async.config import schema
+from omni_async.rewards import registry
+from omni_async.rewards.base import ScoreError
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.registry import ScorerConfigError
+from omni_async.types import Prompt, Score
+
+IMAGES, PROMPTS = [np.zeros((4, 4, 3), np.uint8)], [Prompt(0, "x")]
+
+
+class Judge:
+    """A scorer that cannot keep a secret."""
+
+    name = "judge"
+
+    def __init__(
+        self, api_key: str = "", url: str = "", level: int = 0, headers: dict[str, str] | None = None, broken: bool = False
+    ) -> None:
+        self._said = f"{url} refused {api_key} {(headers or {}).get('X-Api-Key', '')}"
+        if broken:
+            raise OSError(self._said)
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise ConnectionError(self._said)
+
+
+class Page(Judge):
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise ConnectionError("<html>" * 100_000)
+
+
+def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
+    return schema.Scorer(name=f"{__name__}:{scorer}", params=params)
+
+
+def failure(scorer: schema.Scorer) -> str:
+    with pytest.raises(Exception) as raised:
+        WeightedScorer([scorer]).score(IMAGES, PROMPTS)
+    assert raised.value.__cause__ is None
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_parameter_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    scorer = registry.build(config(api_key="env:JUDGE_KEY", headers={"X-Api-Key": "env:JUDGE_KEY"}))
+    with pytest.raises(ConnectionError, match="refused sk-42424242 sk-42424242"):
+        scorer.score(IMAGES, PROMPTS)
+
+
+def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ScorerConfigError, match="parameter 'api_key': 'env:JUDGE_KEY' names an environment variable that is not set"):
+        registry.check(config(api_key="env:JUDGE_KEY"))
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["scoring", "starting"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"api_key": "sk-42424242"},
+        {"url": "https://me:sk-42424242@judge/"},
+        {"headers": {"X-Api-Key": "sk-42424242"}},
+        {"url": "env:JUDGE_KEY"},
+    ],
+    ids=["key", "url", "header", "environment"],
+)
+def test_what_a_scorer_raises_shows_none_of_its_credentials(
+    params: dict[str, object], broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
+    said = failure(config(**params, broken=broken))
+    assert "sk-42424242" not in said and "***" in said
+    assert ("OSError" if broken else "ConnectionError") in said, "what went wrong is still told"
+
+
+def test_what_has_no_secret_is_raised_as_it_is() -> None:
+    assert failure(config(url="https://judge/")) == "ConnectionError: https://judge/ refused  "
+
+
+def test_a_web_page_for_an_error_is_cut() -> None:
+    said = failure(config("Page"))
+    assert len(said) < 2100 and said.endswith("... (600000 characters)") and ScoreError.__name__ in said
+
+
+def test_a_wrong_secret_is_refused_without_being_shown() -> None:
+    with pytest.raises(ScorerConfigError) as refused:
+        registry.check(config(api_key=424242))
+    assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)

@@ -1,0 +1,110 @@
+"""A running job's door: who may use it, what it answers, and that nonsense does not disturb the run."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.runtime.control_socket import ControlError, ControlSocket, Request, ask
+
+
+async def echo(request: Request) -> dict[str, Any]:
+    return {"scale": request.scale}
+
+
+def serve(path: Path, answer: Callable[[Request], Awaitable[dict[str, Any]]] | None, talk: Callable[[], Any]) -> Any:
+    """What `talk` comes to, in a thread, while the socket is served."""
+
+    async def main() -> Any:
+        async with ControlSocket(path) as control:
+            control.answer = answer
+            return await asyncio.wait_for(asyncio.to_thread(talk), 10)
+
+    return asyncio.run(main())
+
+
+def test_a_request_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    assert serve(path, echo, lambda: ask(path, Request({"rollout": 3}))) == {"scale": {"rollout": 3}}
+
+
+def test_a_run_folder_with_a_long_name_has_one_too(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    path = folder / "control.sock"
+    assert serve(path, echo, lambda: ask(path, Request())) == {"scale": {}}
+
+
+def test_only_the_user_who_runs_the_job_may_use_it(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    assert serve(path, echo, lambda: stat.S_IMODE(path.stat().st_mode)) == 0o600
+
+
+def test_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    path.write_text("left behind")
+    assert serve(path, echo, lambda: ask(path, Request())) == {"scale": {}}
+    assert not path.exists()
+
+
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path) -> None:
+    async def refuses(request: Request) -> dict[str, Any]:
+        raise ValueError("rollout: no room\nand a traceback")
+
+    path = tmp_path / "control.sock"
+    with pytest.raises(ControlError, match=r": rollout: no room$"):
+        serve(path, refuses, lambda: ask(path, Request({"rollout": 3})))
+
+
+def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with pytest.raises(ControlError, match="is not running here"):
+        ask(path, Request())
+    with pytest.raises(ControlError, match="ask again"):
+        serve(path, None, lambda: ask(path, Request()))
+
+
+def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "control.sock"))
+    listening.listen()
+
+    async def main() -> None:
+        asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
+        connection, _ = await asyncio.to_thread(listening.accept)
+        connection.recv(100)
+        connection.close()
+        with pytest.raises(ControlError, match="ended before it answered"):
+            await asking
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000), min_size=1, max_size=4))
+def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(
+    lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "control.sock"
+
+    def talk() -> dict[str, Any]:
+        for line in lines:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(5)
+                connection.connect(str(path))
+                try:
+                    connection.sendall(line + b"\n")
+                    connection.recv(1000)
+                except OSError:
+                    pass  # it would not hear more
+        return ask(path, Request())
+
+    assert serve(path, echo, talk) == {"scale": {}}

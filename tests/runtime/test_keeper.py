@@ -1,0 +1,246 @@
+"""Who is lost is replaced, not too often, and not when the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.keeper import Keeper, Restarts, Work, place_of
+from omni_async.simulation.virtual_time import VirtualClock, run
+from omni_async.tracking.faults import Fault
+
+
+class Team:
+    """A Workforce whose members work until they are told to fail, to go home, or to leave."""
+
+    def __init__(self, start_s: float = 5.0) -> None:
+        self.start_s = start_s
+        self.at_work: dict[str, asyncio.Future[None]] = {}
+        self.lost: list[tuple[str, str]] = []
+        self.hired: list[str] = []
+        self.refuse: list[Exception] = []
+
+    async def work(self, name: str) -> None:
+        self.at_work[name] = asyncio.get_running_loop().create_future()
+        try:
+            await self.at_work[name]
+        finally:
+            del self.at_work[name]
+
+    def kill(self, name: str, why: str = "killed") -> None:
+        self.at_work[name].set_exception(PeerLost(f"{name}: {why}"))
+
+    def send_home(self, name: str) -> None:
+        self.at_work[name].set_result(None)
+
+    async def lose(self, name: str, reason: str) -> None:
+        self.lost.append((name, reason))
+
+    async def hire(self, name: str) -> Work:
+        await asyncio.sleep(self.start_s)
+        if self.refuse:
+            raise self.refuse.pop(0)
+        self.hired.append(name)
+        return self.work(name)
+
+    async def dismiss(self, name: str) -> None:
+        self.send_home(name)
+
+
+class World:
+    def __init__(self, restarts: int = 5, workers: tuple[str, ...] = ("rollout-0", "rollout-1", "reward-0")) -> None:
+        self.team = Team()
+        self.faults: list[Fault] = []
+        self.said: list[str] = []
+        self.restarts, self.workers = restarts, workers
+
+    def play(self, story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+        """The story, while the workers are kept; then the run closes."""
+
+        async def main() -> None:
+            clock = VirtualClock()
+            async with Supervisor() as supervisor:
+                self.keeper = Keeper(self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append)
+                for name in self.workers:
+                    self.keeper.employ(name, self.team.work(name))
+                await asyncio.sleep(1)
+                telling = asyncio.ensure_future(story(self))
+                failing = asyncio.ensure_future(supervisor.wait())
+                await asyncio.wait((telling, failing), return_when=asyncio.FIRST_COMPLETED)
+                for task in (telling, failing):
+                    if task.done():
+                        task.result()
+                self.keeper.close()
+                for name in [*self.team.at_work]:
+                    self.team.send_home(name)
+                await supervisor.wait()
+
+        run(main())
+
+
+def test_a_place_is_the_name_without_its_number() -> None:
+    assert [place_of(name) for name in ("rollout-0", "rollout-12.3")] == ["rollout-0", "rollout-12"]
+
+
+def test_who_is_lost_is_replaced_under_another_name() -> None:
+    async def story(world: World) -> None:
+        world.team.kill("rollout-1", "end of file")
+        await asyncio.sleep(10)
+        assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.2"]
+        world.team.kill("rollout-1.2")
+        await asyncio.sleep(60)
+        assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.3"]
+
+    world = World()
+    world.play(story)
+    assert world.team.lost == [("rollout-1", "rollout-1: end of file"), ("rollout-1.2", "rollout-1.2: killed")]
+    assert [(fault.part, fault.replacement, fault.seconds) for fault in world.faults] == [
+        ("rollout-1", "rollout-1.2", 5.0),
+        ("rollout-1.2", "rollout-1.3", 6.0),  # a second loss within a minute waits first
+    ]
+    assert "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2" in world.said
+
+
+def test_who_is_given_up_by_others_is_ended_and_replaced() -> None:
+    async def story(world: World) -> None:
+        world.keeper.give_up("rollout-0", "it did not take version 3")
+        await asyncio.sleep(10)
+        assert "rollout-0.2" in world.team.at_work and "rollout-0" not in world.team.at_work
+
+    world = World()
+    world.play(story)
+    assert world.team.lost == [("rollout-0", "it did not take version 3")]
+
+
+def test_who_was_sent_home_and_then_given_up_is_replaced() -> None:
+    """The coordinator sends an engine home the moment the publisher gives it up; the driver hears of it later."""
+
+    async def story(world: World) -> None:
+        world.team.send_home("rollout-0")
+        await asyncio.sleep(10)
+        assert world.team.hired == []
+        world.keeper.give_up("rollout-0", "other weights")
+        await asyncio.sleep(10)
+        assert world.team.hired == ["rollout-0.2"]
+
+    World().play(story)
+
+
+def test_the_end_of_a_run_is_no_loss() -> None:
+    async def story(world: World) -> None:
+        world.team.send_home("rollout-0")
+        await asyncio.sleep(1)
+
+    world = World()
+    world.play(story)
+    assert not world.team.lost and not world.team.hired and not world.faults
+
+
+def test_a_failure_after_the_run_closed_is_no_loss() -> None:
+    async def story(world: World) -> None:
+        world.keeper.close()
+        world.team.kill("rollout-0")
+        await asyncio.sleep(1)
+
+    world = World()
+    world.play(story)
+    assert not world.team.lost and not world.team.hired
+
+
+def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
+    async def story(world: World) -> None:
+        world.team.kill("rollout-0")
+        await asyncio.sleep(1)
+
+    world = World()
+    world.team.start_s = 1e6
+    world.play(story)
+    assert not world.team.hired
+
+
+def test_too_many_losses_of_one_place_within_an_hour_end_the_run() -> None:
+    async def story(world: World) -> None:
+        for name in ("rollout-0", "rollout-0.2", "rollout-0.3"):
+            await asyncio.sleep(100)
+            world.team.kill(name)
+        await asyncio.sleep(100)
+
+    with pytest.raises(TaskFailed, match=r"rollout-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts"):
+        World(restarts=2).play(story)
+
+
+def test_losses_an_hour_apart_are_forgotten_and_every_place_counts_for_itself() -> None:
+    async def story(world: World) -> None:
+        for number in range(1, 6):
+            await asyncio.sleep(3601)
+            world.team.kill("rollout-0" if number == 1 else f"rollout-0.{number}")
+            world.team.kill("rollout-1" if number == 1 else f"rollout-1.{number}")
+        await asyncio.sleep(100)
+
+    World(restarts=1).play(story)
+
+
+def test_without_restarts_any_loss_ends_the_run() -> None:
+    async def story(world: World) -> None:
+        world.team.kill("reward-0")
+        await asyncio.sleep(100)
+
+    with pytest.raises(TaskFailed, match=r"reward-0 was lost .* and run\.restarts is 0"):
+        World(restarts=0).play(story)
+
+
+def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() -> None:
+    async def story(world: World) -> None:
+        world.team.refuse = [ValueError("no room"), ValueError("no room"), ValueError("no room")]
+        world.team.kill("rollout-0")
+        await asyncio.sleep(100)
+        assert "rollout-0.5" in world.team.at_work
+
+    world = World()
+    world.play(story)
+    assert world.faults[0].seconds == 4 * 5.0 + 1 + 2 + 4
+    assert "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s" in world.said
+
+
+def test_workers_are_added_and_leave_when_they_have_finished() -> None:
+    async def story(world: World) -> None:
+        await world.keeper.scale("rollout", 4)
+        await asyncio.sleep(1)
+        assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
+        await world.keeper.scale("rollout", 1)
+        await asyncio.sleep(1)
+        assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
+        assert world.keeper.workers("rollout") == ["rollout-0"]
+        await world.keeper.scale("rollout", 2)
+        assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1.2"]  # a name is never used again
+
+    world = World()
+    world.play(story)
+    assert {name for name, _ in world.team.lost} == {"rollout-1", "rollout-2", "rollout-3"}
+    assert not world.faults
+
+
+def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -> None:
+    async def story(world: World) -> None:
+        world.team.refuse = [ValueError("no room")]
+        with pytest.raises(ValueError, match="no room"):
+            await world.keeper.scale("reward", 2)
+        assert world.keeper.workers("reward") == ["reward-0"]
+
+    World().play(story)
+
+
+def test_an_added_worker_is_kept_like_the_others() -> None:
+    async def story(world: World) -> None:
+        await world.keeper.scale("reward", 2)
+        await asyncio.sleep(1)
+        world.team.kill("reward-1")
+        await asyncio.sleep(10)
+        assert "reward-1.2" in world.team.at_work
+
+    World().play(story)

@@ -1,0 +1,207 @@
+"""A run that loses a part it cannot do without goes on from its last checkpoint; any other failure ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
+
+from omni_async.checkpoint import State, folder_name
+from omni_async.checkpoint.folders import finish, partial
+from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.state import write_state
+from omni_async.control.continuation import Continuation, LedgerState
+from omni_async.runtime import session
+from omni_async.runtime import train as runtime
+from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.preflight import RunInputs, preflight
+from omni_async.runtime.train import train
+from omni_async.tracking.faults import read_faults
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
+
+
+def save(run: Path, version: int) -> Path:
+    folder = run / "checkpoints" / folder_name(version)
+    place = partial(folder)
+    place.mkdir(parents=True)
+    ledger = LedgerState(admitted=2 * version, events={"trained": 2 * version, "rejected": 0, "dropped": 0})
+    write_state(place, State(Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo"))
+    write_manifest(place)
+    finish(folder)
+    return folder
+
+
+class Lives:
+    """A run of several clusters, one for each life; `inputs` are what each was built from."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *clusters: HandCluster, **sections: Any) -> None:
+        self.folder, self.clusters, self.inputs = folder, clusters, list[RunInputs]()
+        self.console = RememberingConsole()
+        monkeypatch.setattr(runtime, "build_cluster", self.build)
+        self.summary: Summary = train(preflight(write_world(folder, **sections)), self.console)
+        self.run = RunDirectory(folder / "runs" / self.summary.run)
+        assert all(cluster.closed for cluster in clusters[: len(self.inputs)])
+
+    def build(self, inputs: RunInputs, run: RunDirectory, life: int) -> HandCluster:
+        self.inputs.append(inputs)
+        assert life == len(self.inputs)
+        return self.clusters[life - 1]
+
+
+def trainer(role: Role, crew: dict[str, Role] | None = None) -> HandCluster:
+    return HandCluster({"trainer": role}, crew=crew)
+
+
+async def ends_well(control: Control) -> None:
+    control.end("done")
+
+
+async def until_the_end(control: Control) -> None:
+    await control.over.wait()
+
+
+def dies_after(folder: Path, *versions: int) -> Role:
+    async def dies(control: Control) -> None:
+        (run,) = (folder / "runs").iterdir()
+        for version in versions:
+            save(run, version)
+        raise PeerLost("trainer is gone: killed")
+
+    return dies
+
+
+def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    lives = Lives(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2)), trainer(ends_well))
+    assert (lives.summary.status, lives.summary.faults) == ("done", 1)
+    _, second = lives.inputs
+    assert second.start.version == 2 and second.start.ledger.events["trained"] == 4
+    assert second.config.checkpoint.resume == str(lives.run.checkpoints / folder_name(2))
+    assert second.run == lives.run.path
+    (fault,) = read_faults(lives.run.faults)
+    assert (fault.part, fault.replacement) == ("trainer", "life 2, again from update 2") and fault.seconds >= 0
+    assert "trainer is gone: killed; again from update 2" in lives.console.notes
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
+    async def dies(control: Control) -> None:
+        (run,) = (tmp_path / "runs").iterdir()
+        save(run, 1)
+        (save(run, 2) / "state.json").write_text("{}")
+        raise PeerLost("trainer is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert lives.inputs[1].start.version == 1
+
+
+def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
+    async def dies(control: Control) -> None:
+        (run,) = (tmp_path / "runs").iterdir()
+        RunDirectory(run).append_metrics(1, {"reward": 0.5, "finished": 3.0})
+        raise PeerLost("coordinator is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert lives.summary.status == "done"
+    assert lives.inputs[1].start == Continuation() and lives.inputs[1].config.checkpoint.resume is None
+    assert lives.run.read_metrics() == []
+    assert json.loads(lives.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
+
+
+def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monkeypatch):
+    async def complains(control: Control) -> None:
+        raise RuntimeError("gloo: connection closed by peer")
+
+    first = trainer(complains)
+    first.gone = "trainer-1 is gone"
+    lives = Lives(tmp_path, monkeypatch, first, trainer(ends_well))
+    assert lives.summary.status == "done"
+    assert read_faults(lives.run.faults)[0].reason == "trainer-1 is gone"
+
+
+def test_a_mistake_is_not_tried_again(tmp_path, monkeypatch):
+    async def fails(control: Control) -> None:
+        raise ValueError("loss is not finite")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(fails))
+    assert (lives.summary.status, lives.summary.reason) == ("failed", "ValueError: loss is not finite")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
+    clusters = [trainer(dies_after(tmp_path)) for _ in range(restarts + 1)]
+    lives = Lives(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
+    assert len(lives.inputs) == restarts + 1
+    assert lives.summary.status == "failed"
+    assert "trainer is gone: killed" in lives.summary.reason and "run.restarts" in lives.summary.reason
+
+
+def test_a_life_that_does_not_come_up_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
+    class Broken(HandCluster):
+        async def start(self) -> None:
+            raise RuntimeError("no room")
+
+    lives = Lives(tmp_path / "a", monkeypatch, trainer(dies_after(tmp_path / "a")), Broken({}), trainer(ends_well))
+    assert lives.summary.status == "done" and len(lives.inputs) == 3
+    lives = Lives(tmp_path / "b", monkeypatch, Broken({}))
+    assert lives.summary.reason == "RuntimeError: no room"
+
+
+def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
+    async def dies(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise PeerLost("trainer is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert lives.summary.status in ("failed", "interrupted") and len(lives.inputs) == 1
+
+
+def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
+    async def dies_late(control: Control) -> None:
+        control.end("done")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        raise PeerLost("trainer is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies_late), trainer(ends_well))
+    assert lives.summary.status == "done" and len(lives.inputs) == 2
+
+
+def test_a_lost_engine_does_not_end_the_life(tmp_path, monkeypatch):
+    born: list[int] = []
+
+    async def engine(control: Control) -> None:
+        born.append(len(born))
+        if len(born) == 1:
+            raise PeerLost("rollout-0 is gone: killed")
+        control.end("done")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(until_the_end, crew={"rollout-0": engine}))
+    assert lives.summary.status == "done" and lives.summary.faults == 1
+    assert lives.clusters[0].lost == ["rollout-0"]
+    assert read_faults(lives.run.faults)[0].replacement == "rollout-0.2"
+
+
+def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypatch):
+    saved: list[str] = []
+
+    async def trains(control: Control) -> None:
+        await control.over.wait()
+        saved.append("checkpoint")
+
+    async def engine(control: Control) -> None:
+        raise PeerLost("rollout-0 is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(trains, crew={"rollout-0": engine}), run={"restarts": 1})
+    assert lives.summary.status == "failed" and "run.restarts" in lives.summary.reason
+    assert saved == ["checkpoint"] and len(lives.inputs) == 1
