@@ -31,6 +31,9 @@ class Process:
         self.tasks: list[asyncio.Task[Any]] = []
         self._hanging: list[asyncio.Future[None]] = []
 
+    def __repr__(self) -> str:
+        return self.name
+
     def start(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self.tasks.append(task)
@@ -156,6 +159,9 @@ class ProducerLine:
 
     def __init__(self, network: Network, caller: Process, callee: Process, producer: Any) -> None:
         self._network, self._caller, self._callee, self._producer = network, caller, callee, producer
+
+    def __repr__(self) -> str:
+        return self._callee.name
 
     async def join_weights(self, invitation: Any) -> None:
         await self._call("join_weights", invitation)
