@@ -15,9 +15,6 @@ from chaos_job import draw
 from chaos_world import World
 
 
-gc.freeze()  # else every collection walks through all of torch
-
-
 class ScheduleFailed(AssertionError):
     """Says which seed, why, and how to see it again."""
 
@@ -34,6 +31,10 @@ def play(seed: int, trace: bool = False) -> World:
         ) from error
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="one schedule")
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--keep-going", action="store_true", help="count failures instead of ending at the first")
     asked = parser.parse_args()
+    gc.freeze()  # else every collection walks through all of torch
     seen: Counter[str] = Counter()
     began, failures = time.perf_counter(), 0
     seeds = [asked.seed] if asked.seed is not None else range(asked.start, asked.start + asked.schedules)
@@ -53,15 +55,15 @@ def main() -> int:
             if not asked.keep_going:
                 if asked.seed is not None:
                     raise
-                print(f"after {number} schedules: {failure}")
+                _say(f"after {number} schedules: {failure}")
                 return 1
-            print(str(failure).splitlines()[0])
+            _say(str(failure).splitlines()[0])
             continue
         seen.update({what: 1 for what, times in world.seen.items() if times})
         seen["messages"] += world.messages
     for what, times in sorted(seen.items()):
-        print(f"{times:8d}  {what}")
-    print(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s")
+        _say(f"{times:8d}  {what}")
+    _say(f"{len(seeds)} schedules, {failures} failed, {time.perf_counter() - began:.1f} s")
     return int(failures > 0)
 
 

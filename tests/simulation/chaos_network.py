@@ -31,6 +31,9 @@ class Process:
         self.tasks: list[asyncio.Task[Any]] = []
         self._hanging: list[asyncio.Future[None]] = []
 
+    def __repr__(self) -> str:
+        return self.name
+
     def start(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self.tasks.append(task)
@@ -111,7 +114,7 @@ class Network:
             self.late += 1
         try:
             result = await target(*args)
-        except Exception as error:  # noqa: BLE001 (it is the caller's)
+        except Exception as error:
             await self._travel()
             if not answer.done():
                 answer.set_exception(error)
@@ -156,6 +159,9 @@ class ProducerLine:
 
     def __init__(self, network: Network, caller: Process, callee: Process, producer: Any) -> None:
         self._network, self._caller, self._callee, self._producer = network, caller, callee, producer
+
+    def __repr__(self) -> str:
+        return self._callee.name
 
     async def join_weights(self, invitation: Any) -> None:
         await self._call("join_weights", invitation)

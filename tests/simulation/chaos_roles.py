@@ -14,13 +14,17 @@ from chaos_network import Process
 from msgspec.structs import replace
 
 from omni_async.actors.checkpointer import Checkpointer
+from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.actors.trainer import Trainer
+from omni_async.config import Config
 from omni_async.control.continuation import Continuation, Unfinished
 from omni_async.rewards.base import ScoreError
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.guard import Failure
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
-from omni_async.types import Prompt, SampleDrift, SampleRequest, Score, TensorSpec, TrainGroup, WeightManifest, WeightReport
+from omni_async.types import Prompt, SampleDrift, SampleRequest, Score, ScoreJob, TensorSpec, TrainGroup, WeightManifest, WeightReport
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
 
@@ -131,6 +135,24 @@ class Scorer:
         if any(self._world.score_fails() for _ in images):
             raise ScoreError("unreadable")
         return [Score(self._world.reward(int(group), int(sample))) for group, sample, _ in images]
+
+
+class SimulatedRewarder(Rewarder):
+    """The real one, but that its scorer has no threads, which virtual time has not either: what is done about scorers' faults is not in here."""
+
+    def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
+        super().__init__(name, config, WeightedScorer.alone(scorer), *args)
+        self._scorer = scorer
+        self._tracer = QuietTracer(name, self._coordinator, self._clock)
+
+    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return [self._score_one(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+
+    def _score_one(self, picture: np.ndarray, job: ScoreJob) -> Score | Failure:
+        try:
+            return self._scorer.score([picture], [job.prompt])[0]
+        except ScoreError as error:
+            return Failure(str(error))
 
 
 class QuietTracer(Tracer):

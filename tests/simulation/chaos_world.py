@@ -16,13 +16,12 @@ from typing import Any
 from chaos_checks import Checks, Violation
 from chaos_job import Job
 from chaos_network import CoordinatorLine, Network, Process, ProducerLine
-from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedTrainer, Store
+from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
 
 from omni_async.actors.emulated import EmulatedRule
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
-from omni_async.actors.rewarder import Rewarder
 from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
@@ -307,8 +306,7 @@ class Life:
             name = f"reward-{slot}" + (f".{incarnation}" if incarnation else "")
             process = self._process(name)
             store = Store(process, self.world)
-            rewarder = Rewarder(name, self.config, Scorer(self.world), self._line(process), store, VirtualClock())
-            rewarder._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
+            rewarder = SimulatedRewarder(name, self.config, Scorer(self.world), self._line(process), store, VirtualClock())
             self.scorers[name] = process
             self._ends[name] = self._loop.create_future()
             reason = await self._end_of(process, rewarder.run())

@@ -283,7 +283,8 @@ class Shift:
                 taken = await self.coordinator.next_groups(*args)
                 fleet.checks.message(self.coordinator, "next_groups", args, taken)
                 if not taken:
-                    return self._end()
+                    self._end()
+                    return
                 for group in taken:
                     if any(sample.trajectory.owner.dead for sample in group.samples):
                         fleet.seen["group gone"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 
@@ -38,8 +39,8 @@ def test_one_day_of_a_thousand_engines() -> None:
     fleet = Fleet(config).run()
     seconds = time.perf_counter() - began
     ended = Counter(line.event for line in fleet.lines)
-    print(
-        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s"
+    sys.stdout.write(
+        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s\n"
     )
 
     assert fleet.now >= DAY_S

@@ -396,3 +396,43 @@ def test_a_supervised_run_fails_in_virtual_time_as_it_does_in_real_time() -> Non
         return asyncio.get_running_loop().time()
 
     assert run(main()) == 5
+
+
+def test_dice_decide_in_which_order_ready_tasks_run() -> None:
+    async def main() -> list[int]:
+        order: list[int] = []
+
+        async def note(number: int) -> None:
+            order.append(number)
+
+        await asyncio.gather(*(note(number) for number in range(10)))
+        return order
+
+    orders = [run(main(), dice=random.Random(seed)) for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[2]) == [*range(10)] == run(main())
+
+
+def test_a_group_of_tasks_is_cancelled_in_the_same_order_in_every_run() -> None:
+    """asyncio keeps them in a set: by address, the order would differ from process to process."""
+
+    async def main() -> list[int]:
+        order: list[int] = []
+
+        async def wait(number: int) -> None:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                order.append(number)
+
+        async def fail() -> None:
+            await asyncio.sleep(1)
+            raise ValueError
+
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(20):
+                    tasks.create_task(wait(number))
+                tasks.create_task(fail())
+        return order
+
+    assert run(main()) == run(main()) == [*range(20)]
