@@ -67,7 +67,11 @@ class InProcessCluster:
         self._actors[name] = worker
         if not name.startswith("reward"):
             await self.coordinator.engine_joins(name)
-            await self._trainer.admit(name, worker)
+            try:
+                await self._trainer.admit(name, worker)
+            except BaseException:
+                await self.lose(name, "it did not join")
+                raise
         return worker.run()
 
     async def dismiss(self, name: str) -> None:
