@@ -100,7 +100,7 @@ class Score(msgspec.Struct, frozen=True):
 class ScoreResult(msgspec.Struct, frozen=True):
     """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's. `gone`: the picture could not be had any
     more, which is not the scorer's failure. `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had
-    not been tried."""
+    not been tried; `suspect`: the scorer went down with it."""
 
     sample_id: str
     attempt: int
@@ -108,6 +108,7 @@ class ScoreResult(msgspec.Struct, frozen=True):
     error: str | None = None
     gone: bool = False
     postponed: bool = False
+    suspect: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True):

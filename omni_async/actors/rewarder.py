@@ -118,7 +118,7 @@ def _result(job: ScoreJob, outcome: Score | Failure | Gone) -> ScoreResult:
     if isinstance(outcome, Gone):
         return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, gone=True)
     if isinstance(outcome, Failure):
-        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, postponed=outcome.postponed)
+        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, postponed=outcome.postponed, suspect=outcome.suspect)
     return ScoreResult(job.sample_id, job.attempt, score=outcome)
 
 

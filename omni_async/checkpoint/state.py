@@ -78,7 +78,8 @@ def _impossible(state: State) -> str | None:
 def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
     yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images), ("admitted", ledger.admitted))
-    yield from (("validated", control.validated or 0), *ledger.events.items(), *ledger.reasons.items())
+    # A version below its first is what a run has validated whose first round is under way.
+    yield from (("validated", 0 if control.validated is None else control.validated + 1), *ledger.events.items(), *ledger.reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-_MASK = "***"
+MASK = "***"
 # A value `env:NAME` says where a secret is, and is none (omni_async.rewards.registry).
 REFERENCE = "env:"
-_SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
+SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
 _NAMES = (
     r"(?:api|access|private|secret|signing|encryption|master|account|ssh)_?key|secret|token|password|passwd|passphrase|pwd"
     r"|authorization|credentials?|cookie|bearer"
@@ -38,9 +38,9 @@ def is_secret_key(key: str) -> bool:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """`text` without `secrets`, the user and password of every URL, query values and assignments named like secrets, and bearer tokens."""
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, _MASK)
-    text = _QUERY_SECRET.sub(rf"\1{_MASK}", _USERINFO.sub(f"{_MASK}@", text))
-    return _BEARER.sub(rf"\1\2{_MASK}", _ASSIGNED.sub(rf"\1{_MASK}", text))
+        text = text.replace(secret, MASK)
+    text = _QUERY_SECRET.sub(rf"\1{MASK}", _USERINFO.sub(f"{MASK}@", text))
+    return _BEARER.sub(rf"\1\2{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
 
 
 def redact(value: Any) -> Any:
@@ -56,7 +56,7 @@ def redact(value: Any) -> Any:
 
 def secrets_in(value: Any) -> frozenset[str]:
     """Every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
-    return frozenset(found for found in _secrets(value, False) if len(found) >= _SHORTEST)
+    return frozenset(found for found in _secrets(value, False) if len(found) >= SHORTEST)
 
 
 def one_line(text: str, longest: int = 10_000) -> str:
@@ -69,7 +69,7 @@ def one_line(text: str, longest: int = 10_000) -> str:
 def _masked(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value.startswith(REFERENCE)):
         return value
-    return _MASK
+    return MASK
 
 
 def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:

@@ -175,6 +175,8 @@ class Coordinator:
                 self._generation_failed(progress.request, progress, result.error or "its picture is gone")
             elif result.postponed:
                 self._samples.postpone_score(progress.job())
+                if result.suspect:
+                    self._suspect(home, progress, result.error or "its scorer went down")
             elif result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
             else:
@@ -197,6 +199,16 @@ class Coordinator:
         else:
             self._groups.complete(home)
             self._ready.ring()
+
+    def _suspect(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
+        """Something died or went down over it: once is chance, again and again is the sample's doing."""
+        progress.suspected += 1
+        if progress.suspected <= self._config.reward.retries:
+            return
+        if isinstance(home, ValidationRound):
+            self._fail_validation(progress.request, error)
+        else:
+            self._end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
 
     def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
         """Score it again after a pause; after `reward.retries` the group is rejected, or the round goes on without the sample."""
@@ -356,7 +368,10 @@ class Coordinator:
 
     async def scorer_lost(self, worker: str) -> None:
         """It is gone, or given up: what it had taken is scored by others."""
-        self._samples.scorer_lost(worker)
+        for job in self._samples.scorer_lost(worker):
+            home = self._home(job.kind, _group_of(job.sample_id))
+            if home is not None:  # else an earlier one of these ended the group
+                self._suspect(home, home.samples[job.sample_id], f"{worker} was lost")
 
     async def engine_leaves(self, engine: str) -> None:
         """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it has."""

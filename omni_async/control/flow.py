@@ -114,12 +114,14 @@ class SampleFlow:
         self._lost_scorers.add(worker)
         self._rewarders.ring()
 
-    def scorer_lost(self, worker: str) -> None:
-        """It gets no more samples, though it may have asked; those it has wait for others, before all that came later."""
+    def scorer_lost(self, worker: str) -> list[ScoreJob]:
+        """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before all that came later."""
         self._lost_scorers.add(worker)
-        for job in reversed(self._buffer.jobs_of(worker)):
+        jobs = self._buffer.jobs_of(worker)
+        for job in reversed(jobs):
             self._buffer.retry(job)
         self._rewarders.ring()
+        return jobs
 
     def retry_score(self, job: ScoreJob, failures: int) -> None:
         """When the pause after so many failures is over, before all that came later. It keeps its place meanwhile."""
@@ -145,6 +147,7 @@ class SampleFlow:
 
     def withdraw(self, sample_id: str) -> None:
         """What was made of it is gone: nobody is to score that."""
+        self._retries.cancel([sample_id])
         self._buffer.discard({sample_id})
         self._producers.ring()
 

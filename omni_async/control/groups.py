@@ -24,9 +24,10 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
 
 
 class SampleProgress:
-    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost with."""
+    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost with; `suspected` counts
+    the reward workers and scorers that died or went down over it, be it by chance."""
 
-    __slots__ = ("failures", "request", "result", "score", "score_attempts")
+    __slots__ = ("failures", "request", "result", "score", "score_attempts", "suspected")
 
     def __init__(self, request: SampleRequest) -> None:
         self.request = request
@@ -34,6 +35,7 @@ class SampleProgress:
         self.score: Score | None = None
         self.score_attempts = 0
         self.failures = 0
+        self.suspected = 0
 
     def again(self) -> SampleRequest:
         """Nothing that was made of it counts: the request to make it again, from the same seed."""

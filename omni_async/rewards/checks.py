@@ -58,8 +58,8 @@ def _require_score(where: str, score: Any) -> Score:
 
 
 def _finite(where: str, part: str, number: Any) -> float:
-    # NumPy's scalars are Real; its bool is not, and Python's should not be.
-    if isinstance(number, bool) or not isinstance(number, Real):
+    # NumPy's scalars are Real but for its bool. Whether something is right is a score, of 0 or 1.
+    if not isinstance(number, Real | np.bool_):
         raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number")
     if not math.isfinite(number):
         raise ScoreError(f"{where}: {part} is {number}, expected a finite number")

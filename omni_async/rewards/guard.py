@@ -45,10 +45,12 @@ class ScorerHangs(RuntimeError):
 
 
 class Failure(Struct, frozen=True):
-    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had not been tried."""
+    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had not been tried.
+    `suspect`: it went down when it was asked for this sample, by chance or not."""
 
     reason: str
     postponed: bool = False
+    suspect: bool = False
 
 
 class GuardedScorer:
@@ -87,7 +89,7 @@ class GuardedScorer:
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
         if self.down:  # which may have shown only after the first of them
-            outcomes = [self._failure() if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+            outcomes = [self._failure(outcome.suspect) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
 
     async def _score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
@@ -98,16 +100,28 @@ class GuardedScorer:
             await self._answered(images[0], prompts[0])
             return [*answer]
         if len(images) > 1:
-            return [outcome for i, p in zip(images, prompts, strict=True) for outcome in await self._score([i], [p])]
+            return await self._one_by_one(images, prompts, answer)
+        suspect = False
         if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
+            suspect = self._known is not None
             self._breaker.trip(str(answer))
-        return [Failure(str(answer))]
+        return [Failure(str(answer), suspect=suspect)]
 
-    def _failure(self) -> Failure:
+    async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
+        """Until the scorer shows that it is down: an attempt to see whether it answers is made with one sample, not with all in turn."""
+        outcomes: list[Score | Failure] = []
+        for image, prompt in zip(images, prompts, strict=True):
+            if self.down and outcomes:
+                outcomes.append(Failure(str(error)))
+            else:
+                outcomes += await self._score([image], [prompt])
+        return outcomes
+
+    def _failure(self, suspect: bool = False) -> Failure:
         """Of a sample while the scorer is down."""
         breaker = self._breaker
         if not breaker.given_up:
-            return Failure(breaker.reason, postponed=True)
+            return Failure(breaker.reason, postponed=True, suspect=suspect)
         return Failure(f"scorer {self._label!r} has been failing for {breaker.open_s:.0f} s: {breaker.reason}")
 
     async def _missed(self, reason: str) -> None:
@@ -132,6 +146,8 @@ class GuardedScorer:
             if breaker.given_up:
                 await self._give_up()
                 if not breaker.due:
+                    if self._known is not None:
+                        await asyncio.sleep(_FIRST_PAUSE_S)  # a worker beside this one may fare better: leave it the samples
                     return
             else:
                 await asyncio.sleep(breaker.pause_s)

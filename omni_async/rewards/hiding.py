@@ -21,13 +21,13 @@ def hiding(secrets: Iterable[str]) -> Iterator[None]:
     """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a `ScoreError` that does not."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # sys.exit with a key in its text, too
         text = str(error)
         shown = redact_text(text[: 100 * _LONGEST], secrets)
         if len(shown) > _LONGEST:
             shown = f"{shown[:_LONGEST]}... ({len(text)} characters)"
         if shown == text:
-            raise
+            raise error from None  # what led to it may say more
         raise ScoreError(f"{type(error).__name__}: {shown}") from None
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from omni_async.config import schema
-from omni_async.config.redact import REFERENCE, redact, redact_text, secrets_in
+from omni_async.config.redact import MASK, REFERENCE, SHORTEST, redact, redact_text, secrets_in
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.hiding import hiding
@@ -91,6 +91,8 @@ def _resolved(value: Any, where: str) -> Any:
         return {key: _resolved(item, where) for key, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, where) for item in value]
+    if value == MASK:
+        raise ScorerConfigError(f"{where}: a masked credential, as in a run folder's config.yaml; give it again, or name it as env:NAME")
     if not isinstance(value, str) or not value.startswith(REFERENCE):
         return value
     variable = value.removeprefix(REFERENCE)
@@ -111,7 +113,7 @@ def _referenced(value: Any) -> Iterator[str]:
 
 def secrets_of(config: schema.Scorer) -> frozenset[str]:
     """Every credential that the scorer was given, for those who show what it says."""
-    return secrets_in(config.params) | frozenset(filter(None, _referenced(config.params)))
+    return secrets_in(config.params) | frozenset(found for found in _referenced(config.params) if len(found) >= SHORTEST)
 
 
 def check(config: schema.Scorer) -> None:

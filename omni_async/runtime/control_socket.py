@@ -45,6 +45,7 @@ class ControlSocket:
         self._path = path
         self._server: asyncio.AbstractServer | None = None
         self.answer: Callable[[Request], Awaitable[dict[str, Any]]] | None = None
+        self.stop: Callable[[], None] | None = None
 
     async def __aenter__(self) -> ControlSocket:
         with contextlib.suppress(OSError):
@@ -78,6 +79,9 @@ class ControlSocket:
     async def _answer(self, line: bytes) -> Answer:
         try:
             request = msgspec.json.decode(line, type=Request)
+            if request.stop and self.stop is not None:  # also while no session is alive
+                self.stop()
+                return Answer(status={})
             if self.answer is None:
                 return Answer(error="the run is starting or ending; ask again in a moment")
             return Answer(status=await self.answer(request))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
+from itertools import count
 from typing import Any, Protocol
 
 from omni_async.control.clock import Clock
@@ -26,6 +27,8 @@ from omni_async.tracking.faults import Fault
 
 _WINDOW_S = 3600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+# Replacements in a row that do not start: there is no room, or they can't.
+_MOST_STARTS = 5
 
 Work = Coroutine[Any, Any, Any]
 
@@ -97,14 +100,16 @@ class Keeper:
         self._hired: Counter[str] = Counter()
         self._leaving: set[str] = set()
         self._given_up: dict[str, str] = {}  # by somebody else: name -> reason
+        self._attended: set[str] = set()  # those at work, as opposed to lost or being hired
         self._closing = False
+        self._scaling = asyncio.Lock()
         self._bell = Bell()
 
     def employ(self, name: str, work: Work) -> None:
         """A worker that has joined: keep its place filled."""
         place = place_of(name)
         self._present[place] = name
-        self._hired[place] += 1
+        self._hired[place] = max(1, self._hired[place])
         self._supervisor.start(place, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
@@ -124,15 +129,23 @@ class Keeper:
         return [name for place, name in self._present.items() if place.rpartition("-")[0] == role and name not in self._leaving]
 
     async def scale(self, role: str, count: int) -> None:
-        """Until there are `count` workers of the role, or those that are too many know. Raises what a start raises."""
+        """Until there are `count` workers of the role, or those that are too many know. Raises what a start raises, or ValueError."""
+        async with self._scaling:
+            await self._scale(role, count)
+
+    async def _scale(self, role: str, count: int) -> None:
         workers = self.workers(role)
         for name in reversed(workers[count:]):
             self._leaving.add(name)
-            await self._workforce.dismiss(name)
+            if name in self._attended:
+                await self._workforce.dismiss(name)
         for _ in range(count - len(workers)):
+            if self._closing:
+                raise ValueError("the run is ending")
             place = next(f"{role}-{i}" for i in range(10**6) if f"{role}-{i}" not in self._present)
             name = self._name(place)
             self._present[place] = name
+            self._hired[place] += 1
             try:
                 work = await self._workforce.hire(name)
             except BaseException:
@@ -152,6 +165,8 @@ class Keeper:
             found = self._clock.now()
             replaced = await self._unless_closing(self._replaced(place, name, reason))
             if replaced is None:
+                if not self._closing:  # nobody is wanted there any more
+                    del self._present[place]
                 return
             lost, (name, work) = name, replaced
             fault = Fault(found, lost, reason, name, self._clock.now() - found)
@@ -159,15 +174,16 @@ class Keeper:
             self._record(fault)
         if name in self._leaving:
             await self._workforce.lose(name, "it was not needed any more")
-            del self._present[place]
+            self._present.pop(place, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
         """Why it is lost; None when it has done its work."""
         task, bell = asyncio.ensure_future(work), asyncio.ensure_future(self._when_given_up(name))
+        self._attended.add(name)
         try:
             await asyncio.wait((task, bell), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                return self._given_up[name]
+                return None if self._closing or name in self._leaving else self._given_up[name]
             if (error := task.exception()) is not None:
                 return None if self._closing or name in self._leaving else _one_line(error)
             # Sent home: because the run is over, as everybody will hear, or because it was given up.
@@ -175,6 +191,7 @@ class Keeper:
                 await self._bell.wait()
             return None if self._closing or name in self._leaving else self._given_up[name]
         finally:
+            self._attended.discard(name)
             for waiting in (task, bell):
                 waiting.cancel()
             await asyncio.gather(task, bell, return_exceptions=True)
@@ -183,21 +200,32 @@ class Keeper:
         while name not in self._given_up:
             await self._bell.wait()
 
-    async def _replaced(self, place: str, name: str, reason: str) -> tuple[str, Work]:
+    async def _replaced(self, place: str, name: str, reason: str) -> tuple[str, Work] | None:
+        """None: by now nobody is wanted there."""
         await self._workforce.lose(name, reason)
-        while True:
+        for tries in count(1):
+            if name in self._leaving:
+                return None
+            if tries > _MOST_STARTS:
+                raise GaveUp(f"{place} cannot be replaced, {reason}")
             pause = self._restarts.pause(place, reason)
             name = self._name(place)
             self._tell(f"{place} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
             await asyncio.sleep(pause)
+            if self._present[place] in self._leaving:
+                return None
             self._present[place] = name
             self._hired[place] += 1
             try:
-                return name, await self._workforce.hire(name)
+                work = await self._workforce.hire(name)
+                if name in self._leaving:
+                    await self._workforce.dismiss(name)
+                return name, work
             except Exception as error:  # noqa: BLE001 (tried again, as often as is allowed)
                 reason = f"its replacement did not start: {_one_line(error)}"
+        raise AssertionError("unreachable")
 
-    async def _unless_closing(self, work: Coroutine[Any, Any, tuple[str, Work]]) -> tuple[str, Work] | None:
+    async def _unless_closing(self, work: Coroutine[Any, Any, tuple[str, Work] | None]) -> tuple[str, Work] | None:
         task = asyncio.ensure_future(work)
         closing = asyncio.ensure_future(self._when_closing())
         try:

@@ -12,6 +12,7 @@ import numpy as np
 from omni_async.config import Config
 from omni_async.config.schedule import num_devices
 from omni_async.control.clock import Clock
+from omni_async.control.continuation import Continuation
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
@@ -46,6 +47,7 @@ class Observer:
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
         self._images_before = 0
+        self._before = dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
         self.started = clock.now()
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
@@ -53,14 +55,17 @@ class Observer:
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
 
-    def recall(self, images: int, staleness: dict[int, int]) -> None:
+    def recall(self, start: Continuation) -> None:
         """What earlier lives of the run had come to: images, the ages of trained groups, and what the run folder's metrics say. The spans of
         this process's lives are all kept."""
         self.closing = asyncio.Event()
         self.ended = None
-        self._images_before = images
-        self._finished = [(self._clock.now(), images)]
-        self._staleness = Counter(staleness)
+        ledger = start.ledger
+        self._images_before = start.images
+        self._finished = [(self._clock.now(), start.images)]
+        self._staleness = Counter(ledger.staleness)
+        # What is to be told of a life that ends before it says anything.
+        self._before = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events, "admitted": ledger.lines, "live": 0}
         self._rewards, self._validation = [], []
         for line in self._run.read_metrics():
             if "finished" in line:
@@ -199,14 +204,14 @@ class Observer:
 
     def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]) -> Summary:
         ended = self.ended or {}
-        counters = ended.get("conservation") or dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
+        counters = ended.get("conservation") or self._before
         return summarise(
             run=self._run.run_id,
             status=status,
             reason=reason,
             started=self.started,
             finished=finished,
-            images=ended.get("images", 0),
+            images=ended.get("images", self._images_before),
             rewards=self._rewards,
             staleness=self._staleness.elements(),
             counters=Counters(**counters),

@@ -152,14 +152,15 @@ def _check_model(config: Config, family: PipelineFamily) -> None:
     index = Path(config.model.path) / "model_index.json"
     if not index.is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a checkpoint folder in diffusers layout: it has no model_index.json")
-    found = _read_json(index, "model.path").get("_class_name")
+    listed = _read_json(index, "model.path")
+    found = listed.get("_class_name")
     if found != family.model_index_class:
         raise ConfigError(
             f"model.path: {config.model.path} is a {found} checkpoint, but model.pipeline {family.name!r} needs a {family.model_index_class}"
         )
     if not (Path(config.model.path) / "transformer" / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-    for part in sorted(path for path in Path(config.model.path).iterdir() if path.is_dir()):
+    for part in sorted(path for name in listed if (path := Path(config.model.path) / Path(name).name).is_dir()):
         pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
         if pickled and not any(part.glob("*.safetensors")):
             raise ConfigError(f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors")

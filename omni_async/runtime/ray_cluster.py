@@ -7,7 +7,9 @@ Actors are placed as one placement group: the job gets all it needs or says at o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ from omni_async.runtime.keeper import place_of
 from omni_async.runtime.placement import Seat, Seating, seating
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import StartError, connect
-from omni_async.runtime.ray_processes import end_process
+from omni_async.runtime.ray_processes import Whereabouts, end_process
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
@@ -45,7 +47,7 @@ class RayCluster:
         self._life = life
         self.store: ObjectStore = RayStore()
         self._actors: dict[str, Any] = {}
-        self._where: dict[str, tuple[int, str]] = {}  # actor -> its process and node
+        self._where: dict[str, Whereabouts] = {}
         self._group: PlacementGroup | None = None
         self._seating: Seating = seating(inputs.config, self._role_names())
         self._owns_ray = False
@@ -194,7 +196,7 @@ class RayCluster:
         return None
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        return {name: {"pid": pid, "node": node} for name, (pid, node) in self._where.items() if name in self._actors}
+        return {name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors}
 
     # ---- who comes and goes -------------------------------------------------------------------------------------------------------
 
@@ -238,10 +240,10 @@ class RayCluster:
 
     async def _end(self, name: str) -> None:
         actor, where = self._actors.pop(name, None), self._where.pop(name, None)
+        if where is not None:
+            await asyncio.to_thread(end_process, where)
         if actor is not None:
             ray.kill(actor)
-        if where is not None:
-            await asyncio.to_thread(end_process, *where)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
@@ -251,12 +253,14 @@ class RayCluster:
         actors, self._actors = self._actors, {}
         where, self._where = self._where, {}
         for actor in actors.values():
-            ray.kill(actor)
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(actor)
         if where and ray.is_initialized():
             here = ray.get_runtime_context().get_node_id()
-            for pid, node in where.values():
-                if node == here:  # elsewhere Ray's own word has to do
-                    end_process(pid, node)
+            # Workers elsewhere have heard Ray. A trainer or a coordinator that has not would write where the next life does.
+            ending = [one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))]
+            with ThreadPoolExecutor(max(1, len(ending))) as threads:
+                list(threads.map(end_process, ending))
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)

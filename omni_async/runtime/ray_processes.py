@@ -4,7 +4,7 @@ does not hear that: it would keep its memory and its accelerator."""
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import ray
@@ -13,22 +13,30 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 _TIMEOUT_S = 20.0
 
 
-def end_process(pid: int, node: str) -> None:
-    """SIGKILL for the process `pid` of the node, if it is still one of Ray's, and for its children. A node that is gone has none."""
-    if node == ray.get_runtime_context().get_node_id():
-        _kill(pid)
+class Whereabouts(NamedTuple):
+    """A process: its number, when it was made (numbers are given again), and its node."""
+
+    pid: int
+    created: float
+    node: str
+
+
+def end_process(where: Whereabouts) -> None:
+    """SIGKILL for it and its children, if it is still there. A node that is gone has none."""
+    if where.node == ray.get_runtime_context().get_node_id():
+        _kill(where)
         return
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    there = NodeAffinitySchedulingStrategy(where.node, soft=False)
     remote: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(remote.options(scheduling_strategy=there).remote(pid), timeout=_TIMEOUT_S)
+        ray.get(remote.options(scheduling_strategy=there).remote(where), timeout=_TIMEOUT_S)
 
 
-def _kill(pid: int) -> None:
+def _kill(where: Whereabouts) -> None:
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        if "ray" not in " ".join([process.name(), *process.cmdline()[:2]]):
-            return  # the number was given to another
+        process = psutil.Process(where.pid)
+        if process.create_time() != where.created:
+            return
         for one in [*process.children(recursive=True), process]:
             with contextlib.suppress(psutil.Error):
                 one.kill()

@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import psutil
 import ray
 
 from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.ray_connection import StartError
+from omni_async.runtime.ray_processes import Whereabouts
 from omni_async.runtime.ray_store import RayStore
 
 __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
@@ -53,9 +56,8 @@ class Shell:
         return await self._at_home(getattr(self._role, method)(*args))
 
     @ray.method(concurrency_group="control")
-    async def whereabouts(self) -> tuple[int, str]:
-        """Its process, and the node that has it."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    async def whereabouts(self) -> Whereabouts:
+        return Whereabouts(os.getpid(), psutil.Process().create_time(), ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> float:
@@ -88,13 +90,20 @@ class Proxy:
             except ray.exceptions.RayTaskError as error:
                 # The role's own exception, not Ray's account of where it passed through.
                 raise getattr(error, "cause", None) or error from None
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
+                if getattr(error, "actor_init_failed", False):  # a mistake, which another process would make again
+                    raise StartError(f"{self._name}: {_last_line(error)}") from None
                 raise PeerLost(f"{self._name} is gone: {_cause(error)}") from None
 
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Proxy, (self._name, self._actor)
+
+
+def _last_line(error: BaseException) -> str:
+    """Of a traceback, what was raised."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[:500]
 
 
 def _cause(error: BaseException) -> str:

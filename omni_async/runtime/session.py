@@ -48,10 +48,8 @@ class Session:
         self._restarts = restarts
         self._clock = clock
         self.keeper: Keeper | None = None
-        self._interrupted: asyncio.Event | None = None
 
     async def run(self, interrupted: asyncio.Event, ending: Ending) -> None:
-        self._interrupted = interrupted
         cluster, observer = self._cluster, self._observer
         coordinator = cluster.coordinator
         async with Supervisor() as services, Supervisor() as supervisor:
@@ -96,15 +94,13 @@ class Session:
                 ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """What `omni-async status`, `scale` and `stop` ask for. ValueError, one line, if it can't be done."""
-        if self.keeper is None or self._interrupted is None:
+        """What `omni-async status` and `scale` ask for. ValueError, one line, if it can't be done."""
+        if self.keeper is None:
             raise ValueError("the run is starting; ask again in a moment")
         for role, workers in request.scale.items():
             if not self.keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
             await self.keeper.scale(role, workers)
-        if request.stop:
-            self._interrupted.set()
         return {"parts": self._cluster.parts(), "faults": len(self._observer.faults), **await self._cluster.coordinator.statistics()}
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:

@@ -106,6 +106,7 @@ class _Run:
             if config.tracking.mlflow.enabled:
                 self._opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None))
             async with ControlSocket(self._run.control) as control:
+                control.stop = interrupted.set
                 ending = await self._lives(interrupted, control)
             finished = self._clock.now()
             if isinstance(ending.cause, MlflowUnusableError):
@@ -132,7 +133,9 @@ class _Run:
             try:
                 pause = self._restarts.pause("the run", ending.lost)
                 inputs = await asyncio.to_thread(self._from_last_checkpoint)
-            except GaveUp as error:
+                if self._observer is not None:
+                    self._observer.recall(inputs.start)
+            except (GaveUp, OSError) as error:
                 return Ending("failed", str(error), error)
             version = inputs.start.version
             again = f"again from update {version}" if version else "again from the start"
@@ -155,22 +158,25 @@ class _Run:
             self._console.phase("generating the first samples")
             if self._observer is None:
                 self._observer = Observer(self._config, self._run, self._console, self._mlflow, self._clock)
-            if inputs.run is not None:
-                self._observer.recall(inputs.start.images, inputs.start.ledger.staleness)
+                if inputs.run is not None:
+                    self._observer.recall(inputs.start)
             if fault is not None:
                 self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
             session = Session(self._config, cluster, self._observer, self._restarts, self._clock)
             control.answer = session.answer
             await session.run(interrupted, ending)
         except Interrupted:
-            ending.because("interrupted", "before the first update")
+            ending.because("interrupted", "before the first update" if life == 1 else "while it was being started again")
         except Exception as error:
             ending.because("failed", describe(error), error)
             if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError)):
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
         if cluster is not None:
-            await cluster.close()
+            try:
+                await cluster.close()
+            except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
+                logger.warning("the cluster was not closed: %s", error)
         return ending
 
     def _from_last_checkpoint(self) -> RunInputs:

@@ -152,3 +152,15 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
         read_group(tmp_path, 12, 3)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_group(tmp_path, 13, 2)
+
+
+def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path: Path) -> None:
+    """What is validated then is the version before the first."""
+    folder = tmp_path / folder_name(3)
+    place = partial(folder)
+    place.mkdir(parents=True)
+    write_state(place, State(Continuation(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
+    write_manifest(place)
+    finish(folder)
+    require_whole(folder)
+    assert read_state(folder).control.validated == -1

@@ -9,6 +9,7 @@ from typing import Any
 from control_world import STRANDED_AFTER_S, digest_of, distinct, finish, hold, make_config, make_coordinator, now, report, score
 
 from omni_async.control.coordinator import Coordinator
+from omni_async.simulation.virtual_time import run as run_in_virtual_time
 from omni_async.types import LedgerEntry, ReadyGroup, SampleRequest, ScoreJob, ScoreResult, WeightReport
 
 
@@ -301,5 +302,64 @@ def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys(
         assert c.versions.held == 0 and await c.next_samples("rollout-0", 8, 8), "the run goes on"
         lost = [event.data for event in await c.events() if event.kind == "lost"]
         assert lost == [{"name": "rollout-1", "reason": "it did not take version 0: no memory"}]
+
+    play(main())
+
+
+# ---- while a score is tried again -------------------------------------------------------------------------------------------------------
+
+
+def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> None:
+    """Its pause ends when the sample made anew waits for its score, or is being scored."""
+
+    async def main() -> None:
+        for taken in (False, True):
+            c, entries = make_coordinator(make_config(S=0, P=1, backoff_s=10.0))
+            await hold(c, 0)
+            await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+            first, second = await c.next_to_score("reward-0", 2)
+            await c.scored("reward-0", {first.sample_id: "train"}, [ScoreResult(first.sample_id, 1, error="timeout")])
+            await score(c, [second], distinct)
+            await c.objects_lost("rollout-0")
+            await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+            jobs = await c.next_to_score("reward-0", 2) if taken else []
+            await asyncio.sleep(60)
+            jobs = jobs or await c.next_to_score("reward-0", 2)
+            assert [job.attempt for job in jobs] == [2, 2]
+            await score(c, jobs, distinct)
+            (group,) = await c.next_groups(0, 1)
+            assert group.group == 0 and not entries
+
+    run_in_virtual_time(main())
+
+
+# ---- whose fault --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=2))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        for number in range(3):
+            assert not entries
+            await c.next_to_score(f"reward-{number}", 1)
+            await c.scorer_lost(f"reward-{number}")
+        assert [(entry.event, entry.reason) for entry in entries] == [("rejected", "its scoring was cut off 3 times: reward-2 was lost")]
+
+    play(main())
+
+
+def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        for _ in range(2):
+            assert not entries
+            (job,) = [job for job in await c.next_to_score("reward-0", 2) if job.sample_id == "g0.s0"]
+            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", postponed=True, suspect=True)
+            await c.scored("reward-0", {job.sample_id: "train"}, [down])
+        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
 
     play(main())

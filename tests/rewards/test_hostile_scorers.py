@@ -81,8 +81,6 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(each(np.float32("nan")), "value is nan", id="numpy's nan"),
         pytest.param(each(None), "value is a NoneType, expected a number", id="value none"),
         pytest.param(each("0.5"), "value is a str, expected a number", id="value text"),
-        pytest.param(each(True), "value is a bool, expected a number", id="value bool"),
-        pytest.param(each(np.True_), "value is a bool.* of shape .*, expected a number", id="value numpy bool"),
         pytest.param(each(1j), "value is a complex, expected a number", id="value complex"),
         pytest.param(each(np.ones(3)), r"value is a ndarray of shape \(3,\), expected a number", id="value array"),
         pytest.param(each(np.ones(())), r"value is a ndarray of shape \(\), expected a number", id="value array without axes"),

@@ -24,8 +24,12 @@ class Team:
         self.lost: list[tuple[str, str]] = []
         self.hired: list[str] = []
         self.refuse: list[Exception] = []
+        self.linger: set[str] = set()  # those that do not go at once
+        self.dismissed: set[str] = set()
 
     async def work(self, name: str) -> None:
+        if name in self.dismissed:
+            return
         self.at_work[name] = asyncio.get_running_loop().create_future()
         try:
             await self.at_work[name]
@@ -49,7 +53,9 @@ class Team:
         return self.work(name)
 
     async def dismiss(self, name: str) -> None:
-        self.send_home(name)
+        if name not in self.linger:
+            self.at_work.get(name, asyncio.get_running_loop().create_future()).set_result(None)
+            self.dismissed.add(name)
 
 
 class World:
@@ -244,3 +250,68 @@ def test_an_added_worker_is_kept_like_the_others() -> None:
         assert "reward-1.2" in world.team.at_work
 
     World().play(story)
+
+
+def test_a_leaving_worker_that_is_given_up_is_not_replaced() -> None:
+    async def story(world: World) -> None:
+        world.team.linger = {"rollout-1"}
+        await world.keeper.scale("rollout", 1)
+        world.keeper.give_up("rollout-1", "it did not take version 3")
+        await asyncio.sleep(100)
+        assert not world.team.hired and world.keeper.workers("rollout") == ["rollout-0"]
+
+    World().play(story)
+
+
+@pytest.mark.parametrize("after", [0.5, 3.0, 7.0])
+def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
+    """In the pause before, while it starts, and when it has started."""
+
+    async def story(world: World) -> None:
+        world.team.kill("rollout-1")
+        await asyncio.sleep(10)
+        world.team.kill("rollout-1.2")  # the second loss within a minute: a second's pause, then five to start
+        await asyncio.sleep(after)
+        await world.keeper.scale("rollout", 1)
+        await asyncio.sleep(100)
+        assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
+        assert world.keeper.workers("rollout") == ["rollout-0"]
+        await world.keeper.scale("rollout", 2)
+        await asyncio.sleep(1)
+        assert len(world.keeper.workers("rollout")) == 2
+
+    World().play(story)
+
+
+def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> None:
+    """What was found about it may be told late."""
+
+    async def story(world: World) -> None:
+        world.team.refuse = [ValueError("it did not join")]
+        with pytest.raises(ValueError, match="join"):
+            await world.keeper.scale("rollout", 3)
+        world.keeper.give_up("rollout-2", "it did not join")
+        await world.keeper.scale("rollout", 3)
+        await asyncio.sleep(100)
+        assert world.team.hired == ["rollout-2.2"] and not world.faults
+
+    World().play(story)
+
+
+def test_two_who_scale_at_once_take_turns() -> None:
+    async def story(world: World) -> None:
+        await asyncio.gather(world.keeper.scale("rollout", 4), world.keeper.scale("rollout", 1))
+        await asyncio.sleep(1)
+        assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
+
+    World().play(story)
+
+
+def test_replacements_that_never_start_end_the_run() -> None:
+    async def story(world: World) -> None:
+        world.team.refuse = [ValueError("no room")] * 100
+        world.team.kill("rollout-0")
+        await asyncio.sleep(1e6)
+
+    with pytest.raises(TaskFailed, match="rollout-0 cannot be replaced, its replacement did not start: ValueError: no room"):
+        World(restarts=1000).play(story)

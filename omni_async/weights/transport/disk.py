@@ -70,7 +70,7 @@ class DiskSender:
             ) from error
         yield str(path)
         older, self._newest = self._newest, path
-        if older is not None:
+        if older is not None and older != path:  # the same again, for an engine that joined
             await asyncio.to_thread(older.unlink, missing_ok=True)
 
 
