@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -81,8 +82,9 @@ class Run:
             return  # it starts again, or has ended
         chosen = random.choice([name for name in parts if name.startswith(role)] or [""])
         if chosen:
-            os.kill(parts[chosen]["pid"], getattr(signal, how))
-            self.kills.append(Kill(role, chosen, how, time.monotonic() - begun))
+            with contextlib.suppress(ProcessLookupError):  # it is gone, and nobody has noticed yet
+                os.kill(parts[chosen]["pid"], getattr(signal, how))
+                self.kills.append(Kill(role, chosen, how, time.monotonic() - begun))
 
     @property
     def seconds(self) -> float:
@@ -132,12 +134,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainers", type=int, default=2, help="how many of the kills are the trainer's (default 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-baseline", action="store_true", help="do not run the job undisturbed first")
-    parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="where the runs go (default runs/chaos)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/chaos"),
+        help="where the runs go (default runs/chaos); an undisturbed run that is there is not repeated",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe")
     options = parser.parse_args(arguments)
     random.seed(options.seed)
-    if options.out.exists():
-        parser.error(f"--out: {options.out} exists; name another folder")
+    if (options.out / "disturbed").exists():
+        parser.error(f"--out: {options.out / 'disturbed'} exists; name another folder")
     usual = ["rollout.workers=2"] if options.recipe == RECIPE else []
 
     def job(name: str) -> Run:
@@ -146,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calm = None if options.no_baseline else job("calm")
     run = job("disturbed")
     try:
-        if calm is not None:
+        if calm is not None and not any(calm.job.folder.glob("*/summary.json")):
             calm.live([])
         run.live(plan(options.every, options.seconds, options.trainers, random.Random(options.seed)))
         found = problems(run.job)

@@ -79,7 +79,7 @@ def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
     yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images), ("admitted", ledger.admitted))
     # A version below its first is what a run has validated whose first round is under way.
-    yield from (("validated", 0 if control.validated is None else control.validated + 1), *ledger.events.items(), *ledger.reasons.items())
+    yield from (("validated", 0 if control.validated in (None, -1) else control.validated), *ledger.events.items(), *ledger.reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))

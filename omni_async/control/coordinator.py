@@ -26,13 +26,13 @@ from omni_async.config import Config
 from omni_async.control.continuation import Continuation, Unfinished
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
-from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
+from omni_async.control.groups import GroupProgress
 from omni_async.control.ledger import ConservationError, Ledger
+from omni_async.control.outcomes import Outcomes
 from omni_async.control.population import Population, TooStale
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
-from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.control.waiting import Bell
@@ -40,10 +40,8 @@ from omni_async.types import (
     LedgerEntry,
     Prompt,
     ReadyGroup,
-    SampleKind,
     SampleRequest,
     SampleResult,
-    Score,
     ScoreJob,
     ScoreResult,
     Span,
@@ -77,10 +75,10 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
+        self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images)
         self._lost: set[str] = set()  # engines
         self._next_group = start.next_group
         self._resumed = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
-        self._images = start.images
         self._ready = Bell()
         self._weights = Bell()
         self._log = EventLog()
@@ -101,56 +99,11 @@ class Coordinator:
         return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        for result in results:
-            request = self._samples.answered(engine, result.sample_id)
-            if request is None:
-                continue
-            progress = self._progress(request)
-            if progress is None:
-                self._samples.release(result.sample_id)  # the group ended while the sample was being made
-                continue
-            require_trained_steps(request, result)
-            self.versions.require_made(result)
-            progress.result = result
-            self._images += request.kind == "train"
-            self._samples.generated(progress.job())
+        self._outcomes.samples_done(engine, results)
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
-        request = self._samples.answered(engine, sample_id)
-        if request is None:
-            return
-        self._samples.release(sample_id)
-        if (progress := self._progress(request)) is not None:
-            self._generation_failed(request, progress, error)
-
-    def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
-        progress.failures += 1
-        home = self._home(request.kind, request.group)
-        if home is None or progress.failures <= self._config.rollout.retries:
-            self._generate_again(home, [progress])
-        elif isinstance(home, ValidationRound):
-            self._fail_validation(request, error)
-        else:
-            self._end_group(home, "dropped", f"generation failed {progress.failures} times: {error}")
-
-    def _generate_again(self, home: GroupProgress | ValidationRound | None, lost: Sequence[SampleProgress]) -> None:
-        """From the same seeds; scores of what is lost do not count."""
-        if isinstance(home, GroupProgress) and lost:
-            self._groups.incomplete(home)
-        for progress in lost:
-            self._samples.withdraw(progress.request.sample_id)
-            self._samples.add([home.again(progress) if isinstance(home, GroupProgress) else progress.again()])
-
-    def _home(self, kind: SampleKind, group: int) -> GroupProgress | ValidationRound | None:
-        """The live group or round of a sample."""
-        return self._groups.live.get(group) if kind == "train" else self._validation.rounds.get(group)
-
-    def _progress(self, request: SampleRequest) -> SampleProgress | None:
-        """The live sample behind a request; None if its group or round is over or the sample has a result already."""
-        home = self._home(request.kind, request.group)
-        progress = home.samples.get(request.sample_id) if home else None
-        return progress if progress is not None and progress.result is None else None
+        """It is generated again with the same seed; after `rollout.retries` the group is dropped."""
+        self._outcomes.sample_failed(engine, sample_id, error)
 
     # ---- reward workers -----------------------------------------------------------------------------------------------------------
 
@@ -160,65 +113,7 @@ class Coordinator:
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
-        for result in results:
-            if not self._samples.being_scored(worker, result.sample_id):
-                continue  # a second answer, or the group ended meanwhile
-            home = self._home("validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id))
-            if home is None:
-                self._samples.release(result.sample_id)
-                continue
-            progress = home.samples[result.sample_id]
-            if result.attempt != progress.request.attempt:
-                continue  # of a picture that was lost meanwhile
-            if result.gone:
-                self._samples.release(result.sample_id)
-                self._generation_failed(progress.request, progress, result.error or "its picture is gone")
-            elif result.postponed:
-                self._samples.postpone_score(progress.job())
-                if result.suspect:
-                    self._suspect(home, progress, result.error or "its scorer went down")
-            elif result.score is None:
-                self._score_failed(home, progress, result.error or "no score")
-            else:
-                self._samples.release(result.sample_id)
-                self._scored(home, progress, result.score)
-
-    def _scored(self, home: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
-        if isinstance(home, ValidationRound):
-            progress.score = score
-            self._end_round_if_complete(home)
-            return
-        home.scored(progress, score)
-        if not home.complete:
-            return
-        advantage = self._config.algorithm.advantage
-        # Against the rewards its prompt had before, even a group of equal rewards says something.
-        may_drop = advantage.drop_zero_variance and not advantage.track_prompts
-        if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
-            self._end_group(home, "rejected", "zero reward variance")
-        else:
-            self._groups.complete(home)
-            self._ready.ring()
-
-    def _suspect(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
-        """Something died or went down over it: once is chance, again and again is the sample's doing."""
-        progress.suspected += 1
-        if progress.suspected <= self._config.reward.retries:
-            return
-        if isinstance(home, ValidationRound):
-            self._fail_validation(progress.request, error)
-        else:
-            self._end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
-
-    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
-        """Score it again after a pause; after `reward.retries` the group is rejected, or the round goes on without the sample."""
-        progress.score_attempts += 1
-        if progress.score_attempts <= self._config.reward.retries:
-            self._samples.retry_score(progress.job(), progress.score_attempts)
-        elif isinstance(home, ValidationRound):
-            self._fail_validation(progress.request, error)
-        else:
-            self._end_group(home, "rejected", f"reward failed {progress.score_attempts} times: {error}")
+        self._outcomes.scored(worker, kinds, results)
 
     # ---- trainer ------------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +166,7 @@ class Coordinator:
         shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
         data = {
             **update_data(report, trained),
-            "images": self._images,
+            "images": self._outcomes.images,
             "held": self.versions.held,
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
@@ -295,7 +190,7 @@ class Coordinator:
         try:
             self.versions.report(report)
         except WeightMismatch as error:
-            self._fail(str(error))
+            await self.engine_lost(report.engine, str(error))  # and with it whatever it made of them
             return
         if newcomer and self.versions.held is not None:
             self._weights.ring()
@@ -364,14 +259,11 @@ class Coordinator:
         leased = self._samples.engine_lost(engine)
         self._held_may_differ(before)  # first: a round that ends with the engine's samples must not be the last one if another is due
         for sample_id in leased:
-            await self.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
+            self._outcomes.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
 
     async def scorer_lost(self, worker: str) -> None:
         """It is gone, or given up: what it had taken is scored by others."""
-        for job in self._samples.scorer_lost(worker):
-            home = self._home(job.kind, _group_of(job.sample_id))
-            if home is not None:  # else an earlier one of these ended the group
-                self._suspect(home, home.samples[job.sample_id], f"{worker} was lost")
+        self._outcomes.scorer_lost(worker)
 
     async def engine_leaves(self, engine: str) -> None:
         """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it has."""
@@ -383,40 +275,25 @@ class Coordinator:
 
     async def objects_lost(self, engine: str) -> None:
         """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is generated again."""
-        if self._closed:
-            return
-        for group in self._groups.live.values():
-            self._generate_again(group, _made_by(engine, group))
-        for round_ in self._validation.rounds.values():
-            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
+        if not self._closed:
+            self._outcomes.objects_lost(engine)
 
     async def group_gone(self, group: int, reason: str) -> None:
         """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
-        if self._closed or (home := self._groups.give_back(group)) is None:
-            return
-        home.losses += 1
-        if home.losses > self._config.rollout.retries:
-            self._end_group(home, "dropped", f"its trajectories were lost {home.losses} times: {reason}")
-        else:
-            self._generate_again(home, [*home.samples.values()])
+        if not self._closed:
+            self._outcomes.group_gone(group, reason)
 
-    # ---- validation ---------------------------------------------------------------------------------------------------------------
+    # ---- ends of groups and rounds ---------------------------------------------------------------------------------------------------------------
 
-    def _fail_validation(self, request: SampleRequest, error: str) -> None:
-        self._samples.release(request.sample_id)
-        if round_ := self._validation.fail(request, error):
-            self._end_round_if_complete(round_)
-
-    def _end_round_if_complete(self, round_: ValidationRound) -> None:
+    def end_round(self, round_: ValidationRound) -> None:
+        """If it is complete."""
         if not round_.complete:
             return
         del self._validation.rounds[round_.version]
         self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
         self._finish_if_complete()
 
-    # ---- ends ---------------------------------------------------------------------------------------------------------------------
-
-    def _end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
+    def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
         """Reject or drop a live group; its slot admits a replacement at once."""
         too_many = self._groups.end(group, event, reason)
         self._samples.forget(group.group, group.samples)
@@ -424,6 +301,11 @@ class Coordinator:
             self._fail(too_many)
         self._admit()
         self._ready.ring()
+
+    def group_ready(self) -> None:
+        self._ready.ring()
+
+    # ---- the end ------------------------------------------------------------------------------------------------------------------
 
     def _finish_if_complete(self) -> None:
         if self.versions.held == self._last_version and not self._validation.rounds and self.versions.trained == self._last_version:
@@ -474,7 +356,7 @@ class Coordinator:
         except ConservationError as error:
             self._outcome = ("failed", str(error))
         status, reason = self._outcome
-        self._log.add("ended", {"status": status, "reason": reason, "images": self._images, **self.ledger.summary()})
+        self._log.add("ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()})
 
     @property
     def _closed(self) -> bool:
@@ -507,7 +389,7 @@ class Coordinator:
         return Continuation(
             version=self.versions.trained,
             next_group=self._next_group,
-            images=self._images,
+            images=self._outcomes.images,
             validated=self._validation.done,
             ledger=self.ledger.state(),
             unfinished=unfinished + tuple(one for one in waiting if isinstance(one, Unfinished)),
@@ -519,11 +401,3 @@ class Coordinator:
 
     async def statistics(self) -> dict[str, Any]:
         return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
-
-
-def _made_by(engine: str, home: GroupProgress | ValidationRound) -> list[SampleProgress]:
-    return [sample for sample in home.samples.values() if sample.result is not None and sample.result.engine == engine]
-
-
-def _group_of(sample_id: str) -> int:
-    return int(sample_id.split(".", 1)[0][1:])

@@ -108,10 +108,12 @@ class GuardedScorer:
         return [Failure(str(answer), suspect=suspect)]
 
     async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
-        """Until the scorer shows that it is down: an attempt to see whether it answers is made with one sample, not with all in turn."""
+        """An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang with each of them."""
         outcomes: list[Score | Failure] = []
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         for image, prompt in zip(images, prompts, strict=True):
-            if self.down and outcomes:
+            if self.down and loop.time() - began >= self._config.timeout_s:
                 outcomes.append(Failure(str(error)))
             else:
                 outcomes += await self._score([image], [prompt])

@@ -160,7 +160,7 @@ def _check_model(config: Config, family: PipelineFamily) -> None:
         )
     if not (Path(config.model.path) / "transformer" / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-    for part in sorted(path for name in listed if (path := Path(config.model.path) / Path(name).name).is_dir()):
+    for part in sorted(path for name in {*listed, "transformer"} if (path := Path(config.model.path) / Path(name).name).is_dir()):
         pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
         if pickled and not any(part.glob("*.safetensors")):
             raise ConfigError(f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors")

@@ -72,6 +72,17 @@ def actor_class() -> Any:
     return decorate(Shell)
 
 
+# Ray's words for a process that is no more.
+_GONE = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ActorUnschedulableError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.WorkerCrashedError,
+)
+
+
 class Proxy:
     """A role in another process: `await proxy.method(*args)`. Picklable, so roles can be handed each other."""
 
@@ -90,7 +101,7 @@ class Proxy:
             except ray.exceptions.RayTaskError as error:
                 # The role's own exception, not Ray's account of where it passed through.
                 raise getattr(error, "cause", None) or error from None
-            except ray.exceptions.RayError as error:
+            except _GONE as error:
                 if getattr(error, "actor_init_failed", False):  # a mistake, which another process would make again
                     raise StartError(f"{self._name}: {_last_line(error)}") from None
                 raise PeerLost(f"{self._name} is gone: {_cause(error)}") from None

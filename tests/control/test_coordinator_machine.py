@@ -413,6 +413,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.scored += [held for held in self.jobs if held[0] == worker]
         self.jobs = [held for held in self.jobs if held[0] != worker]
         now(self.coordinator.scorer_lost(worker))
+        # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its round goes on without it.
+        for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
+            round_ = self.coordinator._validation.rounds.get(int(sample[1:].split(".")[0]))
+            if round_ is None or sample in round_.failed:
+                del self.unscored[sample]
 
     # ---- rules: everybody ---------------------------------------------------------------------------------------------------------
 

@@ -300,28 +300,40 @@ def ended(c: Coordinator) -> dict[str, Any]:
     return next(event.data for event in now(c.events()) if event.kind == "ended")
 
 
-def test_wrong_weights_end_the_run_and_name_the_engine() -> None:
+def lost(c: Coordinator) -> list[tuple[str, str]]:
+    return [(event.data["name"], event.data["reason"]) for event in now(c.events()) if event.kind == "lost"]
+
+
+def test_an_engine_with_wrong_weights_is_given_up_and_its_samples_are_made_by_others() -> None:
     for wrong, said in (
         (WeightReport("rollout-1", 0, "abc"), r"engine rollout-1 holds version 0 with digest abc, published was digest-0"),
         (WeightReport("rollout-1", 5, digest_of(5)), r"engine rollout-1 holds version 5, which was never published (latest: 0)"),
-        (WeightReport("rollout-7", 0, digest_of(0)), r"engine rollout-7 is none of this run's"),
     ):
         c, entries = make_coordinator(make_config(engines=2))
-        asyncio.run(hold(c, 0, "rollout-0"))
+        asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+        taken = {request.sample_id for request in now(c.next_samples("rollout-1", 2, 2))}
         now(c.engine_holds(wrong))
-        data = ended(c)
-        assert data["status"] == "failed"
-        assert said in data["reason"]
-        assert data["conservation"]["live"] == 0 and all(entry.event == "dropped" for entry in entries)
+        ((name, reason),) = lost(c)
+        assert name == "rollout-1" and said in reason and not entries
+        assert now(c.next_samples("rollout-1", 2, 2)) == []
+        assert taken <= {request.sample_id for request in now(c.next_samples("rollout-0", 100, 100))}
 
 
-def test_an_engine_that_goes_back_to_older_weights_ends_the_run() -> None:
+def test_a_report_of_an_engine_that_is_none_of_the_runs_changes_nothing() -> None:
+    c, entries = make_coordinator(make_config(engines=2))
+    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
+    now(c.engine_holds(WeightReport("rollout-7", 0, digest_of(0))))
+    assert not entries and now(c.statistics())["engines"] == {"rollout-0": 0, "rollout-1": 0}
+
+
+def test_an_engine_that_goes_back_to_older_weights_is_given_up() -> None:
     c, _ = make_coordinator(make_config(engines=2))
     asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
     c.versions.trained = 1
     asyncio.run(hold(c, 1, "rollout-0"))
     now(c.engine_holds(WeightReport("rollout-0", 0, digest_of(0))))
-    assert "went back from version 1 to 0" in ended(c)["reason"]
+    ((_, reason),) = lost(c)
+    assert "went back from version 1 to 0" in reason
 
 
 def test_weights_are_published_only_after_their_update_was_reported() -> None:

@@ -92,7 +92,7 @@ def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path: Path, secret: s
     said = capsys.readouterr()
     assert not shown(secret, said.out, said.err)
     with pytest.raises(Exception) as raised:
-        WeightedScorer(config.reward.scorers)._members[0][2].score([], [])
+        WeightedScorer(config.reward.scorers).members[0].scorer._scorer.score([], [])
     assert shown(secret, str(raised.value)), "the scorer itself has them"
 
 

@@ -18,6 +18,7 @@ from omni_async.config.schema import Resources
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING
 from omni_async.runtime import ray_cluster
+from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
 from omni_async.runtime.ray_connection import StartError, connect
@@ -139,7 +140,7 @@ def test_a_role_whose_process_dies_ends_its_callers_waits(host):
     async def main() -> None:
         dying = host(ray_roles.Echo)
         await dying.phase("alive")
-        with pytest.raises(ray.exceptions.RayActorError):
+        with pytest.raises(PeerLost, match="role is gone"):
             await dying.stop("now")
 
     asyncio.run(main())

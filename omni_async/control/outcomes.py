@@ -1,0 +1,211 @@
+"""What comes of samples: generated, scored, failed, lost. Each ends as a part of a whole group or round, or is made again, or ends its group.
+
+Pure bookkeeping between the messages of engines and reward workers and the groups they belong to; waits for nothing. A failure is tried again a
+bounded number of times and never becomes a number; what was only lost is made again from the same seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from omni_async.config import Config
+from omni_async.control.flow import SampleFlow
+from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
+from omni_async.control.population import Population
+from omni_async.control.signal import has_signal
+from omni_async.control.validation import Validation, ValidationRound
+from omni_async.control.versions import Versions
+from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreResult, Terminal
+
+
+class Ends(Protocol):
+    """Who does what follows."""
+
+    def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None: ...
+
+    def end_round(self, round_: ValidationRound) -> None:
+        """If it is complete."""
+
+    def group_ready(self) -> None: ...
+
+
+class Outcomes:
+    """`images` are the training samples that were generated, earlier lives' included."""
+
+    def __init__(
+        self,
+        config: Config,
+        samples: SampleFlow,
+        groups: Population,
+        validation: Validation,
+        versions: Versions,
+        ends: Ends,
+        images: int,
+    ) -> None:
+        self._config = config
+        self._samples = samples
+        self._groups = groups
+        self._validation = validation
+        self._versions = versions
+        self._ends = ends
+        self.images = images
+
+    # ---- generation ---------------------------------------------------------------------------------------------------------------
+
+    def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        for result in results:
+            request = self._samples.answered(engine, result.sample_id)
+            if request is None:
+                continue
+            progress = self._progress(request)
+            if progress is None:
+                self._samples.release(result.sample_id)  # the group ended while the sample was being made
+                continue
+            require_trained_steps(request, result)
+            self._versions.require_made(result)
+            progress.result = result
+            self.images += request.kind == "train"
+            self._samples.generated(progress.job())
+
+    def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
+        """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
+        request = self._samples.answered(engine, sample_id)
+        if request is None:
+            return
+        self._samples.release(sample_id)
+        if (progress := self._progress(request)) is not None:
+            self._generation_failed(request, progress, error)
+
+    def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
+        progress.failures += 1
+        home = self._home(request.kind, request.group)
+        if home is None or progress.failures <= self._config.rollout.retries:
+            self._generate_again(home, [progress])
+        elif isinstance(home, ValidationRound):
+            self._fail_validation(request, error)
+        else:
+            self._ends.end_group(home, "dropped", f"generation failed {progress.failures} times: {error}")
+
+    def _fail_validation(self, request: SampleRequest, error: str) -> None:
+        self._samples.release(request.sample_id)
+        if round_ := self._validation.fail(request, error):
+            self._ends.end_round(round_)
+
+    def _home(self, kind: SampleKind, group: int) -> GroupProgress | ValidationRound | None:
+        """The live group or round of a sample."""
+        return self._groups.live.get(group) if kind == "train" else self._validation.rounds.get(group)
+
+    def _progress(self, request: SampleRequest) -> SampleProgress | None:
+        """The live sample behind a request; None if its group or round is over or the sample has a result already."""
+        home = self._home(request.kind, request.group)
+        progress = home.samples.get(request.sample_id) if home else None
+        return progress if progress is not None and progress.result is None else None
+
+    # ---- scoring ------------------------------------------------------------------------------------------------------------------
+
+    def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
+        """`kinds` maps the sample ids to train or validation, as their jobs said."""
+        for result in results:
+            if not self._samples.being_scored(worker, result.sample_id):
+                continue  # a second answer, or the group ended meanwhile
+            home = self._home("validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id))
+            if home is None:
+                self._samples.release(result.sample_id)
+                continue
+            progress = home.samples[result.sample_id]
+            if result.attempt != progress.request.attempt:
+                continue  # of a picture that was lost meanwhile
+            if result.gone:
+                self._samples.release(result.sample_id)
+                self._generation_failed(progress.request, progress, result.error or "its picture is gone")
+            elif result.postponed:
+                self._samples.postpone_score(progress.job())
+                if result.suspect:
+                    self._suspect(home, progress, result.error or "its scorer went down")
+            elif result.score is None:
+                self._score_failed(home, progress, result.error or "no score")
+            else:
+                self._samples.release(result.sample_id)
+                self._scored(home, progress, result.score)
+
+    def _scored(self, home: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
+        if isinstance(home, ValidationRound):
+            progress.score = score
+            self._ends.end_round(home)
+            return
+        home.scored(progress, score)
+        if not home.complete:
+            return
+        advantage = self._config.algorithm.advantage
+        # Against the rewards its prompt had before, even a group of equal rewards says something.
+        may_drop = advantage.drop_zero_variance and not advantage.track_prompts
+        if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
+            self._ends.end_group(home, "rejected", "zero reward variance")
+        else:
+            self._groups.complete(home)
+            self._ends.group_ready()
+
+    def _suspect(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
+        """Something died or went down over it: once is chance, again and again is the sample's doing."""
+        progress.suspected += 1
+        if progress.suspected <= self._config.reward.retries:
+            return
+        self._samples.withdraw(progress.request.sample_id)  # it waits to be scored again
+        if isinstance(home, ValidationRound):
+            self._fail_validation(progress.request, error)
+        else:
+            self._ends.end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
+
+    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
+        """Score it again after a pause; after `reward.retries` the group is rejected, or the round goes on without the sample."""
+        progress.score_attempts += 1
+        if progress.score_attempts <= self._config.reward.retries:
+            self._samples.retry_score(progress.job(), progress.score_attempts)
+        elif isinstance(home, ValidationRound):
+            self._fail_validation(progress.request, error)
+        else:
+            self._ends.end_group(home, "rejected", f"reward failed {progress.score_attempts} times: {error}")
+
+    # ---- what is lost ---------------------------------------------------------------------------------------------------------------
+
+    def scorer_lost(self, worker: str) -> None:
+        """What it had taken is scored by others."""
+        for job in self._samples.scorer_lost(worker):
+            home = self._home(job.kind, _group_of(job.sample_id))
+            if home is not None:  # else an earlier one of these ended the group
+                self._suspect(home, home.samples[job.sample_id], f"{worker} was lost")
+
+    def objects_lost(self, engine: str) -> None:
+        """What it had generated, and the trainer has not taken, is generated again."""
+        for group in self._groups.live.values():
+            self._generate_again(group, _made_by(engine, group))
+        for round_ in self._validation.rounds.values():
+            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
+
+    def group_gone(self, group: int, reason: str) -> None:
+        """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
+        home = self._groups.give_back(group)
+        if home is None:
+            return
+        home.losses += 1
+        if home.losses > self._config.rollout.retries:
+            self._ends.end_group(home, "dropped", f"its trajectories were lost {home.losses} times: {reason}")
+        else:
+            self._generate_again(home, [*home.samples.values()])
+
+    def _generate_again(self, home: GroupProgress | ValidationRound | None, lost: Sequence[SampleProgress]) -> None:
+        """From the same seeds; scores of what is lost do not count."""
+        if isinstance(home, GroupProgress) and lost:
+            self._groups.incomplete(home)
+        for progress in lost:
+            self._samples.withdraw(progress.request.sample_id)
+            self._samples.add([home.again(progress) if isinstance(home, GroupProgress) else progress.again()])
+
+
+def _made_by(engine: str, home: GroupProgress | ValidationRound) -> list[SampleProgress]:
+    return [sample for sample in home.samples.values() if sample.result is not None and sample.result.engine == engine]
+
+
+def _group_of(sample_id: str) -> int:
+    return int(sample_id.split(".", 1)[0][1:])
