@@ -216,7 +216,7 @@ def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_no
         assert [text.split(" (")[0] for _, text in stage.told] == [
             "warning: scorer '0' fails",
             "warning: scorer '0' has been failing for 121 s; its samples fail now",
-            "scorer '0' answers again after 1181 s",
+            "scorer '0' answers again after 1182 s",
         ]
 
     play(main())
