@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Coroutine
 from typing import Any
@@ -70,7 +71,8 @@ class InProcessCluster:
             try:
                 await self._trainer.admit(name, worker)
             except BaseException:
-                await self.lose(name, "it did not join")
+                with contextlib.suppress(Exception):
+                    await self.lose(name, "it did not join")
                 raise
         return worker.run()
 

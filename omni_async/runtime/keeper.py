@@ -221,7 +221,9 @@ class Keeper:
                 if name in self._leaving:
                     await self._workforce.dismiss(name)
                 return name, work
-            except Exception as error:  # noqa: BLE001 (tried again, as often as is allowed)
+            except Exception as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # whatever a start says when it is broken off
                 reason = f"its replacement did not start: {_one_line(error)}"
         raise AssertionError("unreachable")
 

@@ -223,9 +223,12 @@ class RayCluster:
                 await self._proxy("trainer").admit(name, worker)
         except BaseException as error:
             await self._end(name)
-            if not name.startswith("reward"):
-                await self._proxy("trainer").dismiss(name)
-                await self.coordinator.engine_lost(name, "it did not join")
+            with contextlib.suppress(
+                Exception
+            ):  # who is told may be gone too; what happened first is what counts, a cancellation above all
+                if not name.startswith("reward"):
+                    await self._proxy("trainer").dismiss(name)
+                    await self.coordinator.engine_lost(name, "it did not join")
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise StartError(f"{name} was not ready within run.startup_timeout_s = {timeout:g}: {self._resources()}") from None
             raise

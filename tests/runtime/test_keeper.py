@@ -315,3 +315,25 @@ def test_replacements_that_never_start_end_the_run() -> None:
 
     with pytest.raises(TaskFailed, match="rollout-0 cannot be replaced, its replacement did not start: ValueError: no room"):
         World(restarts=1000).play(story)
+
+
+def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> None:
+    """The trainer is lost while an engine starts: nobody is there to hear that it did not join."""
+
+    class Complaining(Team):
+        async def hire(self, name: str) -> Work:
+            self.hired.append(name)
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                raise PeerLost("trainer is gone") from None
+            raise AssertionError("unreachable")
+
+    async def story(world: World) -> None:
+        world.team.kill("rollout-0")
+        await asyncio.sleep(10)
+
+    world = World()
+    world.team = Complaining()
+    world.play(story)
+    assert world.team.hired == ["rollout-0.2"]
