@@ -8,14 +8,14 @@ error, never as a number. Scorers run in threads, off the event loop; see `omni_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
+from omni_async.control.waiting import first_of
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.panel import Panel
@@ -52,7 +52,7 @@ class Rewarder:
         """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has to be replaced."""
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
-            await _first_of(self._work(), self._coordinator.closing())
+            await first_of(self._work(), self._coordinator.closing())
         finally:
             flusher.cancel()
             self._panel.close()
@@ -120,16 +120,3 @@ def _result(job: ScoreJob, outcome: Score | Failure | Gone) -> ScoreResult:
     if isinstance(outcome, Failure):
         return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, postponed=outcome.postponed, suspect=outcome.suspect)
     return ScoreResult(job.sample_id, job.attempt, score=outcome)
-
-
-async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Until the first of them is done; its exception is raised, the others are cancelled."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,12 @@
 """Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line` for many who would all
-take the same things."""
+take the same things; `first_of` for whoever waits for one of several ends."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -73,3 +73,16 @@ class Line:
     @property
     def waiting(self) -> int:
         return len(self._line)
+
+
+async def first_of(*works: Awaitable[Any]) -> None:
+    """Until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

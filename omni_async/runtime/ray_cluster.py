@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from omni_async.config.schema import Resources
+from omni_async.control.waiting import first_of
 from omni_async.runtime import roles
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import place_of
@@ -159,15 +160,7 @@ class RayCluster:
 
     async def _attended(self, name: str) -> None:
         """Until its work is done. PeerLost if it dies or hangs."""
-        tasks = asyncio.ensure_future(self._proxy(name).run()), asyncio.ensure_future(self._watch(name))
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await first_of(self._proxy(name).run(), self._watch(name))
 
     async def _watch(self, name: str) -> None:
         deadline = self._inputs.config.run.health_timeout_s

@@ -15,6 +15,7 @@ from typing import Any
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.control.waiting import first_of
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import Request
 from omni_async.runtime.keeper import Keeper, Restarts
@@ -65,7 +66,7 @@ class Session:
                 keeper.employ(name, work)
             failure: TaskFailed | None = None
             try:
-                await _first(services.wait(), supervisor.wait(), observer.closing.wait())
+                await first_of(services.wait(), supervisor.wait(), observer.closing.wait())
             except TaskFailed as error:
                 failure = error
                 ending.lost = await self._lost_with(error)
@@ -131,19 +132,6 @@ async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
     await cluster.coordinator.stop("by a signal")
     await cluster.hurry()
     await asyncio.Event().wait()  # a service: it ends by being cancelled
-
-
-async def _first(*works: Any) -> None:
-    """Until the first of them is done; its exception is raised, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def describe(error: BaseException) -> str:

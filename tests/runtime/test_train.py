@@ -15,12 +15,13 @@ import pytest
 from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
 
 from omni_async.control.supervisor import TaskFailed
+from omni_async.control.waiting import first_of
 from omni_async.performance.profile import load_profile
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.interrupts import Interrupted, interrupts, unless
 from omni_async.runtime.preflight import preflight
-from omni_async.runtime.session import Ending, _first
+from omni_async.runtime.session import Ending
 from omni_async.runtime.train import train
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectoryError
@@ -132,7 +133,7 @@ def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
 
     async def main() -> None:
         with pytest.raises(TaskFailed):
-            await _first(fail("a"), fail("b"))
+            await first_of(fail("a"), fail("b"))
 
     run_loop(main())
 
