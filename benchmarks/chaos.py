@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     random.seed(options.seed)
     if (options.out / "disturbed").exists():
         parser.error(f"--out: {options.out / 'disturbed'} exists; name another folder")
-    usual = ["rollout.workers=2"] if options.recipe == RECIPE else []
+    usual = ["rollout.workers=2", "checkpoint.every=10"] if options.recipe == RECIPE else []
 
     def job(name: str) -> Run:
         return Run(Job(options.recipe, [*usual, *_OVERRIDES, *options.overrides, f"run.dir={options.out / name}"]))
