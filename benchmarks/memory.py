@@ -86,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code or not found:
         sys.stderr.write(f"the job ended with exit code {code}: {options.out / 'log'}\n")
         return 1
-    lines, worst = ["| process | MB early | MB late | growth |", "|---|---:|---:|---:|"], 0.0
+    lines, worst = ["| process | MB early | halfway | late | growth |", "|---|---:|---:|---:|---:|"], 0.0
     for name, samples in sorted(found.items()):
         tenth = max(1, len(samples) // 10)
-        early, late = statistics.median(samples[2 * tenth : 3 * tenth]), statistics.median(samples[-tenth:])
-        lines.append(f"| {name} | {early:.1f} | {late:.1f} | {late / early - 1:+.1%} |")
+        early, half, late = (statistics.median(samples[start : start + tenth]) for start in (2 * tenth, 5 * tenth, len(samples) - tenth))
+        lines.append(f"| {name} | {early:.1f} | {half:.1f} | {late:.1f} | {late / early - 1:+.1%} |")
         worst = max(worst, late / early - 1)
     sys.stdout.write("\n".join([*lines, "", f"{max(map(len, found.values()))} updates"]) + "\n")
     return int(worst >= _MOST)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.requests import RequestFactory
 from omni_async.policy import PipelineFamily
+from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.runtime.ray_shell import RayStore
 from omni_async.training.engine import TrainEngine
@@ -56,9 +56,12 @@ class CopyTimes(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    """What publisher and producers ask of a coordinator."""
+    """What publisher and producers ask of a coordinator. A version has arrived when `engines` of them hold it, or one is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: int = 0) -> None:
+        self._engines = engines
+        self.arrived = asyncio.Event()
+        self.lost: str | None = None
         self.digest = ""
         self.reports: list[WeightReport] = []
         self.last_report = 0.0
@@ -72,6 +75,12 @@ class Desk:
             raise RuntimeError(f"{report.engine} holds digest {report.digest}, published was {self.digest}")
         self.reports.append(report)
         self.last_report = time.perf_counter()
+        if len(self.reports) == self._engines:
+            self.arrived.set()
+
+    async def engine_lost(self, engine: str, reason: str) -> None:
+        self.lost = f"{engine}: {reason}"
+        self.arrived.set()
 
     async def report_spans(self, spans: list[Span]) -> None:
         """Nobody draws them."""
@@ -141,7 +150,7 @@ class TrainerHost:
         self._policy = family.load_policy(config.model.path)
         store = RayStore()
         self._rank = Rank(0, 1, lambda: TrainEngine(config, self._policy, 0, 1, CPU), store)
-        self._desk = Desk()
+        self._desk = Desk(len(engines))
         coordinator: Any = self._desk
         self._publishers = {
             transport: WeightPublisher(
@@ -176,7 +185,8 @@ class TrainerHost:
 
     async def publish(self, transport: str) -> PublishTimes:
         """One version, from the export until every engine has swapped."""
-        publisher, arrived = self._publishers[transport], asyncio.Event()
+        publisher, arrived = self._publishers[transport], self._desk.arrived
+        arrived.clear()
         self._version += 1
         started = time.perf_counter()
         publisher.withdraw()
@@ -184,18 +194,15 @@ class TrainerHost:
         blocked = time.perf_counter() - started
         if snapshot is None:
             raise RuntimeError("rank 0 exported nothing")
-        give_back = snapshot.release
-
-        def release() -> None:
-            give_back()
-            arrived.set()
-
-        publisher.publish(replace(snapshot, release=release))
+        publisher.publish(snapshot)
         waiting = asyncio.create_task(arrived.wait())
         await asyncio.wait({waiting, self._running[transport]}, return_when=asyncio.FIRST_COMPLETED)
         if not arrived.is_set():
             waiting.cancel()
             await self._running[transport]  # it failed: with its own error
+        if self._desk.lost is not None:
+            raise EngineError(self._desk.lost)
+        await publisher.retire()  # every transport uses the same memory in turn
         self._source = snapshot.buckets
         self._num_published += 1
         return PublishTimes(

@@ -84,6 +84,13 @@ class WeightPublisher:
         if before is not None:
             before[1].release()
 
+    async def retire(self) -> None:
+        """Nobody will join any more: the memory of the last version is free once that is out."""
+        async with self._sending:
+            if self._newest is not None:
+                self._newest[1].release()
+                self._newest = None
+
     # ---- who comes and goes -------------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:

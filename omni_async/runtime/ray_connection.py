@@ -22,6 +22,8 @@ def connect(address: str | None, cpus: int) -> bool:
     # Set before any import in workers: vLLM and diffusers look for a hub otherwise.
     options["runtime_env"] = {"env_vars": {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}}
     if address is None:
+        # A record of every call is for the dashboard, which is not started: without it Ray's global store does not grow by 100 MB.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
         options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
     try:

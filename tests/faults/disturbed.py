@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from benchmarks.kill_everything import Job
-from omni_async.config import load
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime.control_socket import ControlError, Request, ask
@@ -61,12 +60,22 @@ class Disturbed:
         for name, section in sections.items():
             recipe[name] = {**recipe.get(name, {}), **section}
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        self.job = Job(folder / "recipe.yaml", [])
+        self._begin(folder / "recipe.yaml", ())
+
+    @classmethod
+    def of(cls, recipe: Path, *overrides: str) -> Disturbed:
+        """Any job."""
+        run = cls.__new__(cls)
+        run._begin(recipe, overrides)
+        return run
+
+    def _begin(self, recipe: Path, overrides: tuple[str, ...]) -> None:
+        self.job = Job(recipe, [*overrides])
         self.console = RememberingConsole()
         self._summary: Summary | None = None
 
     def run(self, disturb: Callable[[Disturbed], None], timeout_s: float = 120.0) -> Summary:
-        inputs = preflight(load(self.job.recipe, []))
+        inputs = preflight(self.job.config)
 
         def work() -> None:
             self._summary = train(inputs, self.console)
