@@ -40,7 +40,7 @@ class Observer:
         self._console = console
         self._mlflow = mlflow
         self._clock = clock
-        self.spans = SpanLog(run.spans, 2 * _RECENT_S)
+        self.spans = SpanLog(run.spans, _RECENT_S)
         self._rewards: list[float] = []
         self._staleness: Counter[int] = Counter()
         self._finished: list[tuple[float, int]] = []
@@ -177,7 +177,7 @@ class Observer:
     def _recently_busy(self) -> dict[str, dict[str, float]]:
         now = self._clock.now()
         start = max(self.started, now - _RECENT_S)
-        return busy_fractions(self.spans.recent(start - _RECENT_S), start, now)
+        return busy_fractions(self.spans.recent(start), start, now)
 
     def _validated(self, data: dict[str, Any]) -> None:
         parts = dict(data["parts"])

@@ -15,7 +15,7 @@ from omni_async.types import Span
 
 
 class SpanLog:
-    """`keep_s`: how long before the newest span's end one is kept in memory."""
+    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments."""
 
     def __init__(self, path: Path, keep_s: float) -> None:
         self._path = path
@@ -29,13 +29,13 @@ class SpanLog:
             return
         with self._path.open("ab") as file:
             file.write(self._encoder.encode_lines(spans))
-        self._recent.extend(spans)
+        self._recent.extend(Span(span.actor, span.kind, span.start, span.end) for span in spans)
         newest = max(span.end for span in spans)
         while self._recent and self._recent[0].end < newest - self._keep_s:
             self._recent.popleft()
 
     def recent(self, since: float) -> list[Span]:
-        """Those that end after `since`, as far back as they are kept."""
+        """Those that end after `since`, as far back as they are kept, and without their arguments."""
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
