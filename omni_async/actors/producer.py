@@ -24,7 +24,7 @@ from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import WeightReceiver
+from omni_async.weights.transport.base import TransportError, WeightReceiver
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
@@ -57,6 +57,7 @@ class Producer:
         self._starting_paused = False
         self._leaving = False
         self._swapping = asyncio.Lock()
+        self._receiving: asyncio.Future[Any] | None = None
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not started.
         places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
         self._places = asyncio.Semaphore(places)
@@ -154,7 +155,10 @@ class Producer:
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Before the first version, once the engine has started: join the sender that wrote `invitation`."""
+        """Once the engine has started, and again when engines come or go: join the sender that wrote `invitation`. What is being received by the
+        old way is given up."""
+        if self._receiving is not None:
+            self._receiving.cancel()
         await self._receiver.connect(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
@@ -163,9 +167,16 @@ class Producer:
         async with self._swapping:
             staging = self._clock.now()
             try:
-                manifest, buckets = await self._receiver.receive(manifest, parcel)
+                self._receiving = asyncio.ensure_future(self._receiver.receive(manifest, parcel))
+                manifest, buckets = await self._receiving
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                raise TransportError(f"{self.name}: version {manifest.version} was given up while engines met anew") from None
             except (WeightError, LookupError) as error:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
+            finally:
+                self._receiving = None
             digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:
                 raise EngineError(f"{self.name}: version {manifest.version} arrived with digest {digest}, published was {manifest.digest}")

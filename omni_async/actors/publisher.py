@@ -171,11 +171,28 @@ class WeightPublisher:
         failed: dict[str, BaseException] = {}
         try:
             async with self._sender.sending(manifest, snapshot.buckets) as parcel:
-                await asyncio.gather(*(self._deliver(name, manifest, parcel, failed) for name in names))
+                delivering = {asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names}
+                await self._delivered(delivering, failed)
         except TransportError:
             if not failed:
                 raise
         return failed
+
+    async def _delivered(self, delivering: dict[asyncio.Task[None], str], failed: dict[str, BaseException]) -> None:
+        """Until all have the version or have failed. Of those who receive it together the rest would wait for their time-outs when one fails:
+        they are left alone, and meet again. TransportError then."""
+        left = set(delivering)
+        try:
+            while left:
+                _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                if failed and not self._sender.one_by_one:
+                    broken = TransportError("others that receive with it failed")
+                    failed.update({delivering[task]: broken for task in left})
+                    raise broken
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*delivering, return_exceptions=True)
 
     async def _deliver(self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]) -> None:
         try:

@@ -100,9 +100,9 @@ class Disturbed:
             assert time.monotonic() < end, f"it did not come to that: {self.console.phases[-1:]} {self.console.notes[-3:]}"
             time.sleep(0.02)
 
-    def updated(self, number: int) -> None:
+    def updated(self, number: int, timeout_s: float = 60.0) -> None:
         """Until that many updates are made, in this life or before."""
-        self.wait_for(lambda: any(update["update"] >= number for update in self.console.updates))
+        self.wait_for(lambda: any(update["update"] >= number for update in self.console.updates), timeout_s)
 
     def parts(self) -> dict[str, dict[str, Any]]:
         status: dict[str, dict[str, Any]] = ask(self.job.run / "control.sock", Request(), timeout_s=30)["parts"]

@@ -22,7 +22,7 @@ def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(
     recipe = write_recipe(tmp_path, checkpoint)
 
     def kill_a_rank(run: Disturbed) -> None:
-        run.updated(3)
+        run.updated(3, 180)
         run.signal("trainer-1", signal.SIGKILL)
 
     run = Disturbed.of(recipe, *SETTINGS, "trainer.workers=2", "trainer.updates=40")

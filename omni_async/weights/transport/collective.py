@@ -71,6 +71,7 @@ class CollectiveSender:
     async def connect(self, engines: Mapping[str, Join]) -> None:
         if not engines:
             return
+        self._thread = _Thread()  # what is stuck in a group that lost somebody keeps the old one until its time-out
         store = await self._thread.run(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
@@ -123,6 +124,7 @@ class CollectiveReceiver:
         self._memory: list[Bucket] = []
 
     async def connect(self, invitation: Invitation) -> None:
+        self._thread, self._memory = _Thread(), []  # a broadcast that is stuck in the last group keeps those
         self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
 
     async def receive(self, manifest: WeightManifest, parcel: tuple[int, ...]) -> tuple[WeightManifest, list[Bucket]]:
