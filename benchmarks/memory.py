@@ -26,7 +26,15 @@ first of them after a fifth of the run, when pools and caches have filled.
 
 Exit codes: 0 no process grew by 2 % or more, 1 one did or the job failed, 2 wrong usage.
 """
-_OVERRIDES = ("emulation.time_scale=0.0005", "emulation.payload_scale=0.002", "trainer.updates=625", "checkpoint.every=50")
+# Small updates, many of them.
+_OVERRIDES = (
+    "emulation.time_scale=0.0005",
+    "emulation.payload_scale=0.002",
+    "rollout.group_size=8",
+    "trainer.groups_per_update=8",
+    "trainer.updates=625",
+    "checkpoint.every=50",
+)
 _MOST = 0.02
 
 
