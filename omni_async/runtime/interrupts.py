@@ -8,6 +8,8 @@ import signal
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupted(Exception):
     """Before there was anything to stop in order."""
@@ -17,23 +19,31 @@ class Interrupted(Exception):
 async def interrupts() -> AsyncIterator[asyncio.Event]:
     """SIGINT and SIGTERM set the event; a second one falls through to Python's own handling."""
     event = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def ring() -> None:
-        event.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
-            loop.add_signal_handler(number, ring)
+    listen(event)
     try:
         yield event
     finally:
-        for number in signals:
-            with contextlib.suppress(RuntimeError, ValueError):
-                loop.remove_signal_handler(number)
+        _leave()
+
+
+def listen(event: asyncio.Event) -> None:
+    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once the event is set."""
+    if event.is_set():
+        return
+
+    def ring() -> None:
+        event.set()
+        _leave()
+
+    for number in _SIGNALS:
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
+            asyncio.get_running_loop().add_signal_handler(number, ring)
+
+
+def _leave() -> None:
+    for number in _SIGNALS:
+        with contextlib.suppress(RuntimeError, ValueError):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def unless(interrupted: asyncio.Event, work: Awaitable[Any]) -> Any:

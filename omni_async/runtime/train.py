@@ -26,7 +26,7 @@ from omni_async.performance.measure import measure
 from omni_async.performance.profile import write_profile
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import ControlSocket
-from omni_async.runtime.interrupts import Interrupted, interrupts, unless
+from omni_async.runtime.interrupts import Interrupted, interrupts, listen, unless
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
@@ -153,6 +153,7 @@ class _Run:
             self._console.phase(_LOADING[self._config.run.runtime] if inputs.profile is None else "starting the emulated devices")
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
             await unless(interrupted, cluster.start())
+            listen(interrupted)
             if self._opening is not None:
                 self._mlflow = await self._opening
             self._console.phase("generating the first samples")

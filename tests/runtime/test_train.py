@@ -19,7 +19,7 @@ from omni_async.control.waiting import first_of
 from omni_async.performance.profile import load_profile
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
-from omni_async.runtime.interrupts import Interrupted, interrupts, unless
+from omni_async.runtime.interrupts import Interrupted, interrupts, listen, unless
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.session import Ending
 from omni_async.runtime.train import train
@@ -329,3 +329,16 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_
     (tmp_path / "runs").write_text("a file in the way")
     with pytest.raises(RunDirectoryError, match=r"run\.dir"):
         train(inputs, RememberingConsole())
+
+
+def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
+    """As Ray does when it starts, after the run had begun to listen."""
+
+    async def main() -> None:
+        async with interrupts() as interrupted:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            listen(interrupted)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(interrupted.wait(), 5)
+
+    run_loop(main())
