@@ -15,7 +15,6 @@ dropped, though a run that goes on from the checkpoint takes it up again. No cal
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,16 +22,16 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.continuation import Continuation
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
 from omni_async.control.groups import GroupProgress
+from omni_async.control.intake import Intake
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.outcomes import Outcomes
 from omni_async.control.population import Population, TooStale
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
-from omni_async.control.seeds import PromptStream
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.control.waiting import Bell
@@ -66,7 +65,7 @@ class Coordinator:
         self._config = config
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
-        self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
+        self._intake = Intake(config, prompts, self._factory, start)
         schedule = ValidationSchedule(config.validation.every, self._last_version, start.validated) if config.validation else None
         self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)))
         self._groups = Population(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
@@ -76,9 +75,6 @@ class Coordinator:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
         self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images)
-        self._lost: set[str] = set()  # engines
-        self._next_group = start.next_group
-        self._resumed = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
         self._ready = Bell()
         self._weights = Bell()
         self._log = EventLog()
@@ -184,7 +180,7 @@ class Coordinator:
 
     async def engine_holds(self, report: WeightReport) -> None:
         """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
-        if report.engine in self._lost:
+        if not self.versions.knows(report.engine):
             return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
@@ -212,37 +208,18 @@ class Coordinator:
         if version is None or self._closed:
             return
         while self._groups.may_admit:
-            if self._resumed:
-                self._admit_again(self._resumed.popleft(), version)
-                continue
-            group, self._next_group = self._next_group, self._next_group + 1
-            progress = self._progress_of(group, version)
-            self._groups.admit(progress)
-            self._samples.add([sample.request for sample in progress.samples.values()])
-
-    def _admit_again(self, former: Unfinished | ReadyGroup, version: int) -> None:
-        """A group of an earlier life: made again from the same seeds, or ready as it was."""
-        if isinstance(former, ReadyGroup):
-            progress = self._progress_of(former.group, former.admitted_version)
-            progress.restore(former)
-            self._groups.admit(progress)
-            self._groups.complete(progress)
-            self._ready.ring()
-        else:
-            progress = self._progress_of(former.group, version)
-            progress.attempts = former.attempts
-            self._groups.admit(progress)
-            self._samples.add([sample.request for sample in progress.samples.values()])
-
-    def _progress_of(self, group: int, version: int) -> GroupProgress:
-        prompt, window = self._prompts[group], self._factory.window(group)
-        return GroupProgress(group, prompt, window, version, self._factory.training(group, prompt, window))
+            group = self._intake.next(version)
+            self._groups.admit(group)
+            if group.complete:
+                self._groups.complete(group)
+                self._ready.ring()
+            else:
+                self._samples.add([sample.request for sample in group.samples.values()])
 
     # ---- who comes and goes -------------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
         """It gets work once it holds weights no older than everybody's."""
-        self._lost.discard(engine)
         self.versions.join(engine)
         self._samples.engine_joins(engine)
 
@@ -254,7 +231,6 @@ class Coordinator:
             self._log.add("lost", {"name": engine, "reason": reason})
         before = self.versions.held
         self.versions.leave(engine)
-        self._lost.add(engine)
         self._weights.ring()
         leased = self._samples.engine_lost(engine)
         self._held_may_differ(before)  # first: a round that ends with the engine's samples must not be the last one if another is due
@@ -375,8 +351,7 @@ class Coordinator:
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be made again."""
-        found = {group.group: group for group in groups}
-        self._resumed = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._resumed)
+        self._intake.take_up(groups)
 
     async def continuation(self) -> Continuation:
         """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it was before what was
@@ -385,15 +360,15 @@ class Coordinator:
 
     def _state(self) -> Continuation:
         unfinished, ready = self._groups.state()
-        waiting = tuple(self._resumed)
+        unfinished_before, ready_before = self._intake.state()
         return Continuation(
             version=self.versions.trained,
-            next_group=self._next_group,
+            next_group=self._intake.next_group,
             images=self._outcomes.images,
             validated=self._validation.done,
             ledger=self.ledger.state(),
-            unfinished=unfinished + tuple(one for one in waiting if isinstance(one, Unfinished)),
-            ready=ready + tuple(one for one in waiting if isinstance(one, ReadyGroup)),
+            unfinished=unfinished + unfinished_before,
+            ready=ready + ready_before,
         )
 
     def _buffer_statistics(self) -> dict[str, dict[str, int]]:

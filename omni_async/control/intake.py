@@ -1,0 +1,55 @@
+"""Which group is admitted next: one that an earlier life of the run had begun, in the order of its admission, or else the next number's.
+
+Owns the numbers that were given out and the prompts behind them. Pure bookkeeping; waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from omni_async.config import Config
+from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.groups import GroupProgress
+from omni_async.control.requests import RequestFactory
+from omni_async.control.seeds import PromptStream
+from omni_async.types import Prompt, ReadyGroup
+
+
+class Intake:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], factory: RequestFactory, start: Continuation) -> None:
+        self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
+        self._factory = factory
+        self._begun = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
+        self.next_group = start.next_group  # the first number that was not given out
+
+    def next(self, version: int) -> GroupProgress:
+        """A group for admission at `version`. It is complete if an earlier life had it ready."""
+        if not self._begun:
+            self.next_group += 1
+            return self._group(self.next_group - 1, version)
+        former = self._begun.popleft()
+        if isinstance(former, ReadyGroup):
+            group = self._group(former.group, former.admitted_version)
+            group.restore(former)
+        else:
+            group = self._group(former.group, version)
+            group.attempts = former.attempts
+        return group
+
+    def _group(self, number: int, version: int) -> GroupProgress:
+        prompt, window = self._prompts[number], self._factory.window(number)
+        return GroupProgress(number, prompt, window, version, self._factory.training(number, prompt, window))
+
+    def take_up(self, groups: list[ReadyGroup]) -> None:
+        """Ready groups of the earlier life, now with their trajectories."""
+        found = {group.group: group for group in groups}
+        self._begun = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._begun)
+
+    def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
+        """Of the earlier life, what waits to be admitted again: unfinished and ready."""
+        waiting = tuple(self._begun)
+        return (
+            tuple(one for one in waiting if isinstance(one, Unfinished)),
+            tuple(one for one in waiting if isinstance(one, ReadyGroup)),
+        )
