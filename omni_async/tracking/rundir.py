@@ -68,15 +68,19 @@ class RunDirectory:
         return run
 
     def _claim(self) -> None:
-        """For as long as this object lives. RunDirectoryError if another process has it."""
+        """Until `release`. RunDirectoryError if another has it."""
         self._lock = (self.path / _LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
 
+    def release(self) -> None:
+        """The run is over: another may go on in its folder."""
+        self._lock.close()
+
     def is_running(self) -> bool:
-        """Whether a process has claimed it."""
+        """Whether somebody has claimed it."""
         try:
             with (self.path / _LOCK).open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

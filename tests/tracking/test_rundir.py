@@ -71,6 +71,13 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_is_running_until_it_is_released(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path), ManualClock(0))
+    assert RunDirectory(run.path).is_running()
+    run.release()
+    assert not RunDirectory(run.path).is_running()
+
+
 def test_an_impossible_place_is_one_clear_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
