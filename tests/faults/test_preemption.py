@@ -1,0 +1,50 @@
+"""SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint within 30 seconds, whatever was under way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from omni_async.performance.profile import write_profile
+from tests.e2e.emulation import write_recipe
+from tests.e2e.runs import COMMAND, ENVIRONMENT
+from tests.faults.disturbed import profile
+
+DEADLINE_S = 30.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["ray", "inprocess"])
+def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, runtime: str) -> None:
+    """In the middle of an update of 8 groups that takes 80 s to compute."""
+    recipe = write_recipe(tmp_path)
+    write_profile(tmp_path / "profile.json", profile("train", 10.0))
+    settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
+    process = subprocess.Popen(
+        [*COMMAND, str(recipe), *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("training streams"):
+                break
+        time.sleep(8)  # all groups are there, and the update is being made
+        os.kill(process.pid, signal.SIGTERM)
+        told = time.monotonic()
+        said = process.communicate(timeout=DEADLINE_S)[0]
+        assert process.returncode == 130, said
+        assert time.monotonic() - told < DEADLINE_S
+    finally:
+        process.kill()
+        process.wait()
+    (run,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["updates"], summary["conserved"]) == ("interrupted", 0, True)
+    state = json.loads((run / "checkpoints" / "update-000000" / "state.json").read_text())
+    assert state["control"]["version"] == 0 and len(state["control"]["ready"]) >= 8, "what the trainer had taken is kept"
