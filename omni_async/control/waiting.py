@@ -1,5 +1,5 @@
 """Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line` for many who would all
-take the same things; `first_of` for whoever waits for one of several ends."""
+take the same things; `first_of` and `unless` for whoever waits for one of several ends."""
 
 from __future__ import annotations
 
@@ -86,3 +86,21 @@ async def first_of(*works: Awaitable[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Stopped(Exception):
+    """What was waited for was broken off."""
+
+
+async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
+    """What the work comes to, or Stopped if `stop` is done first; the other one is cancelled and waited for."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Stopped
+        return working.result()
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any
+from collections.abc import AsyncIterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Interrupted(Exception):
-    """Before there was anything to stop in order."""
 
 
 @contextlib.asynccontextmanager
@@ -44,17 +39,3 @@ def _leave() -> None:
     for number in _SIGNALS:
         with contextlib.suppress(RuntimeError, ValueError):
             asyncio.get_running_loop().remove_signal_handler(number)
-
-
-async def unless(interrupted: asyncio.Event, work: Awaitable[Any]) -> Any:
-    """Do the work, or raise Interrupted."""
-    task, interrupt = asyncio.ensure_future(work), asyncio.create_task(interrupted.wait())
-    try:
-        await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Interrupted
-        return task.result()
-    finally:
-        interrupt.cancel()
-        task.cancel()
-        await asyncio.gather(task, interrupt, return_exceptions=True)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Bell, Stopped, unless
 from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.faults import Fault
 
@@ -163,10 +163,12 @@ class Keeper:
         place = place_of(name)
         while (reason := await self._until_lost(name, work)) is not None:
             found = self._clock.now()
-            replaced = await self._unless_closing(self._replaced(place, name, reason))
+            try:
+                replaced = await unless(self._when(lambda: self._closing), self._replaced(place, name, reason))
+            except Stopped:
+                return
             if replaced is None:
-                if not self._closing:  # nobody is wanted there any more
-                    del self._present[place]
+                del self._present[place]
                 return
             lost, (name, work) = name, replaced
             fault = Fault(found, lost, reason, name, self._clock.now() - found)
@@ -177,27 +179,25 @@ class Keeper:
             self._present.pop(place, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
-        """Why it is lost; None when it has done its work."""
-        task, bell = asyncio.ensure_future(work), asyncio.ensure_future(self._when_given_up(name))
+        """Why it is lost; None when it has done its work, or is not missed."""
         self._attended.add(name)
         try:
-            await asyncio.wait((task, bell), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return None if self._closing or name in self._leaving else self._given_up[name]
-            if (error := task.exception()) is not None:
-                return None if self._closing or name in self._leaving else _one_line(error)
-            # Sent home: because the run is over, as everybody will hear, or because it was given up.
-            while not (self._closing or name in self._leaving or name in self._given_up):
-                await self._bell.wait()
-            return None if self._closing or name in self._leaving else self._given_up[name]
+            await unless(self._when(lambda: name in self._given_up), work)
+        except Stopped:
+            pass
+        except Exception as error:  # noqa: BLE001 (death comes in many kinds)
+            return _one_line(error) if self._is_missed(name) else None
         finally:
             self._attended.discard(name)
-            for waiting in (task, bell):
-                waiting.cancel()
-            await asyncio.gather(task, bell, return_exceptions=True)
+        # It may have been sent home: because the run is over, as everybody will hear, or because it was given up.
+        await self._when(lambda: name in self._given_up or not self._is_missed(name))
+        return self._given_up[name] if self._is_missed(name) else None
 
-    async def _when_given_up(self, name: str) -> None:
-        while name not in self._given_up:
+    def _is_missed(self, name: str) -> bool:
+        return not (self._closing or name in self._leaving)
+
+    async def _when(self, condition: Callable[[], bool]) -> None:
+        while not condition():
             await self._bell.wait()
 
     async def _replaced(self, place: str, name: str, reason: str) -> tuple[str, Work] | None:
@@ -226,21 +226,6 @@ class Keeper:
                     raise  # whatever a start says when it is broken off
                 reason = f"its replacement did not start: {_one_line(error)}"
         raise AssertionError("unreachable")
-
-    async def _unless_closing(self, work: Coroutine[Any, Any, tuple[str, Work] | None]) -> tuple[str, Work] | None:
-        task = asyncio.ensure_future(work)
-        closing = asyncio.ensure_future(self._when_closing())
-        try:
-            await asyncio.wait((task, closing), return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            for waiting in (task, closing):
-                waiting.cancel()
-            await asyncio.gather(task, closing, return_exceptions=True)
-
-    async def _when_closing(self) -> None:
-        while not self._closing:
-            await self._bell.wait()
 
 
 def _one_line(error: BaseException) -> str:

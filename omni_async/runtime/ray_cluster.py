@@ -166,15 +166,16 @@ class RayCluster:
         deadline = self._inputs.config.run.health_timeout_s
         while True:
             await asyncio.sleep(min(_HEALTH_INTERVAL_S, deadline / 4))
-            await self._ping(name, deadline)
+            try:
+                async with asyncio.timeout(deadline):
+                    await self._ping(name)
+            except TimeoutError:
+                raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
 
-    async def _ping(self, name: str, deadline: float) -> None:
+    async def _ping(self, name: str) -> None:
         try:
-            async with asyncio.timeout(deadline):
-                await self._actors[name].ping.remote()
-        except TimeoutError:
-            raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
-        except (ray.exceptions.RayActorError, KeyError):
+            await self._actors[name].ping.remote()
+        except (ray.exceptions.RayError, KeyError):
             raise PeerLost(f"{name} is gone") from None
 
     async def hurry(self) -> None:
@@ -183,9 +184,12 @@ class RayCluster:
     async def find_lost(self) -> str | None:
         for name in [name for name in self._actors if name.startswith(("coordinator", "trainer"))]:
             try:
-                await self._ping(name, _SUSPECT_DEADLINE_S)
+                async with asyncio.timeout(_SUSPECT_DEADLINE_S):
+                    await self._ping(name)
             except PeerLost as error:
                 return str(error)
+            except TimeoutError:
+                continue  # slow is not gone
         return None
 
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -216,9 +220,8 @@ class RayCluster:
                 await self._proxy("trainer").admit(name, worker)
         except BaseException as error:
             await self._end(name)
-            with contextlib.suppress(
-                Exception
-            ):  # who is told may be gone too; what happened first is what counts, a cancellation above all
+            # Who is told may be gone too; what happened first is what counts, a cancellation above all.
+            with contextlib.suppress(Exception):
                 if not name.startswith("reward"):
                     await self._proxy("trainer").dismiss(name)
                     await self.coordinator.engine_lost(name, "it did not join")

@@ -46,62 +46,63 @@ class Session:
         self._closing_s = config.run.closing_timeout_s
         self._cluster = cluster
         self._observer = observer
-        self._restarts = restarts
-        self._clock = clock
-        self.keeper: Keeper | None = None
+        self._roles, self._services = Supervisor(), Supervisor()
+        self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault)
+        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.close
 
-    async def run(self, interrupted: asyncio.Event, ending: Ending) -> None:
-        cluster, observer = self._cluster, self._observer
-        coordinator = cluster.coordinator
-        async with Supervisor() as services, Supervisor() as supervisor:
-            self.keeper = keeper = Keeper(cluster, supervisor, self._restarts, self._clock, observer.tell, observer.fault)
-            observer.on_lost, observer.on_closing = keeper.give_up, keeper.close
-            watching = services.start("driver", observer.watch(coordinator, cluster.store))
+    async def run(self, interrupted: asyncio.Event) -> Ending:
+        ending, cluster, observer = Ending(), self._cluster, self._observer
+        async with self._services as services, self._roles as roles:
+            watching = services.start("driver", observer.watch(cluster.coordinator, cluster.store))
             services.start("interrupts", _stop_when(interrupted, cluster))
             for name, work in cluster.services().items():
                 services.start(name, work)
             for name, work in cluster.work().items():
-                supervisor.start(name, work)
+                roles.start(name, work)
             for name, work in cluster.crew().items():
-                keeper.employ(name, work)
+                self._keeper.employ(name, work)
             failure: TaskFailed | None = None
             try:
-                await first_of(services.wait(), supervisor.wait(), observer.closing.wait())
+                await first_of(services.wait(), roles.wait(), observer.closing.wait())
             except TaskFailed as error:
-                failure = error
-                ending.lost = await self._lost_with(error)
-                if ending.lost is not None:
-                    ending.because("failed", ending.lost, error)
-                    return  # nothing more can be had from this life
-                with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
-                    async with asyncio.timeout(_LAST_EVENTS_S):
-                        await coordinator.fail(describe(error))
-            keeper.close()
-            unfinished, ending.lost = await _close_in_order(supervisor, self._closing_s)
-            with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
+                failure, ending.lost = error, await self._lost_with(error)
+            if failure and ending.lost is not None:
+                ending.because("failed", ending.lost, failure)  # nothing more can be had from this life
+            else:
+                await self._close(ending, failure, watching)
+        return ending
+
+    async def _close(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
+        """In order: everybody hears that the run is over, the trainer saves, and what is left is told."""
+        coordinator, observer = self._cluster.coordinator, self._observer
+        if failure:
+            with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
                 async with asyncio.timeout(_LAST_EVENTS_S):
-                    await coordinator.conclude()
-                    await watching
-            await observer.pictures_drawn(_PICTURES_S)
-            # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
-            ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
-            if observer.ended and ended["status"] == "failed":
-                ending.because("failed", ended["reason"] or "failed", failure)
-            if failure:
-                ending.because("failed", describe(failure), failure)
-            if unfinished:
-                ending.because("failed", unfinished)
-            if ended["status"] != "done":
-                ending.because(ended["status"], ended["reason"] or ended["status"])
+                    await coordinator.fail(describe(failure))
+        self._keeper.close()
+        unfinished, ending.lost = await _settle(self._roles, self._closing_s)
+        with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
+            async with asyncio.timeout(_LAST_EVENTS_S):
+                await coordinator.conclude()
+                await watching
+        await observer.pictures_drawn(_PICTURES_S)
+        # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
+        ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
+        if observer.ended and ended["status"] == "failed":
+            ending.because("failed", ended["reason"] or "failed", failure)
+        if failure:
+            ending.because("failed", describe(failure), failure)
+        if unfinished:
+            ending.because("failed", unfinished)
+        if ended["status"] != "done":
+            ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request) -> dict[str, Any]:
         """What `omni-async status` and `scale` ask for. ValueError, one line, if it can't be done."""
-        if self.keeper is None:
-            raise ValueError("the run is starting; ask again in a moment")
         for role, workers in request.scale.items():
-            if not self.keeper.workers(role):
+            if not self._keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
-            await self.keeper.scale(role, workers)
+            await self._keeper.scale(role, workers)
         return {"parts": self._cluster.parts(), "faults": len(self._observer.faults), **await self._cluster.coordinator.statistics()}
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
@@ -113,13 +114,13 @@ class Session:
         return None
 
 
-async def _close_in_order(supervisor: Supervisor, seconds: float) -> tuple[str | None, str | None]:
+async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
     """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything, and
     which part was lost, if that is what."""
     try:
         async with asyncio.timeout(seconds) as deadline:
-            await supervisor.settle()
-            await supervisor.wait()
+            await roles.settle()
+            await roles.wait()
     except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
         if deadline.expired():
             return f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over", None

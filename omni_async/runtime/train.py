@@ -22,11 +22,12 @@ from msgspec.structs import replace
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
+from omni_async.control.waiting import Stopped, unless
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import write_profile
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import ControlSocket
-from omni_async.runtime.interrupts import Interrupted, interrupts, listen, unless
+from omni_async.runtime.interrupts import interrupts, listen
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
@@ -85,6 +86,7 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     finally:
         memory.stop()
         console.close()
+        run.release()
 
 
 class _Run:
@@ -141,8 +143,8 @@ class _Run:
             again = f"again from update {version}" if version else "again from the start"
             self._console.note(f"{ending.lost}; {again}" + (f" in {pause:g} s" if pause else ""))
             fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"life {life + 1}, {again}", 0.0)
-            with contextlib.suppress(Interrupted):
-                await unless(interrupted, asyncio.sleep(pause))
+            with contextlib.suppress(Stopped):
+                await unless(interrupted.wait(), asyncio.sleep(pause))
         raise AssertionError("unreachable")
 
     async def _live(self, inputs: RunInputs, life: int, interrupted: asyncio.Event, control: ControlSocket, fault: Fault | None) -> Ending:
@@ -152,7 +154,7 @@ class _Run:
         try:
             self._console.phase(_LOADING[self._config.run.runtime] if inputs.profile is None else "starting the emulated devices")
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
-            await unless(interrupted, cluster.start())
+            await unless(interrupted.wait(), cluster.start())
             listen(interrupted)
             if self._opening is not None:
                 self._mlflow = await self._opening
@@ -165,8 +167,8 @@ class _Run:
                 self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
             session = Session(self._config, cluster, self._observer, self._restarts, self._clock)
             control.answer = session.answer
-            await session.run(interrupted, ending)
-        except Interrupted:
+            ending = await session.run(interrupted)
+        except Stopped:
             ending.because("interrupted", "before the first update" if life == 1 else "while it was being started again")
         except Exception as error:
             ending.because("failed", describe(error), error)

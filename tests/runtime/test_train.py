@@ -15,11 +15,11 @@ import pytest
 from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
 
 from omni_async.control.supervisor import TaskFailed
-from omni_async.control.waiting import first_of
+from omni_async.control.waiting import Stopped, first_of, unless
 from omni_async.performance.profile import load_profile
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
-from omni_async.runtime.interrupts import Interrupted, interrupts, listen, unless
+from omni_async.runtime.interrupts import interrupts, listen
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.session import Ending
 from omni_async.runtime.train import train
@@ -109,8 +109,8 @@ def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_hap
     async def main() -> None:
         interrupted = asyncio.Event()
         asyncio.get_running_loop().call_soon(interrupted.set)
-        with pytest.raises(Interrupted):
-            await unless(interrupted, work())
+        with pytest.raises(Stopped):
+            await unless(interrupted.wait(), work())
         assert done == ["cancelled"]
 
     run_loop(main())
@@ -122,7 +122,7 @@ def test_work_that_is_not_interrupted_raises_what_it_raises():
 
     async def main() -> None:
         with pytest.raises(LookupError, match="no model"):
-            await unless(asyncio.Event(), work())
+            await unless(asyncio.Event().wait(), work())
 
     run_loop(main())
 
