@@ -184,7 +184,9 @@ class WeightPublisher:
         left = set(delivering)
         try:
             while left:
-                _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # an engine's failure is in `failed`; what the coordinator raises is nobody's to bear
                 if failed and not self._sender.one_by_one:
                     broken = TransportError("others that receive with it failed")
                     failed.update({delivering[task]: broken for task in left})

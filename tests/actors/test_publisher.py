@@ -433,6 +433,20 @@ def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_
     on_stage(scene)
 
 
+def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
+    error = KeyError("a bug")
+
+    async def scene(stage: Stage) -> None:
+        async def fails(_: WeightReport) -> None:
+            raise error
+
+        stage.desk.engine_holds = fails  # type: ignore[method-assign]
+        stage.publish(1)
+        assert await failure_of(stage.run) is error
+
+    on_stage(scene)
+
+
 # ---- a sender that cannot ---------------------------------------------------------------------------------------------------------
 
 
