@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import chain, islice
 
 from msgspec import Struct
 
@@ -31,6 +32,7 @@ class TrajectoryBuffer:
         self._reserved: set[str] = set()
         self._queues: dict[SampleKind, OrderedDict[str, ScoreJob]] = {"validation": OrderedDict(), "train": OrderedDict()}
         self._scoring: dict[str, tuple[str, ScoreJob]] = {}  # sample -> the reward worker that has it
+        self._suspects: set[str] = set()
 
     @property
     def free(self) -> int:
@@ -56,17 +58,23 @@ class TrajectoryBuffer:
         self.put(job)
         self._queues[job.kind].move_to_end(job.sample_id, last=False)
 
+    def suspect(self, sample_id: str) -> None:
+        """It is handed out alone from now on: what it does to its reward worker is not to be blamed on others."""
+        self._suspects.add(sample_id)
+
     def queued(self, kind: SampleKind) -> bool:
         """Whether a sample of this kind waits for a score."""
         return bool(self._queues[kind])
 
     def take(self, worker: str, limit: int, kinds: Iterable[SampleKind] = ("validation", "train")) -> list[ScoreJob]:
-        """Samples for a reward worker, of one kind after the other, each in the order they came."""
-        jobs: list[ScoreJob] = []
-        for kind in kinds:
-            queue = self._queues[kind]
-            jobs += [queue.popitem(last=False)[1] for _ in range(min(limit - len(jobs), len(queue)))]
-        self._scoring.update({job.sample_id: (worker, job) for job in jobs})
+        """Samples for a reward worker, of one kind after the other, each in the order they came; or one suspect."""
+        waiting = chain.from_iterable(self._queues[kind].values() for kind in kinds)
+        jobs = list(islice(waiting, limit))
+        first_suspect = next((place for place, job in enumerate(jobs) if job.sample_id in self._suspects), limit)
+        jobs = jobs[: max(1, first_suspect)]
+        for job in jobs:
+            del self._queues[job.kind][job.sample_id]
+            self._scoring[job.sample_id] = (worker, job)
         return jobs
 
     def being_scored(self, worker: str, sample_id: str) -> bool:
@@ -80,6 +88,7 @@ class TrajectoryBuffer:
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will never be."""
         self._reserved.discard(sample_id)
+        self._suspects.discard(sample_id)
         self._scoring.pop(sample_id, None)
 
     def discard(self, sample_ids: set[str]) -> None:
@@ -89,6 +98,7 @@ class TrajectoryBuffer:
                 queue.pop(sample_id, None)
             self._scoring.pop(sample_id, None)
         self._reserved -= sample_ids
+        self._suspects -= sample_ids
 
     def statistics(self) -> BufferStatistics:
         return BufferStatistics(self.capacity, len(self._reserved), sum(map(len, self._queues.values())))

@@ -123,6 +123,10 @@ class SampleFlow:
         self._rewarders.ring()
         return jobs
 
+    def suspect(self, sample_id: str) -> None:
+        """A reward worker or a scorer went down over a batch that it was in: it is scored alone from now on."""
+        self._buffer.suspect(sample_id)
+
     def retry_score(self, job: ScoreJob, failures: int) -> None:
         """When the pause after so many failures is over, before all that came later. It keeps its place meanwhile."""
         self._buffer.put_off(job)

@@ -15,7 +15,7 @@ from omni_async.control.groups import GroupProgress, SampleProgress, require_tra
 from omni_async.control.population import Population
 from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound
-from omni_async.control.versions import Versions
+from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreResult, Terminal
 
 
@@ -54,6 +54,7 @@ class Outcomes:
     # ---- generation ---------------------------------------------------------------------------------------------------------------
 
     def samples_done(self, engine: str, results: list[SampleResult]) -> None:
+        """Raises, to whoever reports it, what is wrong with a result that cannot be right; the sample is made again."""
         for result in results:
             request = self._samples.answered(engine, result.sample_id)
             if request is None:
@@ -62,8 +63,13 @@ class Outcomes:
             if progress is None:
                 self._samples.release(result.sample_id)  # the group ended while the sample was being made
                 continue
-            require_trained_steps(request, result)
-            self._versions.require_made(result)
+            try:
+                require_trained_steps(request, result)
+                self._versions.require_made(result)
+            except (ValueError, WeightMismatch) as error:
+                self._samples.release(result.sample_id)
+                self._generation_failed(request, progress, str(error))
+                raise
             progress.result = result
             self.images += request.kind == "train"
             self._samples.generated(progress.job())
@@ -150,6 +156,7 @@ class Outcomes:
         """Something died or went down over it: once is chance, again and again is the sample's doing."""
         progress.suspected += 1
         if progress.suspected <= self._config.reward.retries:
+            self._samples.suspect(progress.request.sample_id)
             return
         self._samples.withdraw(progress.request.sample_id)  # it waits to be scored again
         if isinstance(home, ValidationRound):

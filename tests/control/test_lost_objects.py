@@ -350,6 +350,28 @@ def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
     play(main())
 
 
+def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> None:
+    """They score whole batches."""
+
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=4, score_retries=3))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 0)
+        worker, scored = 0, []
+        while len(scored) < 7:
+            jobs = await c.next_to_score(f"reward-{worker}", 8)
+            if any(job.sample_id == "g1.s1" for job in jobs):
+                await c.scorer_lost(f"reward-{worker}")
+                worker += 1
+            else:
+                await score(c, jobs, distinct, f"reward-{worker}")
+                scored += jobs
+        assert [(entry.group, entry.event) for entry in entries] == [(1, "rejected")]
+        assert worker == 4, "workers that died of it"
+
+    play(main())
+
+
 def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_end() -> None:
     async def main() -> None:
         c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
