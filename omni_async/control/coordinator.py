@@ -59,9 +59,11 @@ class Coordinator:
         validation_prompts: Sequence[Prompt],
         ledger_sink: Callable[[LedgerEntry], None],
         start: Continuation | None = None,
+        ledger_sync: Callable[[], None] = lambda: None,
     ) -> None:
-        """`start`: what an earlier life of the run had come to."""
+        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the machine."""
         start = start or Continuation()
+        self._ledger_sync = ledger_sync
         self._config = config
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
@@ -168,6 +170,8 @@ class Coordinator:
             "conservation": self.ledger.counters(),
         }
         self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
+        if self.ledger.problem is not None:
+            self._fail(self.ledger.problem)
         if self._closed:
             self._end()
         return not self._closed
@@ -271,10 +275,10 @@ class Coordinator:
 
     def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
         """Reject or drop a live group; its slot admits a replacement at once."""
-        too_many = self._groups.end(group, event, reason)
+        why = self._groups.end(group, event, reason) or self.ledger.problem
         self._samples.forget(group.group, group.samples)
-        if too_many is not None:
-            self._fail(too_many)
+        if why is not None:
+            self._fail(why)
         self._admit()
         self._ready.ring()
 
@@ -331,6 +335,8 @@ class Coordinator:
             self._groups.check()
         except ConservationError as error:
             self._outcome = ("failed", str(error))
+        if self.ledger.problem is not None and self._outcome[0] != "failed":
+            self._outcome = ("failed", self.ledger.problem)
         status, reason = self._outcome
         self._log.add("ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()})
 
@@ -355,7 +361,8 @@ class Coordinator:
 
     async def continuation(self) -> Continuation:
         """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it was before what was
-        unfinished was dropped."""
+        unfinished was dropped. OSError if the ledger lines that it counts are not safe."""
+        self._ledger_sync()
         return self._last_state or self._state()
 
     def _state(self) -> Continuation:

@@ -1,10 +1,12 @@
 """The ledger: every admitted group ends in exactly one event, and that is checked, not hoped for.
 
-Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it happens.
+Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it happens. A sink that fails is
+told of in `problem`, where whoever ended the group looks: the books stay right, and the run can end in order.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -26,6 +28,7 @@ class Ledger:
     def __init__(self, sink: Callable[[LedgerEntry], None], start: LedgerState | None = None) -> None:
         start = start or LedgerState()
         self._sink = sink
+        self.problem: str | None = None
         self._live: set[int] = set()
         self._last_group = -1
         self.admitted = start.admitted
@@ -53,7 +56,10 @@ class Ledger:
             self.reasons[entry.reason] += 1
         if entry.staleness is not None:
             self.staleness[entry.staleness] += 1
-        self._sink(entry)
+        try:
+            self._sink(entry)
+        except OSError as error:
+            self.problem = self.problem or f"the ledger cannot be written: {error}"
 
     def check(self, live: Set[int]) -> None:
         """Compare with who *should* be live, counted independently (slots); raises ConservationError."""
@@ -79,7 +85,8 @@ class Ledger:
 
 
 class JsonlSink:
-    """Appends a line per event and flushes it, so that a killed run has told all it knew.
+    """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What could not be written is
+    written before the next line.
 
     `valid`: how many of the lines that are there already count, if not all. The others, of updates that no checkpoint held, are moved to
     `<name>.void`.
@@ -90,9 +97,20 @@ class JsonlSink:
             _keep(Path(path), valid)
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (lives as long as the ledger)
         self._encode = msgspec.json.Encoder().encode
+        self._unwritten = b""
 
     def __call__(self, entry: Any) -> None:
-        self._file.write(self._encode(entry) + b"\n")
+        self._unwritten += self._encode(entry) + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def sync(self) -> None:
+        """Every line survives the machine. OSError if it does not."""
+        self._write()
+        os.fsync(self._file.fileno())
 
 
 def _keep(path: Path, valid: int) -> None:

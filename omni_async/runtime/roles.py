@@ -40,14 +40,8 @@ def limit_threads(cpus: float) -> None:
 
 
 def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinator:
-    return Coordinator(
-        inputs.config,
-        run_id,
-        inputs.prompts,
-        inputs.validation_prompts,
-        JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else None),
-        inputs.start,
-    )
+    sink = JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else None)
+    return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync)
 
 
 def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Producer:

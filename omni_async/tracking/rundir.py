@@ -16,7 +16,6 @@ from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
 from omni_async.tracking.files import write_atomic
-from omni_async.types import LedgerEntry
 
 _LOCK = ".lock"
 
@@ -164,9 +163,6 @@ class RunDirectory:
     def weights(self) -> Path:
         """Published versions, with `weights.transport: disk`."""
         return self.path / "weights"
-
-    def append_ledger(self, entry: LedgerEntry) -> None:
-        append_jsonl(self.ledger, entry)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return [msgspec.json.decode(line) for line in _lines(self.metrics)]

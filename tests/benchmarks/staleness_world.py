@@ -10,7 +10,7 @@ from benchmarks.staleness_plan import CORRECTIONS, Cell, Plan
 from benchmarks.staleness_results import CellResult, ValidationAt
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.summary import Counters, Status, ValidationPoint, summarise, write_summary
 from omni_async.types import LedgerEntry
 from tests.runtime.runtime_world import write_world
@@ -30,7 +30,7 @@ def record(config: Config, rewards: Sequence[float], *, status: Status = "done",
     run = RunDirectory.create(config, WallClock())
     groups = [(0, 1), (1, 1), (2, None), *((3 + n, 2 + n // 2) for n in range(2 * len(rewards) - 2))]
     for group, version in groups:
-        run.append_ledger(entry(group, version))
+        append_jsonl(run.ledger, entry(group, version))
     for n, reward in enumerate(rewards):
         run.append_metrics(n + 1, {"reward": reward, **(metrics[n] if metrics else {})})
         run.append_metrics(n + 1, {"validation/reward": 0.5})

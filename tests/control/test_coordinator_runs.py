@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ from control_world import (
     hold,
     make_config,
     make_coordinator,
+    make_prompts,
     make_result,
     now,
     play,
@@ -26,7 +28,7 @@ from control_world import (
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.versions import WeightMismatch
-from omni_async.types import SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
+from omni_async.types import LedgerEntry, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
 
 
 def trained(entries: list[Any]) -> list[Any]:
@@ -350,6 +352,8 @@ def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
         now(c.samples_done("rollout-0", [make_result(first, "rollout-0", (0,))]))
     with pytest.raises(WeightMismatch, match="newest is 0"):
         now(c.samples_done("rollout-0", [make_result(second, "rollout-0", (0, 1))]))
+    again = now(c.next_samples("rollout-0", 9, 9))
+    assert {(one.sample_id, one.seed) for one in again if one.attempt == 2} == {(one.sample_id, one.seed) for one in (first, second)}
 
 
 def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
@@ -705,3 +709,25 @@ def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
     asyncio.run(hold(c, 0))
     fields = {r.kind: r.fields for _ in range(4) for r in now(c.next_samples("rollout-0", 2, 4))}
     assert fields == {"train": ("latents", "means"), "validation": ()}
+
+
+def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() -> None:
+    """A rejection comes of a reward worker's message: the worker has done nothing wrong, and no group may stay behind for it."""
+
+    async def main() -> None:
+        def full(_: LedgerEntry) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        synced: list[int] = []
+        c = Coordinator(make_config(S=1, P=1), "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1))
+        await hold(c, 0)
+        await finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0)
+        await score(c, now(c.next_to_score("reward-0", 2)), lambda _: 0.5)
+        assert await c.next_groups(0, 1) == []
+        said = ended(c)
+        assert said["status"] == "failed" and "the ledger cannot be written: [Errno 28] No space left" in said["reason"]
+        assert said["conservation"]["live"] == 0
+        await c.continuation()
+        assert synced, "lines that a checkpoint counts are safe before it says so"
+
+    asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,33 @@ def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None
     JsonlSink(path)(entry(2))
     assert len(path.read_text().splitlines()) == 3, "a second writer appends"
     assert msgspec.json.decode(path.read_bytes().splitlines()[0], type=LedgerEntry) == entry(0)
+
+
+class Disk:
+    """Full until `room`, and then takes five bytes at a time."""
+
+    def __init__(self) -> None:
+        self.content = b""
+        self.room = False
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.content += data[:5]
+        return len(data[:5])
+
+
+def test_a_line_that_could_not_be_written_comes_before_the_next_and_the_books_stay_right(tmp_path: Path) -> None:
+    sink, disk = JsonlSink(tmp_path / "ledger.jsonl"), Disk()
+    sink._file = disk  # type: ignore[assignment]
+    ledger = Ledger(sink)
+    for group in range(2):
+        ledger.admit(group)
+    ledger.end(entry(0))
+    assert ledger.problem == "the ledger cannot be written: [Errno 28] No space left on device"
+    assert ledger.counters()["trained"] == 1 and ledger.live == {1}
+    with pytest.raises(OSError, match="No space"):
+        sink.sync()
+    disk.room = True
+    ledger.end(entry(1))
+    assert [json.loads(line)["group"] for line in disk.content.splitlines()] == [0, 1]

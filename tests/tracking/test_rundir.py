@@ -61,7 +61,7 @@ def test_redaction_leaves_the_rest_alone() -> None:
 def test_lines_are_appended(tmp_path: Path) -> None:
     run = RunDirectory.create(config(tmp_path), ManualClock(0))
     entry = LedgerEntry("r", 1, 2, "trained", None, 3, 4, 1, (3, 3), 1, 0.5)
-    run.append_ledger(entry)
+    append_jsonl(run.ledger, entry)
     run.append_metrics(1, {"loss": 0.25, "nan": float("nan")})
     run.append_metrics(2, {"loss": 0.5})
     assert msgspec.json.decode(run.ledger.read_bytes(), type=LedgerEntry) == entry
