@@ -18,6 +18,7 @@ from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
 from omni_async.actors.tracer import Tracer
 from omni_async.checkpoint.folders import finish, folder_name, partial, rotate
 from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.samples import made_with
 from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
@@ -93,7 +94,7 @@ class Checkpointer:
             await asyncio.to_thread(write_group, place, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
-        state = State(stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule)
+        state = State(stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule, made_with(self._config))
 
         def complete() -> None:
             write_state(place, state)

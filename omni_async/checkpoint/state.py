@@ -19,13 +19,14 @@ _MOST = 10**12  # updates, groups, images: no run has more
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`: what the update rule
-    remembers. `pipeline` and `algorithm` say what the tensors are of."""
+    remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready groups were made with."""
 
     control: Continuation
     pipeline: str
     algorithm: str
     engine: dict[str, Any] = {}
     rule: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     format: int = FORMAT
 
     @property

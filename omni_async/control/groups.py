@@ -62,6 +62,11 @@ class GroupProgress:
         self.losses = 0
         self._num_unscored = len(requests)
 
+    def would_be(self, ready: ReadyGroup) -> bool:
+        """Whether it will look like this when it is complete."""
+        samples = {sample.sample_id for sample in ready.samples}
+        return (self.prompt, self.window) == (ready.prompt, ready.window) and self.samples.keys() == samples
+
     def restore(self, ready: ReadyGroup) -> None:
         """As it was when it was complete."""
         for sample in ready.samples:

@@ -24,17 +24,18 @@ class Intake:
         self.next_group = start.next_group  # the first number that was not given out
 
     def next(self, version: int) -> GroupProgress:
-        """A group for admission at `version`. It is complete if an earlier life had it ready."""
+        """A group for admission at `version`. It is complete if an earlier life had it ready, for the same prompt and with as many samples."""
         if not self._begun:
             self.next_group += 1
             return self._group(self.next_group - 1, version)
         former = self._begun.popleft()
         if isinstance(former, ReadyGroup):
             group = self._group(former.group, former.admitted_version)
-            group.restore(former)
-        else:
-            group = self._group(former.group, version)
-            group.attempts = former.attempts
+            if group.would_be(former):
+                group.restore(former)
+                return group
+        group = self._group(former.group, version)
+        group.attempts = former.attempts if isinstance(former, Unfinished) else 1
         return group
 
     def _group(self, number: int, version: int) -> GroupProgress:

@@ -5,7 +5,8 @@ auto     the newest run of this name in run.dir that was neither done nor is run
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 
-Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over, and that is said.
+Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over, and that is said. So is
+one whose run's ledger has lost lines, and groups that wait for the trainer are made again if the recipe would make others now.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first, require_whole
+from omni_async.checkpoint.samples import changed_settings, without_ready_groups
 from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.tracking.rundir import RunDirectory
@@ -52,7 +56,8 @@ def find_resume_point(config: Config) -> ResumePoint | None:
         raise ConfigError(
             f"checkpoint.resume: the checkpoint is at update {state.version} already, trainer.updates is {config.trainer.updates}"
         )
-    return ResumePoint(folder, state, notes=(f"from {folder}, at update {state.version}",))
+    state, notes = _with_fitting_groups(config, state)
+    return ResumePoint(folder, state, notes=(*notes, f"from {folder}, at update {state.version}"))
 
 
 def _newest_unfinished(config: Config) -> Path | None:
@@ -78,10 +83,12 @@ def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -
     for folder in newest_first(run / "checkpoints"):
         try:
             state = _usable(config, folder)
+            _require_ledger(run, state)
         except CheckpointError as error:
             refused.append(f"warning: not resumed from {folder.name}: {error}")
             continue
-        return ResumePoint(folder, state, run, (*refused, f"going on with {run.name} from update {state.version}"))
+        state, notes = _with_fitting_groups(config, state)
+        return ResumePoint(folder, state, run, (*refused, *notes, f"going on with {run.name} from update {state.version}"))
     return None
 
 
@@ -102,4 +109,25 @@ def _usable(config: Config, folder: Path) -> State:
     ):
         if found != wanted:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
+    steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
+    if steps is not None and steps != state.version * per_update:  # schedules count optimizer steps, and updates by them
+        raise CheckpointError(
+            f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates, trainer.steps_per_update is {per_update}"
+        )
     return state
+
+
+def _require_ledger(run: Path, state: State) -> None:
+    """The machine may have gone down before all lines were on its disk."""
+    ledger = RunDirectory(run).ledger
+    lines = ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+    if lines < state.control.ledger.lines:
+        raise CheckpointError(f"the ledger has {lines} lines, the checkpoint counts {state.control.ledger.lines}")
+
+
+def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str, ...]]:
+    changed = changed_settings(state.samples, config)
+    if not (changed and state.control.ready):
+        return state, ()
+    note = f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed"
+    return replace(state, control=without_ready_groups(state.control)), (note,)

@@ -11,7 +11,7 @@ from control_world import Bench, Run, distinct, finish, hold, make_config, make_
 
 from omni_async.control.continuation import Continuation, LedgerState, Unfinished
 from omni_async.control.ledger import JsonlSink
-from omni_async.types import LedgerEntry
+from omni_async.types import LedgerEntry, Prompt
 
 
 def test_groups_in_every_state_go_on() -> None:
@@ -112,6 +112,30 @@ def test_a_smaller_staleness_budget_makes_old_groups_again() -> None:
         after, _ = make_coordinator(make_config(S=1, P=1, updates=6), start=kept)
         await hold(after, 2)
         assert 2 in {r.group for r in now(after.next_samples("rollout-0", 8, 8))}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("change", ["fewer samples", "more samples", "another prompt"])
+def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> None:
+    before = Bench(S=1, P=1, updates=4)
+
+    async def main() -> None:
+        await before.generate(0, 0)
+        kept = await before.c.continuation()
+        (ready,) = kept.ready
+        if change == "another prompt":
+            kept = msgspec.structs.replace(kept, ready=(msgspec.structs.replace(ready, prompt=Prompt(9, "of another file")),))
+        size = {"fewer samples": 1, "more samples": 3}.get(change, len(ready.samples))
+        after, _ = make_coordinator(make_config(S=1, P=1, updates=4, group_size=size), start=kept)
+        await hold(after, 0)
+        requests = [request for request in now(after.next_samples("rollout-0", 16, 16)) if request.group == 0]
+        assert len(requests) == size
+        await finish(after, "rollout-0", requests, 0)
+        await score(after, now(after.next_to_score("reward-0", size)), distinct)
+        if size > 1:
+            (group,) = await after.next_groups(0, 1)
+            assert (group.group, len(group.samples), group.prompt.text) == (0, size, requests[0].prompt.text)
 
     asyncio.run(main())
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from runtime_world import write_world
 
 from omni_async.checkpoint.folders import finish, folder_name, partial
 from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.samples import made_with
 from omni_async.checkpoint.state import State, write_state
+from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
-from omni_async.control.continuation import Continuation
+from omni_async.control.continuation import Continuation, LedgerState
 from omni_async.runtime.resume import find_resume_point
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
+from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 
 
 def recipe(folder: Path, resume: str | None = "auto", **sections: object) -> Config:
@@ -26,14 +31,21 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
     run = Path(config.run.dir) / f"{config.run.name}-{stamp}"
     (run / "checkpoints").mkdir(parents=True)
     for version in versions:
-        folder = run / "checkpoints" / folder_name(version)
-        partial(folder).mkdir()
-        write_state(partial(folder), State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm))
-        write_manifest(partial(folder))
-        finish(folder)
+        checkpoint_of(run, State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm))
     if status is not None:
         (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
     return run
+
+
+def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None = None) -> Path:
+    folder = run / "checkpoints" / folder_name(state.version)
+    partial(folder).mkdir()
+    for group, trajectories in (groups or {}).items():
+        write_group(partial(folder), group, trajectories)
+    write_state(partial(folder), state)
+    write_manifest(partial(folder))
+    finish(folder)
+    return folder
 
 
 def refusal(config: Config) -> str:
@@ -106,6 +118,41 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(config)
     folder = str(run / "checkpoints" / "update-000001")
     assert refusal(recipe(tmp_path, folder)).startswith("checkpoint.resume: ")
+
+
+def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(tmp_path: Path) -> None:
+    """The machine went down before they were on its disk."""
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000")
+    checkpoint_of(run, State(Continuation(1, ledger=LedgerState(2, {"trained": 2})), config.model.pipeline, "flow_grpo"))
+    checkpoint_of(run, State(Continuation(2, ledger=LedgerState(4, {"trained": 4})), config.model.pipeline, "flow_grpo"))
+    (run / "ledger.jsonl").write_text("{}\n" * 3 + '{"cut')
+    point = find_resume_point(config)
+    assert point is not None and point.state.version == 1
+    assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]
+
+
+def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    checkpoint_of(
+        run_of(config, "20260101-000000"), State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4})
+    )
+    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(config)
+    assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
+
+
+def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    ready = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), (1,)),))
+    state = State(Continuation(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
+    folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
+    same = find_resume_point(config)
+    assert same is not None and same.state.control.ready == (ready,)
+    for other in (recipe(tmp_path, rollout={"num_inference_steps": 7}), recipe(tmp_path, folder, rollout={"num_inference_steps": 7})):
+        point = find_resume_point(other)
+        assert point is not None and point.state.control.ready == ()
+        assert [one.group for one in point.state.control.unfinished] == [3]
+        assert point.notes[0] == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
 
 
 def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""What the groups of a checkpoint were made with. Those that wait for the trainer are of use to a run that would make the same ones; any other
+makes them again, from the same prompts and seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from omni_async.config import Config
+from omni_async.config.redact import redact
+from omni_async.control.continuation import Continuation, Unfinished
+
+_ROLLOUT = (
+    "group_size",
+    "height",
+    "width",
+    "num_inference_steps",
+    "true_cfg_scale",
+    "negative_prompt",
+    "share_initial_noise",
+    "sde",
+)
+
+
+def made_with(config: Config) -> dict[str, Any]:
+    """The settings that decide what a sample and its score are, by their names; without secrets."""
+    settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
+    settings |= {"reward.scorers": config.reward.scorers}
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
+    return plain
+
+
+def changed_settings(before: dict[str, Any], config: Config) -> list[str]:
+    """Which of `before`, what `made_with` said then, are others now. None of a checkpoint that does not say."""
+    now = made_with(config)
+    return [name for name in before if before[name] != now.get(name)]
+
+
+def without_ready_groups(control: Continuation) -> Continuation:
+    """They are made again."""
+    again = tuple(Unfinished(group.group) for group in control.ready)
+    return replace(control, ready=(), unfinished=(*control.unfinished, *again))
