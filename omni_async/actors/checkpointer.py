@@ -49,15 +49,22 @@ class Checkpointer:
         self._tracer = tracer
         self._writing: asyncio.Task[None] | None = None
 
-    async def save(self) -> None:
-        """Between two updates. Returns when the weights may change again."""
+    async def save(self, version: int) -> None:
+        """Between two updates; `version` is that of the weights. Returns when they may change again."""
         await self.settle(last=False)
-        control = await self._coordinator.continuation()
-        folder = self._checkpoints / folder_name(control.version)
-        with self._tracer.span("checkpoint", version=control.version):
-            await asyncio.to_thread(_clear, partial(folder))
-            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
-        self._writing = asyncio.create_task(self._write(folder, control, engines[0], self._rule.state()), name=folder.name)
+        folder = self._checkpoints / folder_name(version)
+        try:
+            control = await self._coordinator.continuation()
+            if control.version != version:
+                return  # the run had ended before this update was answered for: by the ledger it was never made
+            with self._tracer.span("checkpoint", version=version):
+                await asyncio.to_thread(_clear, partial(folder))
+                engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
+        except OSError as error:
+            work = _fail(error)
+        else:
+            work = self._write(folder, control, engines[0], self._rule.state())
+        self._writing = asyncio.create_task(work, name=folder.name)
 
     async def settle(self, last: bool = True) -> None:
         """Until nothing is being written. A failure is raised if it is the `last` one's, and otherwise told."""
@@ -75,13 +82,20 @@ class Checkpointer:
             )
 
     async def close(self) -> None:
-        """Whatever is being written is left unfinished: a folder without a name."""
+        """Whatever is being written is left unfinished, in a folder without a name, or finished within the moment."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def _write(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
+        try:
+            await self._write_all(folder, control, engine, rule)
+        except Exception:
+            await asyncio.to_thread(shutil.rmtree, partial(folder), ignore_errors=True)  # the next one may need its room
+            raise
+
+    async def _write_all(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
         place = partial(folder)
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         kept, gone = [], []
@@ -118,6 +132,10 @@ def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGro
     """Pictures are not kept."""
     samples = zip(group.samples, references, strict=True)
     return replace(group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples))
+
+
+async def _fail(error: OSError) -> None:
+    raise error
 
 
 def _clear(folder: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from actor_world import AccountingRank, Desk, LossyStore, failure_of, make_config, make_group, play, settle
@@ -20,6 +21,7 @@ from omni_async.checkpoint.state import write_state
 from omni_async.control.clock import ManualClock
 from omni_async.control.continuation import Continuation, Unfinished
 from omni_async.store import LocalStore, ObjectStore
+from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot
 
 
@@ -382,6 +384,55 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):
     (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
     assert "checkpoint update-000001 could not be written (OSError: no space left on device)" in warning
     assert stage.kept == ["update-000002", "update-000003"]
+
+
+def test_a_checkpoint_that_cannot_even_be_begun_is_told_and_tried_again(tmp_path):
+    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
+    (tmp_path / ".update-000002.partial").write_text("in the way of a folder")
+    stage.play()
+    (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
+    assert "checkpoint update-000002 could not be written (FileExistsError" in warning
+    assert [name for name in stage.kept if not name.startswith(".")] == ["update-000001", "update-000003"]
+
+
+def test_what_a_failed_checkpoint_has_written_is_removed(tmp_path):
+    stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
+    stage.ranks[0].disk_is_full = True
+    with pytest.raises(OSError, match="no space left on device"):
+        stage.play()
+    assert stage.kept == []
+
+
+def test_weights_that_the_ledger_does_not_know_of_are_not_saved(tmp_path):
+    """The run had ended before the update was: its groups are in the ledger as dropped, and made again."""
+    stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
+    continuation = stage.desk.continuation
+
+    async def as_of_the_end() -> Continuation:
+        return msgspec.structs.replace(await continuation(), version=1)
+
+    stage.desk.continuation = as_of_the_end
+    stage.play()
+    assert stage.kept == ["update-000001"]
+
+
+def test_a_failed_update_lets_the_checkpoint_that_is_being_written_be_finished(tmp_path):
+    stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
+    end_save, add = stage.ranks[0].end_save, stage.trainer._add
+
+    async def slowly() -> None:
+        await settle()
+        await end_save()
+
+    async def fails(update: Any, group: ReadyGroup) -> None:
+        if stage.trainer._version == 1:
+            raise ValueError("a group that cannot be trained")
+        await add(update, group)
+
+    stage.ranks[0].end_save, stage.trainer._add = slowly, fails
+    with pytest.raises(ValueError, match="cannot be trained"):
+        stage.play()
+    assert stage.kept == ["update-000001"]
 
 
 def test_the_last_checkpoint_has_to_succeed(tmp_path):
