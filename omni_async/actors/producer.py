@@ -20,6 +20,7 @@ from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.control.coalescing import Coalescer
+from omni_async.control.waiting import is_cancelled
 from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
@@ -127,6 +128,10 @@ class Producer:
                     trajectory = await self._engine.generate(request)
             except EngineError:
                 raise
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                raise EngineError(f"{self.name}: sample {request.sample_id} was cancelled by the engine") from None
             except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
                 if deadline.expired():
                     raise EngineError(
@@ -170,7 +175,7 @@ class Producer:
                 self._receiving = asyncio.ensure_future(self._receiver.receive(manifest, parcel))
                 manifest, buckets = await self._receiving
             except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
+                if is_cancelled():
                     raise
                 raise TransportError(f"{self.name}: version {manifest.version} was given up while engines met anew") from None
             except (WeightError, LookupError) as error:

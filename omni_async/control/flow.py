@@ -46,7 +46,7 @@ class SampleFlow:
 
     def lease(self, engine: str, free: int, capacity: int) -> Awaitable[list[SampleRequest]]:
         """Up to `free` samples for an engine that holds `capacity` at most; none when closed."""
-        return self._producers.take(lambda: self._lease(engine, free, capacity))
+        return self._producers.take(lambda: self._lease(engine, free, capacity), engine)
 
     def _may_lease(self) -> bool:
         return self._closed or (self._queue.waiting and self._buffer.free > 0)
@@ -67,12 +67,12 @@ class SampleFlow:
     def engine_leaves(self, engine: str) -> None:
         """It gets no more leases, though it may have asked, and answers for those it has."""
         self._engines.discard(engine)
-        self._producers.ring()
+        self._producers.send_home(engine)
 
     def engine_lost(self, engine: str) -> list[str]:
         """It gets no more leases, though it may have asked. Returns the samples it has not answered for."""
         self._engines.discard(engine)
-        self._producers.ring()
+        self._producers.send_home(engine)
         return self._queue.leases_of(engine)
 
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
@@ -90,7 +90,7 @@ class SampleFlow:
 
     def jobs(self, worker: str, limit: int) -> Awaitable[list[ScoreJob]]:
         """Up to `limit` samples for a reward worker to score, as many as there are; none when closed."""
-        return self._rewarders.take(lambda: self._jobs(worker, limit))
+        return self._rewarders.take(lambda: self._jobs(worker, limit), worker)
 
     def _may_score(self) -> bool:
         return self._closed or self._buffer.queued("validation") or (self._buffer.queued("train") and self._may_score_training())
@@ -112,7 +112,7 @@ class SampleFlow:
     def scorer_leaves(self, worker: str) -> None:
         """It gets no more samples, though it may have asked, and answers for those it has."""
         self._lost_scorers.add(worker)
-        self._rewarders.ring()
+        self._rewarders.send_home(worker)
 
     def scorer_lost(self, worker: str) -> list[ScoreJob]:
         """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before all that came later."""
@@ -120,6 +120,7 @@ class SampleFlow:
         jobs = self._buffer.jobs_of(worker)
         for job in reversed(jobs):
             self._buffer.retry(job)
+        self._rewarders.send_home(worker)
         self._rewarders.ring()
         return jobs
 

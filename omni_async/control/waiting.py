@@ -38,28 +38,40 @@ class Bell:
         return len(self._waiters)
 
 
-class Line:
-    """First come, first served: `await take(what)` is `what()`, called when the caller is first in the line and `is_open()`.
+class _Turn:
+    def __init__(self, who: str) -> None:
+        self.who = who
+        self.come = asyncio.get_running_loop().create_future()
 
-    Only the first is ever woken, by `ring()`, which costs nothing while the line is empty or closed: whoever may have opened it rings. Who leaves,
+    def call(self) -> None:
+        if not self.come.done():
+            self.come.set_result(None)
+
+
+class Line:
+    """First come, first served: `await take(what, who)` is `what()`, called when the caller is first in the line and `is_open()`, or when
+    `who` was sent home.
+
+    Only the first is ever woken by `ring()`, which costs nothing while the line is empty or closed: whoever may have opened it rings. Who leaves,
     served or cancelled, wakes the next, so an open line moves on by itself. Nobody is handed anything while waiting, so a cancelled waiter loses
     nothing.
     """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._line: deque[_Turn] = deque()
+        self._sent_home: set[str] = set()
 
-    async def take(self, what: Callable[[], T]) -> T:
-        if not self._line and self._is_open():
+    async def take(self, what: Callable[[], T], who: str = "") -> T:
+        if (not self._line and self._is_open()) or who in self._sent_home:
             return what()
-        turn = asyncio.get_running_loop().create_future()
+        turn = _Turn(who)
         self._line.append(turn)
         try:
-            await turn
-            while not self._is_open():  # it was when the ring came
-                turn = self._line[0] = asyncio.get_running_loop().create_future()
-                await turn
+            await turn.come
+            while not (self._is_open() or who in self._sent_home):  # it was open when the ring came
+                turn.come = asyncio.get_running_loop().create_future()
+                await turn.come
             return what()
         finally:
             self._line.remove(turn)
@@ -67,12 +79,25 @@ class Line:
 
     def ring(self) -> None:
         """Wake the first in the line if it is open."""
-        if self._line and not self._line[0].done() and self._is_open():
-            self._line[0].set_result(None)
+        if self._line and not self._line[0].come.done() and self._is_open():
+            self._line[0].call()
+
+    def send_home(self, who: str) -> None:
+        """They wait no longer, and never again."""
+        self._sent_home.add(who)
+        for turn in self._line:
+            if turn.who == who:
+                turn.call()
 
     @property
     def waiting(self) -> int:
         return len(self._line)
+
+
+def is_cancelled() -> bool:
+    """Whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def first_of(*works: Awaitable[Any]) -> None:
@@ -99,6 +124,8 @@ async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Stopped
+        if working.cancelled():  # or whoever waits takes it for a cancellation of its own
+            raise RuntimeError("it was cancelled from within")
         return working.result()
     finally:
         for task in (working, stopping):

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
-from omni_async.control.waiting import Bell, Stopped, unless
+from omni_async.control.waiting import Bell, Stopped, is_cancelled, unless
 from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.faults import Fault
 
@@ -140,7 +140,7 @@ class Keeper:
             if name in self._attended:
                 await self._workforce.dismiss(name)
         for _ in range(count - len(workers)):
-            if self._closing:
+            if self._is_closing():
                 raise ValueError("the run is ending")
             place = next(f"{role}-{i}" for i in range(10**6) if f"{role}-{i}" not in self._present)
             name = self._name(place)
@@ -151,7 +151,14 @@ class Keeper:
             except BaseException:
                 del self._present[place]
                 raise
+            if self._is_closing():  # by now, and nobody employs any more
+                work.close()
+                await self._workforce.lose(name, "the run is ending")
+                raise ValueError("the run is ending")
             self.employ(name, work)
+
+    def _is_closing(self) -> bool:
+        return self._closing
 
     def _name(self, place: str) -> str:
         return f"{place}.{self._hired[place] + 1}" if self._hired[place] else place
@@ -222,7 +229,7 @@ class Keeper:
                     await self._workforce.dismiss(name)
                 return name, work
             except Exception as error:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
+                if is_cancelled():
                     raise  # whatever a start says when it is broken off
                 reason = f"its replacement did not start: {_one_line(error)}"
         raise AssertionError("unreachable")

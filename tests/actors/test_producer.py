@@ -154,6 +154,17 @@ def test_a_sample_that_never_comes_means_that_the_engine_hangs():
     on_stage(scene, offered=1, **{"rollout.timeout_s": 0.005})
 
 
+def test_a_sample_that_the_engine_itself_cancels_ends_the_engine():
+    """What a library does to those who wait when it breaks; the sample would be nobody's."""
+
+    async def scene(producer, engine, desk, run):
+        engine.running["g0.s0"].cancel()
+        error = await failure_of(run)
+        assert isinstance(error, EngineError) and "g0.s0 was cancelled by the engine" in str(error)
+
+    on_stage(scene, offered=1)
+
+
 def test_a_timeout_inside_the_engine_is_the_samples_own_failure():
     async def scene(producer, engine, desk, run):
         engine.finish(0, error=TimeoutError("the decoder's socket"))

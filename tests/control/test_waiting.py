@@ -10,7 +10,7 @@ import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
 from omni_async.control.events import EventLog, Picture
-from omni_async.control.waiting import Bell, Line
+from omni_async.control.waiting import Bell, Line, unless
 from omni_async.types import Prompt, Score
 
 
@@ -197,6 +197,36 @@ def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
         assert counter.taken == [("a", 2), ("b", 3)]
 
     asyncio.run(main())
+
+
+def test_who_is_sent_home_waits_no_longer_and_the_others_keep_their_places() -> None:
+    async def main() -> None:
+        opened, served = False, []
+        line = Line(lambda: opened)
+        waiting = [asyncio.create_task(line.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
+        await asyncio.sleep(0)
+        line.send_home("b")
+        await waiting[1]
+        assert served == ["b"] and line.waiting == 2
+        await line.take(lambda: served.append("b again"), "b")
+        opened = True
+        line.ring()
+        await asyncio.gather(*waiting)
+        assert served == ["b", "b again", "a", "c"]
+
+    asyncio.run(main())
+
+
+def test_work_that_is_cancelled_from_within_is_not_a_cancellation_of_whoever_waits() -> None:
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="cancelled from within"):
+            await unless(asyncio.Event().wait(), _cancels_itself())
+
+    asyncio.run(main())
+
+
+async def _cancels_itself() -> None:
+    raise asyncio.CancelledError
 
 
 @pytest.mark.parametrize("woken_first", [False, True])
