@@ -26,13 +26,15 @@ class RunControl(CoordinatorApi, Protocol):
 
 
 class Cluster(Protocol):
-    """`start` brings every role up; `crew` and `work` are what each then does until the run is over, by name; `close` frees everything and may
-    be called at any time."""
+    """`connect` reaches what the roles will live on, `start` brings every role up; `crew` and `work` are what each then does until the run is
+    over, by name; `close` frees everything and may be called at any time."""
 
     store: ObjectStore
 
     @property
     def coordinator(self) -> RunControl: ...
+
+    async def connect(self) -> None: ...
 
     async def start(self) -> None: ...
 

@@ -37,6 +37,9 @@ class InProcessCluster:
         publisher = roles.build_publisher(config, producers, self.coordinator, self.store, str(run.weights), clock=clock)
         self._trainer = roles.build_trainer(inputs, [], self.coordinator, publisher, self.store, str(run.checkpoints), clock=clock)
 
+    async def connect(self) -> None:
+        """There is nothing but this process."""
+
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
         for role in (self._trainer, *self._actors.values()):

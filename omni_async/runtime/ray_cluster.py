@@ -31,8 +31,6 @@ from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 
 _HEALTH_INTERVAL_S = 10.0
-# For a part that is suspected already.
-_SUSPECT_DEADLINE_S = 5.0
 # Resources that exist are handed out at once; the rest is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
 
@@ -59,10 +57,16 @@ class RayCluster:
 
     # ---- coming up ----------------------------------------------------------------------------------------------------------------
 
+    async def connect(self) -> None:
+        starting = asyncio.ensure_future(asyncio.to_thread(connect, self._inputs.config.run.ray_address, self._seating.cpus))
+        try:
+            self._owns_ray = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._owns_ray = await starting  # Ray cannot be stopped before it has started
+            raise
+
     async def start(self) -> None:
-        """Ray, then the actors side by side, then their models."""
-        address = self._inputs.config.run.ray_address
-        self._owns_ray = await asyncio.to_thread(connect, address, self._seating.cpus)
+        """The actors side by side, then their models."""
         await self._reserve(self._seating.bundles)
         config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
         self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
@@ -166,15 +170,16 @@ class RayCluster:
         deadline = self._inputs.config.run.health_timeout_s
         while True:
             await asyncio.sleep(min(_HEALTH_INTERVAL_S, deadline / 4))
-            try:
-                async with asyncio.timeout(deadline):
-                    await self._ping(name)
-            except TimeoutError:
-                raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
+            await self._check(name)
 
-    async def _ping(self, name: str) -> None:
+    async def _check(self, name: str) -> None:
+        """PeerLost unless it answers in time."""
+        deadline = self._inputs.config.run.health_timeout_s
         try:
-            await self._actors[name].ping.remote()
+            async with asyncio.timeout(deadline):
+                await self._actors[name].ping.remote()
+        except TimeoutError:
+            raise PeerLost(f"{name} has not answered for {deadline:g} s") from None
         except (ray.exceptions.RayError, KeyError):
             raise PeerLost(f"{name} is gone") from None
 
@@ -182,15 +187,15 @@ class RayCluster:
         await self._proxy("trainer").hurry()
 
     async def find_lost(self) -> str | None:
-        for name in [name for name in self._actors if name.startswith(("coordinator", "trainer"))]:
-            try:
-                async with asyncio.timeout(_SUSPECT_DEADLINE_S):
-                    await self._ping(name)
-            except PeerLost as error:
-                return str(error)
-            except TimeoutError:
-                continue  # slow is not gone
-        return None
+        found: str | None = None
+        try:
+            async with asyncio.TaskGroup() as checks:  # the first that is lost ends the others
+                for name in self._actors:
+                    if name.startswith(("coordinator", "trainer")):
+                        checks.create_task(self._check(name))
+        except* PeerLost as lost:
+            found = str(lost.exceptions[0])
+        return found
 
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors}
@@ -249,6 +254,16 @@ class RayCluster:
 
     def _close(self) -> None:
         """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it."""
+        with contextlib.ExitStack() as then:  # each step is taken, whatever becomes of those before it: Ray itself may be broken
+            if self._owns_ray:
+                self._owns_ray = False
+                then.callback(ray.shutdown)
+            group, self._group = self._group, None
+            if group is not None:
+                then.callback(remove_placement_group, group)
+            self._end_all()
+
+    def _end_all(self) -> None:
         actors, self._actors = self._actors, {}
         where, self._where = self._where, {}
         for actor in actors.values():
@@ -260,12 +275,6 @@ class RayCluster:
             ending = [one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))]
             with ThreadPoolExecutor(max(1, len(ending))) as threads:
                 list(threads.map(end_process, ending))
-        group, self._group = self._group, None
-        if group is not None:
-            remove_placement_group(group)
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
 
 
 # What each actor builds, in its own process.

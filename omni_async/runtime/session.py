@@ -66,6 +66,7 @@ class Session:
                 await first_of(services.wait(), roles.wait(), observer.closing.wait())
             except TaskFailed as error:
                 failure, ending.lost = error, await self._lost_with(error)
+            self._keeper.close()
             if failure and ending.lost is not None:
                 ending.because("failed", ending.lost, failure)  # nothing more can be had from this life
             else:
@@ -79,7 +80,6 @@ class Session:
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
                 async with asyncio.timeout(_LAST_EVENTS_S):
                     await coordinator.fail(describe(failure))
-        self._keeper.close()
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
         with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
             async with asyncio.timeout(_LAST_EVENTS_S):
@@ -130,7 +130,7 @@ async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | 
 
 async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
     await interrupted.wait()
-    await cluster.coordinator.stop("by a signal")
+    await cluster.coordinator.stop("on request")
     await cluster.hurry()
     await asyncio.Event().wait()  # a service: it ends by being cancelled
 

@@ -45,10 +45,6 @@ from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
-_LOADING = {
-    "ray": "starting Ray; loading engines, scorers and the trainer (up to a minute)",
-    "inprocess": "loading engines, scorers and the trainer",
-}
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
 
 
@@ -128,7 +124,6 @@ class _Run:
         inputs, fault = self._inputs, None
         for life in count(1):
             ending = await self._live(inputs, life, interrupted, control, fault)
-            control.answer = None
             if ending.lost is None or interrupted.is_set():
                 return ending
             found = self._clock.now()
@@ -143,8 +138,10 @@ class _Run:
             again = f"again from update {version}" if version else "again from the start"
             self._console.note(f"{ending.lost}; {again}" + (f" in {pause:g} s" if pause else ""))
             fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"life {life + 1}, {again}", 0.0)
-            with contextlib.suppress(Stopped):
+            try:
                 await unless(interrupted.wait(), asyncio.sleep(pause))
+            except Stopped:
+                return Ending("interrupted", "before it was started again")
         raise AssertionError("unreachable")
 
     async def _live(self, inputs: RunInputs, life: int, interrupted: asyncio.Event, control: ControlSocket, fault: Fault | None) -> Ending:
@@ -152,10 +149,14 @@ class _Run:
         ending = Ending()
         cluster: Cluster | None = None
         try:
-            self._console.phase(_LOADING[self._config.run.runtime] if inputs.profile is None else "starting the emulated devices")
+            if self._config.run.runtime == "ray":
+                self._console.phase("starting Ray")
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
-            await unless(interrupted.wait(), cluster.start())
+            await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
+            loading = "loading engines, scorers and the trainer (up to a minute)"
+            self._console.phase(loading if inputs.profile is None else "starting the emulated devices")
+            await unless(interrupted.wait(), cluster.start())
             if self._opening is not None:
                 self._mlflow = await self._opening
             self._console.phase("generating the first samples")
@@ -175,6 +176,7 @@ class _Run:
             if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError)):
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
+        control.answer = None
         if cluster is not None:
             try:
                 await cluster.close()
@@ -184,7 +186,10 @@ class _Run:
 
     def _from_last_checkpoint(self) -> RunInputs:
         """Or, if there is none, from where this process began. What came after it is void."""
-        point = newest_of_run(self._config, self._run.path)
+        refused: list[str] = []
+        point = newest_of_run(self._config, self._run.path, refused)
+        for note in refused:
+            self._console.note(note)
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
         self._run.void_metrics(start.version, start.validated)

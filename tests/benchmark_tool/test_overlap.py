@@ -173,7 +173,7 @@ def test_a_run_that_says_done_but_left_too_little_is_a_failure(tmp_path):
 
 
 def test_an_interrupted_run_ends_the_benchmark_and_what_is_done_is_written(tmp_path):
-    train = world.FakeTrain(STEPS, ends=lambda arm, number: ("interrupted", "by a signal") if (arm, number) == ("async-2", 1) else None)
+    train = world.FakeTrain(STEPS, ends=lambda arm, number: ("interrupted", "on request") if (arm, number) == ("async-2", 1) else None)
     with pytest.raises(KeyboardInterrupt):
         bench(tmp_path, train)
     overlap = read_overlap(tmp_path / "out")

@@ -125,7 +125,7 @@ class Disturbed:
 
     def require_whole(self, summary: Summary) -> None:
         """It ended as it was told to, with every group in exactly one line and every update made of its groups."""
-        assert summary.status == "interrupted" and summary.reason == "by a signal", summary.reason
+        assert summary.status == "interrupted" and summary.reason == "on request", summary.reason
         assert summary.conserved
         ledger = self.ledger()
         assert sorted(line["group"] for line in ledger) == [*range(summary.counters.admitted)]

@@ -12,11 +12,38 @@ from pathlib import Path
 import pytest
 
 from omni_async.performance.profile import write_profile
+from tests.e2e.conftest import checkpoint
 from tests.e2e.emulation import write_recipe
 from tests.e2e.runs import COMMAND, ENVIRONMENT
+from tests.e2e.runs import write_recipe as write_small_recipe
 from tests.faults.disturbed import profile
 
+__all__ = ["checkpoint"]
+
 DEADLINE_S = 30.0
+
+
+def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, str(recipe), *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    )
+
+
+def until(process: subprocess.Popen[str], beginning: str) -> None:
+    """It has said a line that begins so."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(beginning):
+            return
+    raise AssertionError(f"it ended without a line that begins with {beginning!r}")
+
+
+def preempt(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGTERM)
+    told = time.monotonic()
+    said = process.communicate(timeout=DEADLINE_S)[0]
+    assert process.returncode == 130, said
+    assert time.monotonic() - told < DEADLINE_S
 
 
 @pytest.mark.slow
@@ -26,20 +53,11 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 10.0))
     settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
-    process = subprocess.Popen(
-        [*COMMAND, str(recipe), *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
-    )
-    assert process.stdout is not None
+    process = start(recipe, *settings)
     try:
-        for line in process.stdout:
-            if line.startswith("training streams"):
-                break
+        until(process, "training streams")
         time.sleep(8)  # all groups are there, and the update is being made
-        os.kill(process.pid, signal.SIGTERM)
-        told = time.monotonic()
-        said = process.communicate(timeout=DEADLINE_S)[0]
-        assert process.returncode == 130, said
-        assert time.monotonic() - told < DEADLINE_S
+        preempt(process)
     finally:
         process.kill()
         process.wait()
@@ -48,3 +66,20 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
     assert (summary["status"], summary["updates"], summary["conserved"]) == ("interrupted", 0, True)
     state = json.loads((run / "checkpoints" / "update-000000" / "state.json").read_text())
     assert state["control"]["version"] == 0 and len(state["control"]["ready"]) >= 8, "what the trainer had taken is kept"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_go_while_it_loads_ends_in_order(checkpoint: str, tmp_path: Path) -> None:
+    """Ray has started by then, and would take the signal for itself."""
+    process = start(write_small_recipe(tmp_path, checkpoint), "run.runtime=ray")
+    try:
+        until(process, "loading engines")
+        time.sleep(1)
+        preempt(process)
+    finally:
+        process.kill()
+        process.wait()
+    (run,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("interrupted", "before the first update")
+    assert not (run / "control.sock").exists()

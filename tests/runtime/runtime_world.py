@@ -121,6 +121,9 @@ class HandCluster:
         self.closed = False
         self._work, self._services = work, services or {}
 
+    async def connect(self) -> None:
+        """There is nothing to reach."""
+
     async def start(self) -> None:
         """Nothing has to be loaded."""
 

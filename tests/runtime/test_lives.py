@@ -40,6 +40,7 @@ def save(run: Path, version: int) -> Path:
     write_state(place, State(Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)
+    (run / "ledger.jsonl").write_text("{}\n" * ledger.lines)
     return folder
 
 
@@ -103,6 +104,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
 
     lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
     assert lives.inputs[1].start.version == 1
+    assert any(note.startswith("warning: not resumed from update-000002") for note in lives.console.notes)
 
 
 def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):

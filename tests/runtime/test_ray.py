@@ -286,6 +286,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
         config = write_world(tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1})
         cluster = RayCluster(preflight(config), run)
         try:
+            await cluster.connect()
             await cluster.start()
             services = [asyncio.ensure_future(work) for work in cluster.services().values()]
             await asyncio.gather(*cluster.work().values(), *cluster.crew().values())

@@ -248,7 +248,7 @@ def test_ctrl_c_stops_the_run_in_order(tmp_path, monkeypatch):
         saved.append("checkpoint")
 
     summary, _ = play(tmp_path, monkeypatch, {"trainer": trains}, {"publisher": forever})
-    assert (summary.status, summary.reason) == ("interrupted", "by a signal")
+    assert (summary.status, summary.reason) == ("interrupted", "on request")
     assert saved == ["checkpoint"]
 
 
