@@ -47,7 +47,8 @@ class Observer:
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
         self._images_before = 0
-        self._before = dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0)
+        # What is to be told of a life that ends without its last word.
+        self._last: dict[str, Any] = {"conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0), "images": 0}
         self.started = clock.now()
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
@@ -64,8 +65,8 @@ class Observer:
         self._images_before = start.images
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
-        # What is to be told of a life that ends before it says anything.
-        self._before = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events, "admitted": ledger.lines, "live": 0}
+        events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
+        self._last = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
         self._rewards, self._validation = [], []
         for line in self._run.read_metrics():
             if "finished" in line:
@@ -128,6 +129,7 @@ class Observer:
 
     def _update(self, data: dict[str, Any]) -> None:
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
+        self._last = {"conservation": data["conservation"], "images": data["images"]}
         self._rewards.append(reward)
         self._staleness.update(staleness)
         self._finished.append((data["finished"], data["images"]))
@@ -203,18 +205,17 @@ class Observer:
             self._mlflow.log_image(grid, name.split("-")[0], version)
 
     def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]) -> Summary:
-        ended = self.ended or {}
-        counters = ended.get("conservation") or self._before
+        ended = self.ended or self._last
         return summarise(
             run=self._run.run_id,
             status=status,
             reason=reason,
             started=self.started,
             finished=finished,
-            images=ended.get("images", self._images_before),
+            images=ended["images"],
             rewards=self._rewards,
             staleness=self._staleness.elements(),
-            counters=Counters(**counters),
+            counters=Counters(**ended["conservation"]),
             spans=spans,
             devices=num_devices(self._config),
             reject_reasons=ended.get("reasons"),

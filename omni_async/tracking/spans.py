@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,16 +40,14 @@ class SpanLog:
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
-        """Every one, in the order they came; a line that was cut off ends them."""
+        """Every one, in the order they came; but those whose line was cut off."""
         if not self._path.exists():
             return []
         spans: list[Span] = []
         with self._path.open("rb") as file:
             for line in file:
-                try:
+                with contextlib.suppress(msgspec.DecodeError):
                     spans.append(msgspec.json.decode(line, type=Span))
-                except msgspec.DecodeError:
-                    break
         return spans
 
     def close(self) -> None:

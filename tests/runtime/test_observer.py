@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from runtime_world import Control, PictureStore, RememberingConsole, write_world
@@ -136,6 +137,16 @@ def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tm
     assert not watched.console.validations
     assert not [line for line in watched.metrics() if "validation/reward" in line]
     assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
+
+
+def test_a_life_that_ends_without_a_word_is_told_by_its_last_update(tmp_path):
+    """As when the coordinator itself is lost and no other life follows."""
+    ended = watch(tmp_path / "ended")
+    updates = [line for line in ended.metrics() if "finished" in line]
+    ended.observer.ended = None
+    summary = ended.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
+    assert (summary.updates, summary.images) == (4, updates[-1]["images"])
+    assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
 
 
 def test_a_run_that_ended_before_its_first_update_has_a_summary(tmp_path):

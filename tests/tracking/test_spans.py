@@ -23,12 +23,13 @@ def test_all_of_them_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Pa
     assert log.all() == [] and not (tmp_path / "spans.jsonl").exists()
 
 
-def test_a_line_that_was_cut_off_ends_them(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     log = SpanLog(path, keep_s=10.0)
     log.add(spans(0, 3))
-    path.write_bytes(path.read_bytes()[:-5])
-    assert log.all() == spans(0, 2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:-9] + b"\n" + lines[2])
+    assert log.all() == [spans(0, 3)[0], spans(0, 3)[2]]
 
 
 def test_another_process_begins_anew(tmp_path: Path) -> None:
