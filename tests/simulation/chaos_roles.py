@@ -233,9 +233,11 @@ class MemoryCheckpointer(Checkpointer):
 
     keep: Callable[[Continuation], None]
 
-    async def save(self) -> None:
+    async def save(self, version: int) -> None:
         await self.settle(last=False)
         control = await self._coordinator.continuation()
+        if control.version != version:
+            return
         await asyncio.gather(*(rank.begin_save("") for rank in self._ranks))
         self._writing = asyncio.create_task(self._write_it(control), name=f"checkpoint {control.version}")
 
