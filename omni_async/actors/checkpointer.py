@@ -114,7 +114,7 @@ class Checkpointer:
             write_state(place, state)
             write_manifest(place)
             finish(folder)
-            rotate(self._checkpoints, self._config.checkpoint.keep)
+            rotate(self._checkpoints, self._config.checkpoint.keep, folder)
 
         await asyncio.to_thread(complete)
 

@@ -10,7 +10,7 @@ A folder is written beside its place and renamed when it is whole. Nothing in it
 """
 
 from omni_async.checkpoint.errors import CheckpointError
-from omni_async.checkpoint.folders import folder_name, newest_whole, require_whole
+from omni_async.checkpoint.folders import folder_name, require_whole
 from omni_async.checkpoint.state import State, read_state
 
-__all__ = ["CheckpointError", "State", "folder_name", "newest_whole", "read_state", "require_whole"]
+__all__ = ["CheckpointError", "State", "folder_name", "read_state", "require_whole"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from omni_async.checkpoint.errors import CheckpointError
-from omni_async.checkpoint.manifest import check_manifest
+from omni_async.checkpoint.manifest import check_manifest, sync
 from omni_async.checkpoint.state import read_state
 from omni_async.checkpoint.trajectories import check_groups, check_tensors
 
 _NAME = re.compile(r"update-(\d{6,})")
+_ASIDE = re.compile(r"\.update-(\d{6,})\.old")
 
 
 def folder_name(version: int) -> str:
@@ -24,9 +24,17 @@ def partial(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
+def _aside(folder: Path) -> Path:
+    """Where a checkpoint lies while another of its version takes its place."""
+    return folder.with_name(f".{folder.name}.old")
+
+
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    found = [(int(match[1]), path) for path in checkpoints.glob("update-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    yield from (path for _, path in sorted(found, reverse=True))
+    """Where each of them lies: in its place, or still aside if the process was killed before another of its version was in that."""
+    places = {int(match[1]): path for path in checkpoints.glob("update-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
+    aside = {int(match[1]): path for path in checkpoints.glob(".update-*") if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()}
+    found = aside | places
+    yield from (found[version] for version in sorted(found, reverse=True))
 
 
 def require_whole(folder: Path) -> None:
@@ -37,31 +45,29 @@ def require_whole(folder: Path) -> None:
     check_groups(folder, state)
 
 
-def newest_whole(checkpoints: Path, refused: Callable[[str], None]) -> Path | None:
-    """The newest one that is whole; `refused` is told why of each that is not."""
-    for folder in newest_first(checkpoints):
-        try:
-            require_whole(folder)
-        except CheckpointError as error:
-            refused(str(error))
-        else:
-            return folder
-    return None
+def rotate(checkpoints: Path, keep: int, written: Path) -> None:
+    """Only `written`, which was just put in its place, and the newest before it stay, `keep` in all; and nothing that was never finished.
 
-
-def rotate(checkpoints: Path, keep: int) -> None:
-    """Only the newest `keep` stay, and nothing that was never finished."""
-    for folder in [*newest_first(checkpoints)][keep:]:
-        shutil.rmtree(folder, ignore_errors=True)
-    for leftover in checkpoints.glob(".update-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used: their updates no
+    longer exist, nor do the lines of the ledger that their states count. Left there, they would come first when the run is resumed again,
+    and take the places of whole ones.
+    """
+    found = [*newest_first(checkpoints)]
+    kept = found[found.index(written) :][:keep]
+    for folder in (*found, *checkpoints.glob(".update-*")):
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish(folder: Path) -> None:
-    """Put what was written at `partial(folder)` in its place. One that lies there already, of the same version, gives way."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    """Put what was written at `partial(folder)` in its place, for good when it returns.
+
+    One that lies there already, of the same version, gives way: it is damaged, or the run was resumed from it, stopped before its next
+    update, and has finished groups since. Until the new one is in its place it is kept aside.
+    """
     if folder.exists():
-        folder.rename(old)
+        shutil.rmtree(_aside(folder), ignore_errors=True)
+        folder.rename(_aside(folder))
     partial(folder).rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    sync(folder.parent)
+    shutil.rmtree(_aside(folder), ignore_errors=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import stat
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import xxhash
@@ -32,69 +32,88 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write_manifest(folder: Path) -> None:
     """Of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = Content(path.stat().st_size, _digest(path, sync=True))
+    files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
     path = folder / FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
     for written in (path, *(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _sync(written)
+        sync(written)
 
 
 def check_manifest(folder: Path) -> None:
-    """CheckpointError with the first thing that is not as it was written."""
-    path = folder / FILE
+    """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads `folder` after this meets
+    nothing but the files that the manifest names."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        found = dict(_files(folder))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {FILE}") from None
+        found = {}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+    if FILE not in found:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {FILE}")
+    manifest = _read(found.pop(FILE))
+    if unnamed := found.keys() - manifest.files.keys():
+        raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {FILE} does not name it")
+    for name, content in manifest.files.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / FILE} names {name[:200]!r}, which is no file of the checkpoint")
+        _check(found[name], content)
+    if missing := _ALWAYS - found.keys():
+        raise CheckpointError(f"{folder / FILE} does not name {', '.join(missing)}")
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file below `folder`, under its path from there. CheckpointError for what is no file: a link leads elsewhere, a pipe is waited
+    for, a device has no end."""
+    folders = [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif entry.is_file(follow_symlinks=False):
+                    yield path.relative_to(folder).as_posix(), path
+                else:
+                    raise CheckpointError(f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices")
+
+
+def _read(path: Path) -> Manifest:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
+        manifest = msgspec.json.decode(content, type=Manifest)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if manifest.format != _FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
-    for name, content in manifest.files.items():
-        _check(folder, name, content)
-    if missing := _ALWAYS - manifest.files.keys():
-        raise CheckpointError(f"{path} does not name {', '.join(missing)}")
+    return manifest
 
 
-def _check(folder: Path, name: str, content: Content) -> None:
-    place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts:
-        raise CheckpointError(f"{folder / FILE} names {name!r}, which is outside the checkpoint")
-    path = folder / place
+def _check(path: Path, content: Content) -> None:
     try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{folder / FILE} names {name!r}, a link to what is outside the checkpoint")
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe would be waited for
-            raise CheckpointError(f"{path} is no file")
-        if about.st_size != content.size:
-            raise CheckpointError(f"{path} has {about.st_size} bytes, {content.size} were written")
+        size = path.stat().st_size
+        if size != content.size:
+            raise CheckpointError(f"{path} has {size} bytes, {content.size} were written")
         if _digest(path) != content.digest:
             raise CheckpointError(f"{path} is not what was written: its digest differs")
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a name no file can have; RuntimeError: links in a circle
-        raise CheckpointError(
-            f"{folder / FILE} names {name[:200]!r}, which cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _digest(path: Path, sync: bool = False) -> str:
+def _digest(path: Path, synced: bool = False) -> str:
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             found.update(chunk)
-        if sync:
+        if synced:
             os.fsync(file.fileno())
     return found.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file or a folder's names are on the disk when it returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from tensordict import TensorDict
 
-from omni_async.checkpoint import CheckpointError, State, folder_name, newest_whole, read_state, require_whole
+from omni_async.checkpoint import CheckpointError, State, folder_name, read_state, require_whole
 from omni_async.checkpoint.folders import finish, newest_first, partial, rotate
-from omni_async.checkpoint.manifest import write_manifest
+from omni_async.checkpoint.manifest import sync, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.continuation import Continuation, LedgerState, Unfinished
 
 
-def make(checkpoints: Path, version: int) -> Path:
+def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     folder = checkpoints / folder_name(version)
     place = partial(folder)
+    shutil.rmtree(place, ignore_errors=True)
     (place / "tensors").mkdir(parents=True)
     save_file({"model.x": np.arange(200, dtype=np.uint8)}, place / "tensors" / "shard.safetensors")
-    write_state(place, State(Continuation(version=version, next_group=9, unfinished=(Unfinished(7, 2),)), "qwen_image", "flow_grpo"))
+    control = Continuation(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
+    write_state(place, State(control, "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)
     return folder
@@ -50,23 +58,77 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors/shard.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["cut", "flipped", "gone"])
-def test_the_newest_whole_one_counts_and_why_others_do_not_is_said(tmp_path: Path, name: str, damage: object) -> None:
-    good, bad = make(tmp_path, 20), make(tmp_path, 40)
-    damage(bad / name)  # type: ignore[operator]
-    refused: list[str] = []
-    assert newest_whole(tmp_path, refused.append) == good
-    (why,) = refused
-    assert "update-000040" in why and "\n" not in why
+def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(tmp_path: Path, name: str, damage: object) -> None:
+    folder = make(tmp_path, 40)
+    damage(folder / name)  # type: ignore[operator]
+    with pytest.raises(CheckpointError) as refused:
+        require_whole(folder)
+    assert "update-000040" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_no_whole_one_is_none(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path, pytest.fail) is None
+def test_they_are_found_newest_first(tmp_path: Path) -> None:
+    assert [*newest_first(tmp_path)] == []
+    for version in (20, 1000000, 3):
+        make(tmp_path, version)
+    partial(tmp_path / folder_name(50)).mkdir()
+    assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000020", "update-000003"]
 
 
 def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path: Path) -> None:
+    """A run that was resumed from it and stopped before its next update has finished groups since."""
     make(tmp_path, 3)
-    assert make(tmp_path, 3).is_dir()
+    assert read_state(make(tmp_path, 3, next_group=11)).control.next_group == 11
     assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
+
+
+class Killed(BaseException):
+    """Nothing of the process is done after this."""
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_whenever_the_process_is_killed_while_one_replaces_another_there_is_a_whole_one(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 3)
+    left = step
+
+    def at_most(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", at_most(Path.rename))
+        patch.setattr("omni_async.checkpoint.folders.sync", at_most(sync))
+        patch.setattr(shutil, "rmtree", at_most(shutil.rmtree))
+        with suppress(Killed):
+            make(tmp_path, 3, next_group=11)
+    assert left == 0
+    (found,) = newest_first(tmp_path)
+    require_whole(found)
+    assert found.name in ("update-000003", ".update-000003.old")
+    folder = make(tmp_path, 3, next_group=12)
+    assert [*newest_first(tmp_path)] == [folder]
+    assert read_state(folder).control.next_group == 12
+    rotate(tmp_path, 1, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
+
+
+def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 3)
+    done: list[str] = []
+    remove = shutil.rmtree
+    monkeypatch.setattr(
+        "omni_async.checkpoint.folders.sync", lambda folder: done.append(f"sync {sorted(p.name for p in folder.iterdir())}")
+    )
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **how: done.append(f"remove {folder.name}") or remove(folder, **how))
+    make(tmp_path, 3)
+    assert done[-2:] == ["sync ['.update-000003.old', 'update-000003']", "remove .update-000003.old"]
 
 
 def test_only_the_newest_stay_and_nothing_unfinished(tmp_path: Path) -> None:
@@ -74,19 +136,42 @@ def test_only_the_newest_stay_and_nothing_unfinished(tmp_path: Path) -> None:
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
     (tmp_path / "update-best").mkdir()  # somebody's own
-    rotate(tmp_path, 2)
+    rotate(tmp_path, 2, tmp_path / "update-1000000")
     assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000030"]
     assert {path.name for path in tmp_path.iterdir()} == {"update-1000000", "update-000030", "update-best"}
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [40, 20]), (3, [40, 20, 10]), (9, [40, 20, 10])])
+def test_those_of_a_course_that_was_left_take_no_places(tmp_path: Path, keep: int, kept: list[int]) -> None:
+    """Resumed from 20 because 60 and 80 are damaged."""
+    for version in (10, 20, 60, 80):
+        make(tmp_path, version)
+    for version in (60, 80):
+        cut(tmp_path / folder_name(version) / "manifest.json")
+    rotate(tmp_path, keep, make(tmp_path, 40))
+    assert [path.name for path in newest_first(tmp_path)] == [folder_name(version) for version in kept]
+
+
+def test_one_that_was_left_aside_keeps_its_place(tmp_path: Path) -> None:
+    old = make(tmp_path, 20)
+    old.rename(tmp_path / f".{old.name}.old")
+    folder = make(tmp_path, 40)
+    rotate(tmp_path, 2, folder)
+    assert [path.name for path in newest_first(tmp_path)] == ["update-000040", ".update-000020.old"]
+    rotate(tmp_path, 1, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["update-000040"]
 
 
 def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
+    written = (folder / "manifest.json").read_bytes()
     for name in ("../secret", str(secret)):
-        manifest = {"files": {name: {"size": 1, "digest": "0"}}, "format": 1}
+        manifest = msgspec.json.decode(written)
+        manifest["files"][name] = {"size": 1, "digest": "0"}
         (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        with pytest.raises(CheckpointError, match="which is outside the checkpoint"):
+        with pytest.raises(CheckpointError, match="which is no file of the checkpoint"):
             require_whole(folder)
 
 
@@ -152,6 +237,17 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
         read_group(tmp_path, 12, 3)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_group(tmp_path, 13, 2)
+
+
+def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path: Path) -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    views = {"transposed": values.T, "every_other": values[:, ::2], "expanded": torch.ones(1).expand(5), "shared": values}
+    write_group(tmp_path, 1, [TensorDict(views, batch_size=[]), TensorDict({"shared": values}, batch_size=[])])
+    first, second = read_group(tmp_path, 1, 2)
+    assert all(torch.equal(first[name], view) for name, view in views.items())
+    assert torch.equal(second["shared"], values)
+    write_group(tmp_path, 2, [values.T.numpy()])
+    assert np.array_equal(read_group(tmp_path, 2, 1)[0], values.T.numpy())
 
 
 def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -54,19 +55,35 @@ def name_in_manifest(folder: Path, name: str) -> None:
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
 
 
-def test_a_link_out_of_the_folder_is_not_followed(folder: Path) -> None:
-    (folder.parent / "private").write_bytes(b"")
-    (folder / "link").symlink_to(folder.parent / "private")
-    name_in_manifest(folder, "link")
-    assert "names 'link', a link to what is outside the checkpoint" in refusal(folder)
+@pytest.mark.parametrize("name", ["link", "tensors/link.safetensors", "groups", "tensors/more"])
+@pytest.mark.parametrize("to", ["file", "folder", "nothing", "itself"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_link_is_refused_wherever_it_leads(folder: Path, name: str, to: str, named: bool) -> None:
+    outside = folder.parent / "private"
+    if to == "folder":
+        outside.mkdir()
+        save_file({"model.x": np.zeros(4, np.float32)}, outside / "shard.safetensors")
+    elif to == "file":
+        outside.write_bytes(b"")
+    (folder / name).symlink_to(folder / name if to == "itself" else outside)
+    if named:
+        name_in_manifest(folder, name)
+        name_in_manifest(folder, f"{name}/shard.safetensors")
+    assert f"{folder / name} is neither a file nor a folder; a checkpoint has no links" in refusal(folder)
 
 
-def test_a_folder_that_is_a_link_leads_nowhere_either(folder: Path) -> None:
-    (folder.parent / "elsewhere").mkdir()
-    (folder.parent / "elsewhere" / "x").write_bytes(b"")
-    (folder / "sub").symlink_to(folder.parent / "elsewhere")
-    name_in_manifest(folder, "sub/x")
-    assert "a link to what is outside the checkpoint" in refusal(folder)
+def test_tensors_behind_a_link_are_not_read_where_the_manifest_names_the_state_alone(folder: Path) -> None:
+    (folder / "tensors").rename(folder.parent / "elsewhere")
+    vouched(folder)
+    (folder / "tensors").symlink_to(folder.parent / "elsewhere")
+    assert f"{folder / 'tensors'} is neither a file nor a folder" in refusal(folder)
+    with pytest.raises(CheckpointError, match="is neither a file nor a folder"):
+        vouched(folder)
+
+
+def test_a_link_inside_the_folder_is_refused_too(folder: Path) -> None:
+    (folder / "tensors" / "again.safetensors").symlink_to("shard.safetensors")
+    assert "again.safetensors is neither a file nor a folder" in refusal(folder)
 
 
 def test_a_checkpoint_that_is_reached_by_a_link_is_fine(folder: Path) -> None:
@@ -74,10 +91,36 @@ def test_a_checkpoint_that_is_reached_by_a_link_is_fine(folder: Path) -> None:
     require_whole(folder.parent / "newest")
 
 
-def test_a_pipe_is_not_waited_for(folder: Path) -> None:
-    os.mkfifo(folder / "pipe")
-    name_in_manifest(folder, "pipe")
-    assert "is no file" in refusal(folder)
+@pytest.mark.parametrize("name", ["pipe", "manifest.json", "state.json", "tensors/shard.safetensors"])
+def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "pipe":
+        name_in_manifest(folder, "pipe")
+    assert f"{folder / name} is neither a file nor a folder" in refusal(folder)
+
+
+def test_a_manifest_without_an_end_is_not_read(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to("/dev/zero")
+    assert "manifest.json is neither a file nor a folder" in refusal(folder)
+
+
+def test_no_more_of_a_manifest_is_read_than_one_can_have(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 2**40)
+    assert "manifest.json is larger than 67108864 bytes" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["extra", "tensors/more.safetensors", "groups/000000007.safetensors", ".hidden", "a\nb"])
+def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    save_file({"model.x": np.ones(4, np.float32)}, folder / name)
+    assert "is not what was written: manifest.json does not name it" in refusal(folder)
+
+
+def test_a_folder_that_nothing_lies_in_is_none_of_the_manifests_business(folder: Path) -> None:
+    (folder / "groups").mkdir()
+    require_whole(folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 300, "", ".", "a\ud800"[:1] + "\ufffd", "CON/\u202e", "no/such/file"])
@@ -88,6 +131,9 @@ def test_a_name_that_is_no_file_is_refused(folder: Path, name: str) -> None:
 
 def test_a_manifest_that_vouches_for_nothing_is_refused(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(b'{"files": {}, "format": 1}')
+    assert "manifest.json does not name it" in refusal(folder)
+    shutil.rmtree(folder / "tensors")
+    (folder / "state.json").unlink()
     assert "does not name state.json" in refusal(folder)
 
 

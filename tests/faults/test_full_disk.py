@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.checkpoint.folders import newest_whole
+from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import load
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
@@ -65,4 +65,6 @@ def test_checkpoints_that_cannot_be_written_are_told_of_and_the_last_one_is_a_fa
     assert summary.updates == 12
     assert any("update-000008 could not be written" in phase and "No space" in phase for phase in console.phases)
     (run,) = (tmp_path / "runs").iterdir()
-    assert newest_whole(run / "checkpoints", lambda _: None) == run / "checkpoints" / "update-000006"
+    newest = next(newest_first(run / "checkpoints"))
+    require_whole(newest)
+    assert newest.name == "update-000006"
