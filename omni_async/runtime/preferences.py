@@ -3,9 +3,10 @@
 Columns: `prompt` (text), `chosen` and `rejected` (an encoded PNG, JPEG or WebP image; a struct with `bytes` and perhaps `path`, as Hugging
 Face datasets store images; or the path of an image file in the parquet's folder or below it). Other columns are ignored.
 
-Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, in batches that are dropped again.
+Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, a row at a time (some 10 us each).
 Reading on from the last pair costs nothing extra, so files for shuffled training want row groups of a hundred rows rather than a million.
-Memory holds one batch and the data pages it was cut from, whatever the size of the file.
+Memory holds one row and the pages it was cut from, whatever the size of the file, and however often a value is repeated in it. What no
+writer makes larger than some megabytes, a page, the format itself limits to 2 GiB.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
 from omni_async.types import Prompt
@@ -29,9 +30,11 @@ _COLUMNS = ("prompt", "chosen", "rejected")
 _FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
 _MAX_PIXELS = 64_000_000
 _MAX_IMAGE_BYTES = 2**28  # of an encoded image
+_MAX_PATH_BYTES = 2**16
 _MAX_PAIRS = 10_000_000  # every prompt is held in memory
-_BATCH_BYTES = 32 * 2**20
+_MAX_PROMPT_BYTES = 2**31  # of all prompts
 _BUFFER_BYTES = 2**20
+_DICTIONARY_ROWS = 1024
 
 
 class PreferencePairs:
@@ -62,33 +65,31 @@ class PreferencePairs:
         if metadata.num_rows > _MAX_PAIRS:
             raise ConfigError(f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
         self._num_rows: int = metadata.num_rows
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self._starts = list(accumulate(sizes, initial=0))[:-1]
+        self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
         self._folder = Path(path).resolve().parent
-        self._group = -1
-        self._batches: Iterator[Any] = iter(())
-        self._batch: Any = None
-        self._batch_start = 0
 
     def __len__(self) -> int:
         return self._num_rows
 
     def prompts(self, max_chars: int | None = None) -> list[Prompt]:
         """All prompts in order; `Prompt.index` is the pair's number. Reads one column. ConfigError for a row without a prompt, or with one
-        of more than `max_chars` characters."""
+        of more than `max_chars` characters, and for more than 2 GiB of them."""
         prompts: list[Prompt] = []
-        for batch in self._read(batch_size=1024, columns=["prompt"]):
-            for value in batch.column(0):
-                where = self._where(len(prompts), "prompt")
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    raise ConfigError(f"{where}: not valid UTF-8: {error}") from None
-                if text is None or not text.strip():
-                    raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
-                if max_chars is not None and len(text) > max_chars:
-                    raise ConfigError(f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}")
-                prompts.append(Prompt(len(prompts), text))
+        held = 0
+        for row in range(len(self)):
+            value, where = _plain(self._columns["prompt"].cell(row)), self._where(row, "prompt")
+            size = _size(value)
+            held += size
+            if held > _MAX_PROMPT_BYTES:
+                raise ConfigError(f"{where}: the prompts up to here have more than {_MAX_PROMPT_BYTES} bytes; split the file")
+            if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
+                raise ConfigError(f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters")
+            text = _text(value, where)
+            if text is None or not text.strip():
+                raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
+            if max_chars is not None and len(text) > max_chars:
+                raise ConfigError(f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}")
+            prompts.append(Prompt(row, text))
         return prompts
 
     def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -96,40 +97,8 @@ class PreferencePairs:
         the first frame. ConfigError if one cannot be decoded or has more than 64 million pixels, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
-        offset = self._seek(pair)
-        chosen, rejected = (self._image(self._batch.column(column)[offset], self._where(pair, column)) for column in _COLUMNS[1:])
+        chosen, rejected = (self._image(self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:])
         return chosen, rejected
-
-    def _seek(self, pair: int) -> int:
-        """Makes the current batch the one with this pair; returns the pair's place in it."""
-        group = bisect_right(self._starts, pair) - 1
-        if group != self._group or pair < self._batch_start:
-            about = self._file.metadata.row_group(group)
-            size = sum(about.column(i).total_uncompressed_size for i in range(about.num_columns))
-            rows = max(1, min(about.num_rows, _BATCH_BYTES * about.num_rows // max(size, 1)))
-            # No threads: this actor's share of the machine is placement.rollout.cpus.
-            self._batches = self._read(batch_size=rows, row_groups=[group], columns=list(_COLUMNS[1:]), use_threads=False)
-            self._group, self._batch, self._batch_start = group, None, self._starts[group]
-        try:
-            while self._batch is None or pair >= self._batch_start + self._batch.num_rows:
-                self._batch_start += self._batch.num_rows if self._batch is not None else 0
-                self._batch = next(self._batches, None)
-                if self._batch is None:
-                    raise ConfigError(f"{_KEY}: {self.path}: row {pair} is missing, though the file's footer counts it")
-        except BaseException:
-            self._group, self._batch = -1, None  # a broken iterator is not read on
-            raise
-        return pair - self._batch_start
-
-    def _read(self, **what: Any) -> Iterator[Any]:
-        import pyarrow as pa
-
-        try:
-            yield from self._file.iter_batches(**what)
-        except (pa.ArrowException, OSError) as error:
-            groups = what.get("row_groups")
-            place = f"row {self._starts[groups[0]]} and those after it" if groups else "column prompt"
-            raise ConfigError(f"{_KEY}: {self.path}: {place} cannot be read: {_one_line(error)}") from None
 
     def _where(self, row: int, column: str) -> str:
         return f"{_KEY}: {self.path}: row {row}, column {column}"
@@ -152,22 +121,26 @@ class PreferencePairs:
             # A struct whose `bytes` are all null has paths.
             fits = _is_text(flat) or _is_bytes(flat) if stored is None else _is_bytes(stored) or pa.types.is_null(stored)
             expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
-        if not fits:
+        leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
+        lists = any(leaf.max_repetition_level and leaf.path.split(".")[0] == column for leaf in leaves)  # one row of them has no end
+        if not fits or lists:
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
-    def _image(self, value: Any, where: str) -> NDArray[np.uint8]:
-        try:
-            content = value.as_py()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}: not valid UTF-8: {error}") from None
-        if isinstance(content, dict):
-            content = content["bytes"] if content["bytes"] is not None else content.get("path")
-        if isinstance(content, bytes) and content:
-            if len(content) > _MAX_IMAGE_BYTES:
-                raise ConfigError(f"{where}: the image has {len(content)} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
-            return _decode(io.BytesIO(content), where)
-        if isinstance(content, str) and content:
-            return _decode(self._file_of(content, where), where)
+    def _image(self, cell: Any, where: str) -> NDArray[np.uint8]:
+        import pyarrow as pa
+
+        value = _plain(cell)
+        if pa.types.is_struct(value.type) and value.is_valid:
+            has_path = value.type.get_field_index("path") >= 0
+            value = _plain(value["path"] if has_path and not value["bytes"].is_valid else value["bytes"])
+        if _is_bytes(value.type) and (size := _size(value)):
+            if size > _MAX_IMAGE_BYTES:
+                raise ConfigError(f"{where}: the image has {size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
+            return _decode(io.BytesIO(value.as_buffer()), where)
+        if _is_text(value.type) and (size := _size(value)):
+            if size > _MAX_PATH_BYTES:
+                raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
+            return _decode(self._file_of(_text(value, where) or "", where), where)
         raise ConfigError(f"{where}: there is no image")
 
     def _file_of(self, text: str, where: str) -> Path:
@@ -188,6 +161,70 @@ class PreferencePairs:
         if file.stat().st_size > _MAX_IMAGE_BYTES:
             raise ConfigError(f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
         return file
+
+
+class _Column:
+    """The cells of one column, for one reader that mostly reads on."""
+
+    def __init__(self, file: Any, path: str, name: str) -> None:
+        import pyarrow as pa
+
+        self._file, self._path, self._name = file, path, name
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        self._starts = list(accumulate(sizes, initial=0))[:-1]
+        # A batch repeats what a page, by a dictionary or by its compression, holds once: only a single row has a bound. A column that is an
+        # Arrow dictionary repeats nothing and comes with all of it, 2 GiB at most, in every batch: there single rows would cost too much.
+        self._rows = _DICTIONARY_ROWS if pa.types.is_dictionary(file.schema_arrow.field(name).type) else 1
+        self._group = -1
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = None
+        self._start = 0
+
+    def cell(self, row: int) -> Any:
+        """The Arrow scalar. ConfigError if the row cannot be read."""
+        group = bisect_right(self._starts, row) - 1
+        if group != self._group or row < self._start:
+            self._batches = self._read(group)
+            self._group, self._batch, self._start = group, None, self._starts[group]
+        try:
+            while self._batch is None or row >= self._start + self._batch.num_rows:
+                self._start += self._batch.num_rows if self._batch is not None else 0
+                self._batch = next(self._batches, None)
+                if self._batch is None:
+                    raise ConfigError(f"{_KEY}: {self._path}: row {row} is missing, though the file's footer counts it")
+        except BaseException:
+            self._group, self._batch = -1, None  # a broken iterator is not read on
+            raise
+        return self._batch.column(self._name)[row - self._start]
+
+    def _read(self, group: int) -> Iterator[Any]:
+        import pyarrow as pa
+
+        try:
+            # No threads: this actor's share of the machine is placement.rollout.cpus.
+            yield from self._file.iter_batches(batch_size=self._rows, row_groups=[group], columns=[self._name], use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            place = f"column {self._name}, row {self._starts[group]} and those after it"
+            raise ConfigError(f"{_KEY}: {self._path}: {place} cannot be read: {_one_line(error)}") from None
+
+
+def _plain(cell: Any) -> Any:
+    """Without the dictionary it may be an entry of."""
+    import pyarrow as pa
+
+    return cell.value if pa.types.is_dictionary(cell.type) else cell
+
+
+def _size(value: Any) -> int:
+    """Bytes of a text or of binary data, told without copying them; 0 for null."""
+    return value.as_buffer().size if value.is_valid else 0
+
+
+def _text(value: Any, where: str) -> str | None:
+    try:
+        return cast("str | None", value.as_py())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not valid UTF-8: {error}") from None
 
 
 def _is_text(kind: Any) -> bool:

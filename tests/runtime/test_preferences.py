@@ -6,6 +6,7 @@ import io
 import os
 import struct
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,13 @@ def of_header(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("rows_per_group", [1, 3, 100])
-def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, monkeypatch):
-    monkeypatch.setattr("omni_async.runtime.preferences._BATCH_BYTES", 1000)  # a few rows a batch
+@pytest.mark.parametrize("as_dictionary", [False, True])
+def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_dictionary, monkeypatch):
+    monkeypatch.setattr("omni_async.runtime.preferences._DICTIONARY_ROWS", 4)
     chosen, rejected = [picture(i) for i in range(10)], [picture(100 + i, 4, 4) for i in range(10)]
     columns = {"prompt": [f"prompt {i}" for i in range(10)], "chosen": [*map(encoded, chosen)], "rejected": [*map(encoded, rejected)]}
+    if as_dictionary:
+        columns["prompt"], columns["chosen"] = (pa.array(columns[name]).dictionary_encode() for name in ("prompt", "chosen"))
     pairs = PreferencePairs(write(tmp_path, columns, row_group_size=rows_per_group))
     assert len(pairs) == 10
     assert pairs.prompts() == [Prompt(i, f"prompt {i}") for i in range(10)]
@@ -238,6 +242,7 @@ IMAGES = [encoded(picture(0))]
         ({"prompt": ["x"], "chosen": [1.5], "rejected": IMAGES}, "column chosen: expected encoded images .*, got double"),
         ({"prompt": ["x"], "chosen": IMAGES, "rejected": [[1, 2]]}, "column rejected: expected encoded images"),
         ({"prompt": ["x"], "chosen": IMAGES, "rejected": [{"path": "x.png"}]}, "column rejected: expected encoded images"),
+        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [{"bytes": b"x", "n": [1]}]}, "column rejected: expected encoded images"),
         ({"prompt": ["x"], "chosen": [{"bytes": "text"}], "rejected": IMAGES}, "column chosen: expected encoded images"),
         (
             {"prompt": pa.array([], pa.string()), "chosen": pa.array([], pa.binary()), "rejected": pa.array([], pa.binary())},
@@ -312,10 +317,23 @@ def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
             assert np.array_equal(pairs.images(row)[0], picture(row))
 
 
+# Its peak can be asked for. Never freed: what was read through it frees its memory there when it is collected, be that long after the test.
+COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
+
+
+@contextmanager
+def counted():
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(COUNTED)
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(before)
+
+
 @pytest.mark.parametrize("how", [{"row_group_size": 4}, {"write_batch_size": 1, "data_page_size": 1}])
 def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
     """In many row groups, or in one of many pages."""
-    monkeypatch.setattr("omni_async.runtime.preferences._BATCH_BYTES", 2**20)
     monkeypatch.setattr("omni_async.runtime.preferences._BUFFER_BYTES", 2**16)
     image = encoded(picture(0))
     padded = [image + os.urandom(2**17) for _ in range(128)]  # 32 MiB with both columns
@@ -328,6 +346,50 @@ def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
     for row in (0, 1, 90, 127, 5):
         assert np.array_equal(pairs.images(row)[0], picture(0))
         assert pa.total_allocated_bytes() - before < 4 * 2**20
+
+
+@pytest.mark.parametrize("as_dictionary", [False, True])
+def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_dictionary):
+    """64 MiB of each column, were it written out."""
+    image, prompt = encoded(picture(0)) + os.urandom(2**18), "x" * 2**18
+    columns = {"prompt": [prompt], "chosen": [image], "rejected": [image]}
+    indices = pa.array([0] * 256, pa.int32())
+    table = {name: pa.DictionaryArray.from_arrays(indices, pa.array(values)) for name, values in columns.items()}
+    if not as_dictionary:  # as other writers put it: parquet's dictionaries alone
+        kinds = pa.schema([("prompt", pa.string()), ("chosen", pa.binary()), ("rejected", pa.binary())])
+        with pq.ParquetWriter(tmp_path / "pairs.parquet", kinds, dictionary_pagesize_limit=2**20) as writer:
+            writer.write_table(pa.table(table).cast(kinds))
+    else:
+        write(tmp_path, table)
+    assert (tmp_path / "pairs.parquet").stat().st_size < 2**21
+    with counted():
+        pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
+        assert np.array_equal(pairs.images(200)[1], picture(0))
+        with pytest.raises(ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"):
+            pairs.prompts(max_chars=1000)
+        assert 2**19 < COUNTED.max_memory() < 16 * 2**20
+
+
+def test_prompts_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.runtime.preferences._MAX_PROMPT_BYTES", 25)
+    pairs = PreferencePairs(write(tmp_path, {"prompt": ["x" * 10] * 3, "chosen": IMAGES * 3, "rejected": IMAGES * 3}))
+    with pytest.raises(ConfigError, match="row 2, column prompt: the prompts up to here have more than 25 bytes; split the file"):
+        pairs.prompts()
+
+
+def test_an_encoded_image_and_a_path_of_any_length_are_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_async.runtime.preferences._MAX_IMAGE_BYTES", 100)
+    assert "the image has 101 bytes, at most 100 are decoded" in refusal(tmp_path, encoded(picture(0))[:101].ljust(101))
+    assert "the path has 65537 bytes, at most 65536 are taken" in refusal(tmp_path, "x" * 65537)
+
+
+def test_a_missing_prompt_or_image_of_a_dictionary_is_refused(tmp_path):
+    columns = {"prompt": [None, "x"], "chosen": [IMAGES[0], None], "rejected": IMAGES * 2}
+    pairs = PreferencePairs(write(tmp_path, {name: pa.array(values).dictionary_encode() for name, values in columns.items()}))
+    with pytest.raises(ConfigError, match="row 0, column prompt: expected a non-empty prompt, got None"):
+        pairs.prompts()
+    with pytest.raises(ConfigError, match="row 1, column chosen: there is no image"):
+        pairs.images(1)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
