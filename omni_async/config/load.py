@@ -114,7 +114,11 @@ def _at(tree: Any, path: list[str]) -> Any:
 def _told(override: str) -> str:
     """Without its value, which may be or hold a credential."""
     path, separator, value = override.partition("=")
-    plain = redact_text(value) == value and not is_secret_key(path) and not any(mark in value for mark in ":{[")
+    plain = (
+        redact_text(value) == value
+        and not is_secret_key(path, 0 if value.isdecimal() else value)
+        and not any(mark in value for mark in ":{[")
+    )
     shown = override if plain or not separator else f"{path}=..."
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 

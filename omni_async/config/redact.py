@@ -16,31 +16,37 @@ MASK = "***"
 # A value `env:NAME` says where a secret is, and is none (omni_async.rewards.registry).
 REFERENCE = "env:"
 SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
-_NAMES = (
-    r"(?:api|access|private|secret|signing|encryption|master|account|ssh)_?key|secret|token|password|passwd|passphrase|pwd"
-    r"|authorization|credentials?|cookie|bearer"
+_OF_KEYS = (
+    "access|account|api|app|auth|client|consumer|encryption|functions|licen[cs]e|master|private|secret|shared|signing|ssh|storage"
+    "|subscription"
 )
-_SECRET_KEY = re.compile(rf"(?:.*_)?(?:{_NAMES})", re.IGNORECASE)
+_SECRET_KEY = re.compile(
+    r"key|(?:.*_)?(?:jwt|pwd|o?auth|authorization|cookies?|bearer|sig)"
+    rf"|.*(?:(?:{_OF_KEYS})_?keys?|secrets?|tokens?|passwords?|passwd|passphrases?|credentials?|signature)",
+    re.IGNORECASE,
+)
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
-# Bounded, so that a hostile text costs no more than its length.
-_QUERY_SECRET = re.compile(r"(?i)([?&][^=&#\s]{0,40}?(?:token|key|password|secret|signature|credential)[^=&#\s]{0,40}=)[^&#\s]+")
-_ASSIGNED = re.compile(rf"(?i)(?<![?&\w])((?:[\w.-]{{0,80}}[_.-])?(?:{_NAMES.replace('_?', '[_-]?')})=)[^\s&,;]+")
+# Names with what their values are made of. Bounded, so that a hostile text costs no more than its length.
+_QUERY = re.compile(r"[?&]([^=?&#\s]{1,120})="), re.compile(r"[^&#\s]+")
+_ASSIGNED = re.compile(r"(?i)(?<![?&\w])(?!key=)([\w.-]{1,120})="), re.compile(r"[^\s&,;]+")  # `key=value` is what messages say
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def is_secret_key(key: str) -> bool:
-    """Whether a value under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`; not `max_tokens`."""
-    last = key.rpartition(".")[2]
-    return _SECRET_KEY.fullmatch(_CAMEL.sub("_", last).replace("-", "_")) is not None
+def is_secret_key(key: str, value: Any = "") -> bool:
+    """Whether `value` under this name is a credential, be it of a mapping or of a URL's query: `hf_token`, `X-Api-Key`, `clientSecret`,
+    `headers[Authorization]`. Under `tokens` and `max_tokens` texts are, and numbers say how many."""
+    last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
+    name = _CAMEL.sub("_", last).replace("-", "_")
+    return _SECRET_KEY.fullmatch(name) is not None and (not name.lower().endswith("tokens") or _has_text(value))
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """`text` without `secrets`, the user and password of every URL, query values and assignments named like secrets, and bearer tokens."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    text = _QUERY_SECRET.sub(rf"\1{MASK}", _USERINFO.sub(f"{MASK}@", text))
-    return _BEARER.sub(rf"\1\2{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
+    text = _hidden(_QUERY, _USERINFO.sub(f"{MASK}@", text))
+    return _BEARER.sub(rf"\1\2{MASK}", _hidden(_ASSIGNED, text))
 
 
 def redact(value: Any) -> Any:
@@ -48,7 +54,7 @@ def redact(value: Any) -> Any:
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
-        return {key: _masked(item) if is_secret_key(str(key)) else redact(item) for key, item in value.items()}
+        return {key: _masked(item) if is_secret_key(str(key), item) else redact(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     return value
@@ -66,6 +72,32 @@ def one_line(text: str, longest: int = 10_000) -> str:
     return "".join(c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown)
 
 
+def _has_text(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_text, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str)
+
+
+def _found(place: tuple[re.Pattern[str], re.Pattern[str]], text: str) -> Iterator[re.Match[str]]:
+    """Values in `text` whose names say that they are secret. What another name has may hold one of those."""
+    names, values = place
+    at = 0
+    while match := names.search(text, at):
+        at, name = match.end(), unquote(match[1])
+        if is_secret_key(name) and (value := values.match(text, at)):
+            at = value.end()
+            if is_secret_key(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
+                yield value
+
+
+def _hidden(place: tuple[re.Pattern[str], re.Pattern[str]], text: str) -> str:
+    shown, at = [], 0
+    for secret in _found(place, text):
+        shown += [text[at : secret.start()], MASK]
+        at = secret.end()
+    return "".join([*shown, text[at:]])
+
+
 def _masked(value: Any) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value.startswith(REFERENCE)):
         return value
@@ -75,7 +107,7 @@ def _masked(value: Any) -> Any:
 def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _secrets(item, under_secret_key or is_secret_key(str(key)))
+            yield from _secrets(item, under_secret_key or is_secret_key(str(key), item))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _secrets(item, under_secret_key)
@@ -86,6 +118,5 @@ def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:
             userinfo = match[0][:-1]
             user, _, password = userinfo.partition(":")
             yield from {password or user, unquote(password or user)}
-        for match in _QUERY_SECRET.finditer(value):
-            secret = match[0].removeprefix(match[1])
-            yield from {secret, unquote(secret)}
+        for match in _found(_QUERY, value):
+            yield from {match[0], unquote(match[0])}

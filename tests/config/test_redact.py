@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from urllib.parse import unquote
 
+import msgspec
 import pytest
 from recipe import MINIMAL, complaint, load_text
 
-from omni_async.config import resolved_yaml
+from omni_async.config import Config, resolved_yaml
+from omni_async.config.describe import walk
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text, secrets_in
 
 
@@ -29,17 +32,72 @@ from omni_async.config.redact import is_secret_key, one_line, redact, redact_tex
         "Cookie",
         "db_passwd",
         "reward.scorers.0.params.api_key",
+        "key",
+        "api_keys",
+        "apiKeys",
+        "APIKey",
+        "openaiapikey",
+        "secrets",
+        "passwords",
+        "auth",
+        "basic_auth",
+        "oauth",
+        "auth_key",
+        "license_key",
+        "subscription_key",
+        "Ocp-Apim-Subscription-Key",
+        "x-functions-key",
+        "X-Amz-Signature",
+        "X-Amz-Security-Token",
+        "sig",
+        "tokens",
+        "hf_tokens",
+        "headers[Authorization]",
+        "api_key[]",
     ],
 )
 def test_a_key_that_names_a_secret(key: str) -> None:
     assert is_secret_key(key)
 
 
-@pytest.mark.parametrize(
-    "key", ["max_tokens", "tokens", "key", "keyboard", "tokenizer", "reject_level", "target_modules", "secretary", "path"]
-)
+HARMLESS = "keys sort_key prompt_key keyboard monkey tokenizer token_count reject_level target_modules secretary path author authenticate"
+
+
+@pytest.mark.parametrize("key", [*HARMLESS.split(), "config", "design", "cookie_jar_size", ""])
 def test_a_key_that_does_not(key: str) -> None:
     assert not is_secret_key(key)
+    assert redact_text(f"https://h/?a=1&{key}=hunter2") == f"https://h/?a=1&{key}=hunter2"
+
+
+def test_tokens_are_secrets_where_they_are_texts_and_counts_where_they_are_numbers() -> None:
+    tree = {"max_tokens": 512, "tokens": [1, 2.5, None], "stop": {"image_tokens": 3}}
+    assert redact(tree) == tree and secrets_in(tree) == frozenset()
+    assert redact({"tokens": "hf_abc", "maxTokens": ["hf_abc"], "hf_tokens": {"a": "hf_abc"}}) == {
+        "tokens": "***",
+        "maxTokens": "***",
+        "hf_tokens": "***",
+    }
+    assert secrets_in({"tokens": ["hf_abc", "hf_def"]}) == {"hf_abc", "hf_def"}
+    assert redact_text("max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4).") == (
+        "max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4)."
+    )
+    assert redact_text("tokens=hf_abc12 at https://h/?tokens=12ab&n=1") == "tokens=*** at https://h/?tokens=***&n=1"
+
+
+def test_no_key_of_the_schema_is_taken_for_a_secret() -> None:
+    names = {name for path, _, _ in walk(Config) for name in path.replace("[]", "").split(".")}
+    assert {"seed", "mlflow", "lora", "ema_coef_end"} <= names
+    assert [name for name in sorted(names) if is_secret_key(name)] == []
+    whole = msgspec.to_builtins(load_text(MINIMAL, "model.lora={}", "trainer.ema={}"))
+    assert msgspec.json.encode(redact(whole)) == msgspec.json.encode(whole)
+
+
+@pytest.mark.parametrize("key", ["api_key", "apiKeys", "auth", "sig", "key", "Ocp-Apim-Subscription-Key", "pwd", "tokens", "api%5Fkey"])
+def test_a_query_value_is_a_secret_under_the_names_that_a_mapping_hides(key: str) -> None:
+    assert is_secret_key(unquote(key))
+    url = f"https://h/v1?n=1&{key}=hunter2&m=2"
+    assert redact_text(url) == f"https://h/v1?n=1&{key}=***&m=2"
+    assert secrets_in({"url": url}) == {"hunter2"}
 
 
 def test_values_under_secret_keys_are_masked_whatever_they_are() -> None:
@@ -71,6 +129,11 @@ def test_values_under_secret_keys_are_masked_whatever_they_are() -> None:
         ("override 'reward.scorers.0.params.api_key=abcdef'", "override 'reward.scorers.0.params.api_key=***"),
         ("OPENAI_API_KEY=abcdef is wrong", "OPENAI_API_KEY=*** is wrong"),
         ("staleness.max_updates=3", "staleness.max_updates=3"),
+        ("expected key=value, got 'x'", "expected key=value, got 'x'"),
+        ("--header=Authorization=abcdef", "--header=Authorization=***"),
+        ("conn=Endpoint=sb://h;SharedAccessKey=abcdef;n=1", "conn=Endpoint=sb://h;SharedAccessKey=***;n=1"),
+        ("https://h/?to=https://i/?token=abcdef", "https://h/?to=https://i/?token=***"),
+        ("https://h/#access_token=abcdef&n=1", "https://h/#access_token=***&n=1"),
         ("a basic red circle, bearer of news", "a basic red circle, bearer of news"),
     ],
 )
@@ -87,7 +150,7 @@ def test_known_secrets_are_masked_wherever_they_turn_up() -> None:
 
 def test_a_hostile_text_is_no_work() -> None:
     started = time.process_time()
-    for piece in ("?token", "a.", "://", "token=", "Bearer ", "&key", "_token", "a"):
+    for piece in ("?token", "a.", "://", "token=", "Bearer ", "&key", "_token", "a", "x=", "?x=", "tokens=1", "&tokens=1", "-", "[", "%5F"):
         redact_text(piece * (100_000 // len(piece)))
     assert time.process_time() - started < 5
 

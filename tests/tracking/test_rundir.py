@@ -50,10 +50,11 @@ def test_redaction_leaves_the_rest_alone() -> None:
     assert redact_text("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
     assert redact_text("http://host:5000/a?x=1") == "http://host:5000/a?x=1"
     assert redact_text("postgresql://u:p%40@db/x") == "postgresql://***@db/x"
-    assert redact({"max_tokens": 3, "token": "t", "tokens": "x", "n": [1, None]}) == {
+    assert redact({"max_tokens": 3, "token": "t", "tokens": "x", "used_tokens": [3], "n": [1, None]}) == {
         "max_tokens": 3,
         "token": "***",
-        "tokens": "x",
+        "tokens": "***",
+        "used_tokens": [3],
         "n": [1, None],
     }
 
