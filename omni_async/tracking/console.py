@@ -87,7 +87,7 @@ class LineConsole:
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         for line in last_words:
-            self._write(f"{line[: len(line) - len(line.lstrip())]}{one_line(line)}")
+            self._write(" " * (len(line) - len(line.lstrip(" "))) + one_line(line))
         self._closed = True
 
     def _line(self, text: str) -> None:

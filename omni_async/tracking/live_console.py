@@ -47,7 +47,7 @@ class LiveConsole:
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
         details = "  ".join(f"{name} {part:.3f}" for name, part in parts.items())
         self._validation = f"{value:.3f} (version {version})"
-        self._rich.print(Text(f"validation of version {version}: {value:.3f}  {details}".rstrip(), style="bold"))
+        self._rich.print(Text(one_line(f"validation of version {version}: {value:.3f}  {details}"), style="bold"))
 
     def note(self, text: str) -> None:
         self._rich.print(Text(one_line(text)))
@@ -55,12 +55,13 @@ class LiveConsole:
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()
         for line in last_words:
-            self._rich.print(Text(line), soft_wrap=True)  # a path that is wrapped cannot be copied
+            indent = " " * (len(line) - len(line.lstrip(" ")))
+            self._rich.print(Text(indent + one_line(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for name, cell in self._rows():
-            table.add_row(Text(name, style="dim"), cell)
+            table.add_row(Text(one_line(name), style="dim"), cell)
         return Group(self._progress, table)
 
     def _rows(self) -> list[tuple[str, RenderableType]]:

@@ -69,3 +69,21 @@ def test_a_terminal_gets_a_live_display() -> None:
     shown = terminal.getvalue()
     for text in ("starting ray", "13/120", "0.431", "0: 1  2: 3", "3/16", "97%", "21.3", "validation of version 12: 0.520", "[not markup]"):
         assert text in shown
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J"
+
+
+def test_a_terminal_obeys_nothing_that_was_said_elsewhere() -> None:
+    """A reward server names the parts of its score, and its exceptions are a run's last words."""
+    terminal = Terminal()
+    console = for_stream(terminal, 120)
+    console.phase(EVIL)
+    console.note(EVIL)
+    console.update({**VIEW, "extra": {EVIL: 1.0}, "busy": {EVIL: 0.5}, "buffers": {EVIL: (1, 2)}})
+    console.validation(12, 0.52, {EVIL: 0.5})
+    console.close([f"failed {EVIL}", f"  images    {EVIL}\r\x0b"])
+    shown = terminal.getvalue()
+    assert "\x1b]0" not in shown and "\x1b[2J" not in shown and "\x07" not in shown
+    assert shown.count(r"\x1b]0;owned\x07\x1b[2J") >= 8
+    assert f"  images    {EVIL!r}".replace("'", "") in shown, "last words keep their indentation"

@@ -92,6 +92,22 @@ def test_a_version_that_did_not_arrive_leaves_the_older_one_alone(tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version-000001.safetensors", "version-000002.safetensors"]
 
 
+def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_has_arrived(tmp_path: Path) -> None:
+    for version in (40, 60):
+        write_version(tmp_path / f"version-{version:06d}.safetensors", *make_packed(version))
+    (tmp_path / "version-000060.tmp").write_bytes(b"cut off")
+    others = ["best.safetensors", "notes.tmp", "version-000060.safetensors.mine", "version-new.safetensors"]
+    for name in others:
+        (tmp_path / name).touch()
+
+    async def main() -> None:
+        async with DiskSender(tmp_path).sending(*make_packed(50)):
+            assert (tmp_path / "version-000060.safetensors").exists(), "it may be read until the new one has arrived"
+
+    asyncio.run(main())
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "version-000050.safetensors"])
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, packed: Packed) -> None:
     (tmp_path / "weights").write_text("in the way")
     with pytest.raises(TransportError, match=r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: "):

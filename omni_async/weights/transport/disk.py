@@ -1,14 +1,15 @@
 """Weights through a folder that all machines see: a safetensors file per version, under diffusers names, that any tool can load.
 
-A version is written beside its place and renamed into it, so a file of that name is whole. Engines map it into memory. It is deleted when they
-all hold a newer one; the last stays in the run's folder. Nothing is synced to the device: after a power failure the run starts from a
-checkpoint, not from here.
+A version is written beside its place and renamed into it, so a file of that name is whole. Engines map it into memory. It is deleted when
+they all hold another one, and so is what a trainer that was killed has left; the last stays in the run's folder. Nothing is synced to the
+device: after a power failure the run starts from a checkpoint, not from here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
+import re
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _LARGEST_HEADER = 100_000_000
 _WRITE_BUFFER = 2**20
+_OURS = re.compile(r"version-\d{6,}\.(safetensors|tmp)")
 _DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -54,7 +56,6 @@ class DiskSender:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._newest: Path | None = None
 
     async def connect(self, engines: Mapping[str, Join]) -> None:
         """Readers are told where a file is."""
@@ -69,9 +70,14 @@ class DiskSender:
                 f"weights.transport: disk: version {manifest.version} cannot be written to {path}: {error.strerror or error}"
             ) from error
         yield str(path)
-        older, self._newest = self._newest, path
-        if older is not None and older != path:  # the same again, for an engine that joined
-            await asyncio.to_thread(older.unlink, missing_ok=True)
+        await asyncio.to_thread(_clear_all_but, path)
+
+
+def _clear_all_but(newest: Path) -> None:
+    """Not by memory, so that it includes what a trainer that was killed left in the folder, be it of a later version."""
+    for path in newest.parent.iterdir():
+        if path != newest and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 class DiskReceiver:
