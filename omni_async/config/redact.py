@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 MASK = "***"
@@ -21,20 +21,38 @@ _OF_KEYS = (
     "|subscription"
 )
 _SECRET_KEY = re.compile(
-    r"key|(?:.*_)?(?:jwt|pwd|o?auth|authorization|cookies?|bearer|sig)"
+    r"(?:.*_)?(?:jwt|pwd|o?auth|authorization|cookies?|bearer|sig)"
     rf"|.*(?:(?:{_OF_KEYS})_?keys?|secrets?|tokens?|passwords?|passwd|passphrases?|credentials?|signature)",
     re.IGNORECASE,
 )
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
-# Names with what their values are made of. Bounded, so that a hostile text costs no more than its length.
-_QUERY = re.compile(r"[?&]([^=?&#\s]{1,120})="), re.compile(r"[^&#\s]+")
-_ASSIGNED = re.compile(r"(?i)(?<![?&\w])(?!key=)([\w.-]{1,120})="), re.compile(r"[^\s&,;]+")  # `key=value` is what messages say
+
+
+class _Place(NamedTuple):
+    """Names, what their values are made of, and what in a name makes its value a secret here, besides what does everywhere. Bounded, so that a
+    hostile text costs no more than its length."""
+
+    names: re.Pattern[str]
+    values: re.Pattern[str]
+    telling: re.Pattern[str] | None = None
+
+    def holds_secret(self, name: str, value: Any = "") -> bool:
+        if name.lower().endswith("tokens") and not _has_text(value):
+            return False
+        return is_secret_key(name, value) or (self.telling is not None and self.telling.search(name) is not None)
+
+
+# In a query, nothing else is as often a secret as what has such a name: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`.
+_QUERY = _Place(
+    re.compile(r"[?&]([^=?&#\s]{1,120})="), re.compile(r"[^&#\s]+"), re.compile(r"(?i)token|key|passw|secret|signature|credential")
+)
+_ASSIGNED = _Place(re.compile(r"(?<![?&\w])([\w.-]{1,120})="), re.compile(r"[^\s&,;]+"))
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def is_secret_key(key: str, value: Any = "") -> bool:
-    """Whether `value` under this name is a credential, be it of a mapping or of a URL's query: `hf_token`, `X-Api-Key`, `clientSecret`,
+    """Whether `value` under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`,
     `headers[Authorization]`. Under `tokens` and `max_tokens` texts are, and numbers say how many."""
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
     name = _CAMEL.sub("_", last).replace("-", "_")
@@ -45,8 +63,8 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """`text` without `secrets`, the user and password of every URL, query values and assignments named like secrets, and bearer tokens."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
-    text = _hidden(_QUERY, _USERINFO.sub(f"{MASK}@", text))
-    return _BEARER.sub(rf"\1\2{MASK}", _hidden(_ASSIGNED, text))
+    text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
+    return _hidden(_ASSIGNED, _hidden(_QUERY, text))
 
 
 def redact(value: Any) -> Any:
@@ -78,19 +96,18 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _found(place: tuple[re.Pattern[str], re.Pattern[str]], text: str) -> Iterator[re.Match[str]]:
+def _found(place: _Place, text: str) -> Iterator[re.Match[str]]:
     """Values in `text` whose names say that they are secret. What another name has may hold one of those."""
-    names, values = place
     at = 0
-    while match := names.search(text, at):
+    while match := place.names.search(text, at):
         at, name = match.end(), unquote(match[1])
-        if is_secret_key(name) and (value := values.match(text, at)):
+        if place.holds_secret(name) and (value := place.values.match(text, at)):
             at = value.end()
-            if is_secret_key(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
+            if place.holds_secret(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
                 yield value
 
 
-def _hidden(place: tuple[re.Pattern[str], re.Pattern[str]], text: str) -> str:
+def _hidden(place: _Place, text: str) -> str:
     shown, at = [], 0
     for secret in _found(place, text):
         shown += [text[at : secret.start()], MASK]
