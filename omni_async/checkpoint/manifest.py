@@ -41,7 +41,7 @@ def write_manifest(folder: Path) -> None:
 
 def check_manifest(folder: Path) -> None:
     """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads `folder` after this meets
-    nothing but the files that the manifest names."""
+    nothing but the files that the manifest names, and some that nobody reads."""
     try:
         found = dict(_files(folder))
     except FileNotFoundError:
@@ -51,14 +51,20 @@ def check_manifest(folder: Path) -> None:
     if FILE not in found:
         raise CheckpointError(f"{folder} is not a whole checkpoint: it has no {FILE}")
     manifest = _read(found.pop(FILE))
-    if unnamed := found.keys() - manifest.files.keys():
+    if unnamed := {name for name in found.keys() - manifest.files.keys() if not _is_bystander(name)}:
         raise CheckpointError(f"{found[min(unnamed)]} is not what was written: {FILE} does not name it")
     for name, content in manifest.files.items():
         if name not in found:
             raise CheckpointError(f"{folder / FILE} names {name[:200]!r}, which is no file of the checkpoint")
         _check(found[name], content)
-    if missing := _ALWAYS - found.keys():
+    if missing := _ALWAYS - manifest.files.keys():
         raise CheckpointError(f"{folder / FILE} does not name {', '.join(missing)}")
+
+
+def _is_bystander(name: str) -> bool:
+    """What people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside the folders), and no reader of a checkpoint opens."""
+    folder, _, file = name.rpartition("/")
+    return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -111,11 +111,26 @@ def test_no_more_of_a_manifest_is_read_than_one_can_have(folder: Path) -> None:
     assert "manifest.json is larger than 67108864 bytes" in refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["extra", "tensors/more.safetensors", "groups/000000007.safetensors", ".hidden", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["more.safetensors", "tensors/more.safetensors", "groups/000000007.safetensors", "tensors/extra", "x/a\nb"]
+)
 def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     save_file({"model.x": np.ones(4, np.float32)}, folder / name)
     assert "is not what was written: manifest.json does not name it" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["README", ".DS_Store", "tensors/.nfs00000001"])
+def test_what_people_and_file_systems_leave_behind_costs_no_checkpoint(folder: Path, name: str) -> None:
+    (folder / name).write_text("read by nobody")
+    require_whole(folder)
+
+
+def test_a_state_that_the_manifest_does_not_name_is_refused(folder: Path) -> None:
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    (folder / "manifest.json").write_bytes(b'{"files": {}, "format": 1}')
+    assert "does not name state.json" in refusal(folder)
 
 
 def test_a_folder_that_nothing_lies_in_is_none_of_the_manifests_business(folder: Path) -> None:
