@@ -57,14 +57,13 @@ class Checkpointer:
             control = await self._coordinator.continuation()
             if control.version != version:
                 return  # the run had ended before this update was answered for: by the ledger it was never made
-            with self._tracer.span("checkpoint", version=version):
-                await asyncio.to_thread(_clear, partial(folder))
-                engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
+            await asyncio.to_thread(_clear, partial(folder))
         except OSError as error:
-            work = _fail(error)
-        else:
-            work = self._write(folder, control, engines[0], self._rule.state())
-        self._writing = asyncio.create_task(work, name=folder.name)
+            self._writing = asyncio.create_task(_fail(error), name=folder.name)
+            return
+        with self._tracer.span("checkpoint", version=version):
+            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
+        self._writing = asyncio.create_task(self._write(folder, control, engines[0], self._rule.state()), name=folder.name)
 
     async def settle(self, last: bool = True) -> None:
         """Until nothing is being written. A failure is raised if it is the `last` one's, and otherwise told."""

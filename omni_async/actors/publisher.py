@@ -17,7 +17,7 @@ from omni_async.actors.api import CoordinatorApi, ProducerApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Bell, is_cancelled
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
@@ -200,6 +200,11 @@ class WeightPublisher:
         try:
             async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S) as deadline:
                 report = await self._producers[name].receive_weights(manifest, parcel)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            failed[name] = EngineError("it broke off what it was receiving")
+            return
         except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
             late = isinstance(error, TimeoutError) and deadline.expired()
             failed[name] = EngineError(f"not within weights.timeout_s = {self._config.weights.timeout_s:g}") if late else error

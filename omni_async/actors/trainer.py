@@ -18,6 +18,7 @@ from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.registry import find_objective
+from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
 from omni_async.control.clock import Clock
@@ -66,7 +67,7 @@ class Trainer:
         resume = self._config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self._ranks))
         if resume is not None:
-            state = read_state(Path(resume))
+            state, _ = fitting(read_state(Path(resume)), self._config)
             self._version = state.version
             self._rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)

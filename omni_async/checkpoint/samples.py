@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.checkpoint.state import State
 from omni_async.config import Config
 from omni_async.config.redact import redact
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.continuation import Unfinished
 
 _ROLLOUT = (
     "group_size",
@@ -32,13 +33,17 @@ def made_with(config: Config) -> dict[str, Any]:
     return plain
 
 
-def changed_settings(before: dict[str, Any], config: Config) -> list[str]:
+def _changed(before: dict[str, Any], config: Config) -> list[str]:
     """Which of `before`, what `made_with` said then, are others now. None of a checkpoint that does not say."""
     now = made_with(config)
     return [name for name in before if before[name] != now.get(name)]
 
 
-def without_ready_groups(control: Continuation) -> Continuation:
-    """They are made again."""
+def fitting(state: State, config: Config) -> tuple[State, list[str]]:
+    """`state` without ready groups, as unfinished ones, if the recipe would make others; and which settings say so."""
+    changed = _changed(state.samples, config)
+    control = state.control
+    if not (changed and control.ready):
+        return state, []
     again = tuple(Unfinished(group.group) for group in control.ready)
-    return replace(control, ready=(), unfinished=(*control.unfinished, *again))
+    return replace(state, control=replace(control, ready=(), unfinished=(*control.unfinished, *again))), changed

@@ -14,11 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first, require_whole
-from omni_async.checkpoint.samples import changed_settings, without_ready_groups
+from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.tracking.rundir import RunDirectory
@@ -120,14 +118,16 @@ def _usable(config: Config, folder: Path) -> State:
 def _require_ledger(run: Path, state: State) -> None:
     """The machine may have gone down before all lines were on its disk."""
     ledger = RunDirectory(run).ledger
-    lines = ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+    try:
+        lines = ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+    except OSError as error:
+        raise CheckpointError(f"the ledger cannot be read: {error}") from None
     if lines < state.control.ledger.lines:
         raise CheckpointError(f"the ledger has {lines} lines, the checkpoint counts {state.control.ledger.lines}")
 
 
 def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str, ...]]:
-    changed = changed_settings(state.samples, config)
-    if not (changed and state.control.ready):
+    kept, changed = fitting(state, config)
+    if not changed:
         return state, ()
-    note = f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed"
-    return replace(state, control=without_ready_groups(state.control)), (note,)
+    return kept, (f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed",)

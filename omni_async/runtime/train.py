@@ -157,6 +157,7 @@ class _Run:
             loading = "loading engines, scorers and the trainer (up to a minute)"
             self._console.phase(loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
+            listen(interrupted)  # models load in this process, or libraries do, that may want signals too
             if self._opening is not None:
                 self._mlflow = await self._opening
             self._console.phase("generating the first samples")
