@@ -107,6 +107,7 @@ class Coordinator:
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this worker."""
+        self._outcomes.asks(worker)
         return await self._samples.jobs(worker, limit)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:

@@ -25,9 +25,9 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
 
 class SampleProgress:
     """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost with; `suspected` counts
-    the reward workers and scorers that died or went down over it, be it by chance."""
+    the reward workers and scorers that died or went down over it, be it by chance; `went_down` are the workers whose scorer did since then."""
 
-    __slots__ = ("failures", "request", "result", "score", "score_attempts", "suspected")
+    __slots__ = ("failures", "request", "result", "score", "score_attempts", "suspected", "went_down")
 
     def __init__(self, request: SampleRequest) -> None:
         self.request = request
@@ -36,6 +36,7 @@ class SampleProgress:
         self.score_attempts = 0
         self.failures = 0
         self.suspected = 0
+        self.went_down: set[str] = set()
 
     def again(self) -> SampleRequest:
         """Nothing that was made of it counts: the request to make it again, from the same seed."""

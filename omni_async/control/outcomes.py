@@ -49,6 +49,7 @@ class Outcomes:
         self._validation = validation
         self._versions = versions
         self._ends = ends
+        self._down: set[str] = set()  # reward workers that wait for a scorer
         self.images = images
 
     # ---- generation ---------------------------------------------------------------------------------------------------------------
@@ -112,6 +113,9 @@ class Outcomes:
 
     def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
+        outage = bool(self._down - {worker})
+        if any(result.postponed for result in results):
+            self._down.add(worker)
         for result in results:
             if not self._samples.being_scored(worker, result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
@@ -128,7 +132,7 @@ class Outcomes:
             elif result.postponed:
                 self._samples.postpone_score(progress.job())
                 if result.suspect:
-                    self._suspect(home, progress, result.error or "its scorer went down")
+                    self._went_down(home, progress, worker, result.error or "its scorer went down", outage)
             elif result.score is None:
                 self._score_failed(home, progress, result.error or "no score")
             else:
@@ -151,6 +155,20 @@ class Outcomes:
         else:
             self._groups.complete(home)
             self._ends.group_ready()
+
+    def asks(self, worker: str) -> None:
+        """A reward worker wants samples: its scorers answer."""
+        self._down.discard(worker)
+
+    def _went_down(self, home: GroupProgress | ValidationRound, progress: SampleProgress, worker: str, error: str, outage: bool) -> None:
+        """Nothing was wrong before it was asked for this sample. While others wait too, that is no wonder: only what happens to the same worker
+        again is held against the sample."""
+        again = worker in progress.went_down
+        if outage and not again:
+            progress.went_down.add(worker)
+            return
+        progress.went_down = {worker}
+        self._suspect(home, progress, error)
 
     def _suspect(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
         """Something died or went down over it: once is chance, again and again is the sample's doing."""
@@ -178,6 +196,7 @@ class Outcomes:
 
     def scorer_lost(self, worker: str) -> None:
         """What it had taken is scored by others."""
+        self._down.discard(worker)
         for job in self._samples.scorer_lost(worker):
             home = self._home(job.kind, _group_of(job.sample_id))
             if home is not None:  # else an earlier one of these ended the group

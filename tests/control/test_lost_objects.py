@@ -385,3 +385,27 @@ def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_
         assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
 
     play(main())
+
+
+def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_the_same() -> None:
+    """There is little to score, and what one has put back the next one takes."""
+
+    async def main() -> None:
+        c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
+        await hold(c, 0)
+        await finish(c, "rollout-0", await c.next_samples("rollout-0", 1, 1), 0)
+
+        async def goes_down(worker: str) -> None:
+            (job,) = await c.next_to_score(worker, 1)
+            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", postponed=True, suspect=True)
+            await c.scored(worker, {job.sample_id: "train"}, [down])
+
+        for number in range(8):
+            await goes_down(f"reward-{number}")
+        assert not entries
+        for number in range(8):  # it is back: one worker after the other has an answer for the sample it knows, and asks
+            c._outcomes.asks(f"reward-{number}")
+        await goes_down("reward-5")
+        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], "when all was well"
+
+    play(main())

@@ -168,7 +168,7 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
         score_at_once=dice.random() < 0.7,
     )
     config = with_reward(config, batch=dice.choice([1, 2, 8]), outage_s=1000.0)
-    played, _ = play(config, judge, reward_workers=dice.randint(1, 3), seed=seed)
+    played, _ = play(config, judge, reward_workers=dice.choice([1, 2, 3, 12]), seed=seed)
     assert played.outcome == ("done", None)
     ended = events(played)
     assert ended["rejected"] <= bad and not ended["trained"] & bad
