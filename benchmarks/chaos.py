@@ -53,10 +53,11 @@ class Run:
         """To its end. `plan`: (seconds after the first update, role, SIGKILL or SIGSTOP) of each kill."""
         with self._begun() as process:
             begun = time.monotonic()
-            for after, role, how in plan:
+            for number, (after, role, how) in enumerate(plan, 1):
                 while (left := begun + after - time.monotonic()) > 0 and process.poll() is None:
                     time.sleep(min(left, 0.2))
-                self._kill(role, how, begun)
+                part = self._kill(role, how, begun)
+                _tell(f"{after:5.0f} s, {number}/{len(plan)}: " + (f"{how} for {part}" if part else f"no {role} is at work"))
             self.code = process.wait()
 
     @contextmanager
@@ -65,6 +66,7 @@ class Run:
         command = [sys.executable, "-m", "omni_async.cli", "train", str(self.job.recipe), *self.job.overrides]
         log = self.job.folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
+        _tell(f"{self.job.folder.name} run: see {log}")
         with log.open("w") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             try:
@@ -74,21 +76,27 @@ class Run:
             finally:
                 end_job(process)
 
-    def _kill(self, role: str, how: str, begun: float) -> None:
-        """One of the role that is at work; none, if all of them are being replaced."""
+    def _kill(self, role: str, how: str, begun: float) -> str | None:
+        """One of the role that is at work; none, if all of them are being replaced. Which."""
         try:
             parts = ask(self.job.run / "control.sock", Request(), timeout_s=30.0)["parts"]
         except (ControlError, ValueError):
-            return  # it starts again, or has ended
+            return None  # it starts again, or has ended
         chosen = random.choice([name for name in parts if name.startswith(role)] or [""])
         if chosen:
             with contextlib.suppress(ProcessLookupError):  # it is gone, and nobody has noticed yet
                 os.kill(parts[chosen]["pid"], getattr(signal, how))
                 self.kills.append(Kill(role, chosen, how, time.monotonic() - begun))
+        return chosen or None
 
     @property
     def seconds(self) -> float:
         return read_summary(self.job.run / "summary.json").wall_s
+
+
+def _tell(text: str) -> None:
+    """While it goes on; the report alone is on stdout."""
+    sys.stderr.write(f"{text}\n")
 
 
 def plan(every: float, seconds: float, trainers: int, dice: random.Random) -> list[tuple[float, str, str]]:
