@@ -23,8 +23,12 @@ from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.waiting import is_cancelled
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
+
+# For a checkpoint that is being written when the run fails.
+_LAST_WRITE_S = 20.0
 
 
 class Checkpointer:
@@ -73,6 +77,7 @@ class Checkpointer:
         try:
             await writing
         except Exception as error:
+            await asyncio.to_thread(shutil.rmtree, partial(self._checkpoints / writing.get_name()), ignore_errors=True)  # it takes room
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -81,20 +86,16 @@ class Checkpointer:
             )
 
     async def close(self) -> None:
-        """Whatever is being written is left unfinished, in a folder without a name, or finished within the moment."""
+        """What is being written gets a while to be finished, as others whom it needs may be gone, and none if the caller is cancelled. Else it is
+        left, in a folder without a name."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            if not is_cancelled():
+                await asyncio.wait((writing,), timeout=_LAST_WRITE_S)
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def _write(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
-        try:
-            await self._write_all(folder, control, engine, rule)
-        except Exception:
-            await asyncio.to_thread(shutil.rmtree, partial(folder), ignore_errors=True)  # the next one may need its room
-            raise
-
-    async def _write_all(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
         place = partial(folder)
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         kept, gone = [], []

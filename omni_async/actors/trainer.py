@@ -8,7 +8,6 @@ of the last whole update either way.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport
 
 _MISMATCH_NATS = 1.0
-# For the checkpoint that is being written when an update fails: the others whom it needs may be gone.
-_LAST_WRITE_S = 20.0
 
 
 class Trainer:
@@ -89,11 +86,6 @@ class Trainer:
             if self._saved != self._version:
                 await self._save()
             await self._checkpointer.settle()
-        except Exception:
-            with contextlib.suppress(Exception):  # what happened first is what counts
-                async with asyncio.timeout(_LAST_WRITE_S):
-                    await self._checkpointer.settle(last=False)
-            raise
         finally:
             await self._checkpointer.close()
             flusher.cancel()
