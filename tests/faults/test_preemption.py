@@ -38,12 +38,19 @@ def until(process: subprocess.Popen[str], beginning: str) -> None:
     raise AssertionError(f"it ended without a line that begins with {beginning!r}")
 
 
-def preempt(process: subprocess.Popen[str]) -> None:
-    os.kill(process.pid, signal.SIGTERM)
-    told = time.monotonic()
-    said = process.communicate(timeout=DEADLINE_S)[0]
-    assert process.returncode == 130, said
-    assert time.monotonic() - told < DEADLINE_S
+def preempt(process: subprocess.Popen[str], line: str, after_s: float) -> None:
+    """SIGTERM `after_s` after it has said a line that begins so; it ends in time."""
+    try:
+        until(process, line)
+        time.sleep(after_s)
+        os.kill(process.pid, signal.SIGTERM)
+        told = time.monotonic()
+        said = process.communicate(timeout=DEADLINE_S)[0]
+        assert process.returncode == 130, said
+        assert time.monotonic() - told < DEADLINE_S
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
@@ -53,14 +60,7 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 10.0))
     settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
-    process = start(recipe, *settings)
-    try:
-        until(process, "training streams")
-        time.sleep(8)  # all groups are there, and the update is being made
-        preempt(process)
-    finally:
-        process.kill()
-        process.wait()
+    preempt(start(recipe, *settings), "training streams", 8)  # all groups are there by then, and the update is being made
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["updates"], summary["conserved"]) == ("interrupted", 0, True)
@@ -71,14 +71,7 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
 @pytest.mark.slow
 def test_a_run_that_is_told_to_go_while_it_loads_ends_in_order(checkpoint: str, tmp_path: Path) -> None:
     """Ray has started by then, and would take the signal for itself."""
-    process = start(write_small_recipe(tmp_path, checkpoint), "run.runtime=ray")
-    try:
-        until(process, "loading engines")
-        time.sleep(1)
-        preempt(process)
-    finally:
-        process.kill()
-        process.wait()
+    preempt(start(write_small_recipe(tmp_path, checkpoint), "run.runtime=ray"), "loading engines", 1)
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("interrupted", "before the first update")
