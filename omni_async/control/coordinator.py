@@ -10,7 +10,8 @@
 
 A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under way has been answered
 for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the trainer's leaving it; what is unfinished then is
-dropped, though a run that goes on from the checkpoint takes it up again. No call here touches a tensor, blocks, or runs in another thread; its state changes only between awaits.
+dropped, though a run that goes on from the checkpoint takes it up again. No call here touches a tensor or runs in another thread, and none blocks
+but for the ledger's file, which `continuation` synchronises; state changes only between awaits. A worker that leaves is told at once: it gets nothing.
 """
 
 from __future__ import annotations

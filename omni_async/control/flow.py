@@ -1,9 +1,9 @@
 """Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping but for two waits.
 
-| call    | made for      | waits for                                    | unblocked by                                            |
-|---------|---------------|----------------------------------------------|---------------------------------------------------------|
-| `lease` | a producer    | a queued sample and a place for a trajectory | `add`, and whatever frees a place: `release`, `forget`  |
-| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `retry_score`, `answered`, `forget`, timer |
+| call    | made for      | waits for                                    | unblocked by                                                              |
+|---------|---------------|----------------------------------------------|---------------------------------------------------------------------------|
+| `lease` | a producer    | a queued sample and a place for a trajectory | `add`, what frees a place (`release`, `forget`), `engine_leaves`, `_lost` |
+| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `answered`, `forget`, a timer, `scorer_leaves`, `_lost`      |
 
 A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time of training samples comes
 when none is at an engine and none could be: none is queued, or no place is free. What is full is therefore emptied, and nothing waits for ever.
