@@ -203,7 +203,7 @@ class WeightPublisher:
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            failed[name] = EngineError("it broke off what it was receiving")
+            failed[name] = TransportError("it broke off what it was receiving")
             return
         except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
             late = isinstance(error, TimeoutError) and deadline.expired()
