@@ -1,8 +1,9 @@
 """Weights by broadcast: a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every engine.
 
 The group is none of torch's registered ones, least of all the trainer's: it hangs on a TCP store that the sender serves. It is formed when
-every engine has started, so nobody holds up another's loading: the sender invites, and all join at once. Every step has the timeout, and a
-participant that is missing, or leaves, ends the others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an
+every engine has started, so nobody holds up another's loading: the sender invites, all arrive at the store, and the roll is called there: one whose call
+failed is known to be gone, and all others turn back at once. Every step has the timeout, and a participant that is missing, or leaves, ends the
+others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an
 accelerator each; then gloo still makes sure that all are there before NCCL, which could wait for ever, is entered. All calls that
 wait run in a thread of their own.
 """
@@ -33,6 +34,8 @@ Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
 _POLL_S = 0.0005
+# What the ranks tell each other at the store before they form the group.
+_ROLL, _HERE, _GONE = "roll", b"here", b"gone"
 # What is used here of it, torch's annotations leave out.
 dist: Any = torch.distributed
 
@@ -75,13 +78,21 @@ class CollectiveSender:
         store = await self._thread.run(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
-        joining = [join(replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
+        joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         # Until all have answered: the next attempt finds nobody still waiting in this one, and whoever asks knows who failed.
         formed, *joined = await asyncio.gather(forming, *joining, return_exceptions=True)
         failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
             raise failure  # those who waited in vain are not the ones to tell of
         self._group = forming.result()
+
+    async def _joined(self, join: Join, place: Invitation) -> None:
+        """Until this participant is in the group. When it fails, the others are told instead of waiting for it."""
+        try:
+            await join(place)
+        except BaseException:
+            await asyncio.to_thread(_report_gone, place, self._timeout_s)
+            raise
 
     def _serve(self) -> Any:
         """The store, on this address alone: torch's own socket would listen on all of the machine's."""
@@ -149,7 +160,8 @@ class Group:
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
         with _telling(f"joining the {place.size} ranks at {place.host}:{place.port}", place.rank, timeout_s):
-            self._store = store or dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout, use_libuv=False)
+            self._store = store or _store_at(place, timeout)
+            _call_the_roll(self._store, place)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(place.host, place.port))]
@@ -165,6 +177,32 @@ class Group:
                 return
             for bucket in buckets:
                 self._gloo.broadcast(torch.from_numpy(bucket), 0).wait(timedelta(seconds=self._timeout_s))
+
+
+def _store_at(place: Invitation, timeout: timedelta) -> Any:
+    return dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout, use_libuv=False)
+
+
+def _arrival(rank: int) -> str:
+    return f"arrival/{rank}"
+
+
+def _call_the_roll(store: Any, place: Invitation) -> None:
+    """Returns once all ranks are known to be there. RuntimeError, on every rank, as soon as one is known to be gone."""
+    if place.rank > 0:
+        store.set(_arrival(place.rank), _HERE)
+    else:
+        arrivals = [_arrival(rank) for rank in range(1, place.size)]
+        store.wait(arrivals)
+        store.set(_ROLL, _HERE if all(store.get(arrival) == _HERE for arrival in arrivals) else _GONE)
+    if store.get(_ROLL) == _GONE:
+        raise RuntimeError("a participant failed before the group was formed")
+
+
+def _report_gone(place: Invitation, timeout_s: float) -> None:
+    """On behalf of a participant whose call failed. It may have arrived before: then the group's own time-out is what the others wait for."""
+    with contextlib.suppress(RuntimeError, OSError):  # the store itself may be gone, and nobody waits there any more
+        _store_at(place, timedelta(seconds=timeout_s)).set(_arrival(place.rank), _GONE)
 
 
 @contextlib.contextmanager
