@@ -1,7 +1,7 @@
 # Everything starts from a plain CPython 3.11 or 3.12: each target makes the environment it needs, and running it again changes nothing.
 #
 #   make quickstart   install, then run the main job (about 10 minutes the first time)
-#   make test         install, then every test
+#   make test         install, then every kind of test, with a slice of the long searches
 
 # EXTRA=cuda installs vLLM's CUDA build in place of the CPU one.
 EXTRA ?= cpu
@@ -11,11 +11,12 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: help install quickstart test test-fast lint format docs clean
+.PHONY: help install quickstart test test-all test-fast lint format docs clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
-	@echo "make test         install and run every test"
+	@echo "make test         install and run every kind of test, with a slice of the long searches (about 10 minutes)"
+	@echo "make test-all     every test and every schedule (about 40 minutes)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make format       rewrite the code in the project's format"
@@ -38,6 +39,9 @@ quickstart: install
 
 test: install
 	$(BIN)/python -m pytest
+
+test-all: install
+	$(BIN)/python -m pytest --all
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"

@@ -1,13 +1,95 @@
-"""Before any test file imports diffusers: the package prepares the import system for a mixed install (`omni_async.compat`)."""
+"""How much of the suite runs, and what every test file shares.
+
+`pytest` runs every kind of test and a slice of what is long; `pytest --all` runs all of it. What is long says so:
+
+- `@pytest.mark.thorough`: one more of a kind of which a shorter one is always run. Left to `--all`.
+- `@pytest.mark.sliced(floor=n)`, on a test or a module: n of its tests are run, drawn by the slice's seed.
+- the fixture `slice_of`: a run of consecutive seeds out of all that a search has.
+
+The end of the output says what was left out, and the seed that draws the same slice again. A file or a test that is named is run whole.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
-import omni_async  # noqa: F401
+import omni_async  # noqa: F401  # before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`)
+
+
+@dataclass
+class Slice:
+    """What of the long searches this session runs."""
+
+    seed: int
+    whole: bool
+    told: list[str] = field(default_factory=list)
+
+    def consecutive(self, what: str, total: int, floor: int) -> range:
+        """`floor` numbers of range(total), or all of them."""
+        if self.whole:
+            return range(total)
+        start = random.Random(f"{self.seed}/{what}").randrange(total - floor + 1)
+        self.told.append(f"{floor:,} of {total:,} {what}, from {start:,}")
+        return range(start, start + floor)
+
+    def some(self, what: str, items: list[pytest.Item], floor: int) -> list[pytest.Item]:
+        """`floor` of the items, or all of them."""
+        if self.whole or len(items) <= floor:
+            return items
+        self.told.append(f"{floor} of {len(items)} tests in {what}")
+        return random.Random(f"{self.seed}/{what}").sample(items, floor)
+
+
+_SLICE = pytest.StashKey[Slice]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("how much")
+    group.addoption("--all", action="store_true", dest="everything", help="every test and every schedule, not a slice of them")
+    group.addoption("--slice-seed", type=int, metavar="SEED", help="which slice of the long searches (default: another one every time)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--slice-seed")
+    named = any(".py" in argument for argument in config.args)
+    config.stash[_SLICE] = Slice(random.SystemRandom().randrange(10**6) if seed is None else seed, config.getoption("everything") or named)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.stash[_SLICE]
+    if chosen.whole:
+        return
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
+    sliced: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if item not in left_out and (marker := item.get_closest_marker("sliced")) is not None:
+            what = item.nodeid.partition("[" if marker in item.own_markers else "::")[0]
+            sliced.setdefault((what, marker.kwargs["floor"]), []).append(item)
+    if left_out:
+        chosen.told.append(f"{len(items) - len(left_out):,} of {len(items):,} tests: the others are thorough ones")
+    for (what, floor), those in sliced.items():
+        left_out |= {*those} - {*chosen.some(what, those, floor)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    chosen = config.stash[_SLICE]
+    if chosen.told:
+        terminalreporter.section(f"a slice: --slice-seed={chosen.seed} draws it again, --all runs everything")
+        for line in chosen.told:
+            terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def slice_of(request: pytest.FixtureRequest) -> Callable[[str, int, int], range]:
+    """`slice_of(what, total, floor)`: seeds out of range(total) to try in this session."""
+    return request.config.stash[_SLICE].consecutive
 
 
 @pytest.fixture(autouse=True)

@@ -62,6 +62,7 @@ def test_schedules_on_emulated_devices_of_one_process(tmp_path):
     assert sync["switch"] == 0 < found["sync_colocated"].attribution["switch"]
 
 
+@pytest.mark.thorough
 def test_all_runs_of_a_benchmark_share_one_ray(tmp_path):
     import ray
 

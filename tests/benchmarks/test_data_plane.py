@@ -86,6 +86,7 @@ def test_wrong_arguments_start_nothing(arguments: list[str], capsys: pytest.Capt
     assert "expected" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_all_arms_carry_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,7 @@ def test_the_examples_of_the_help_are_accepted(capsys) -> None:
         staleness._parse(shlex.split(line, comments=True)[3:])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_real_runs_are_interrupted_and_continued(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ async def carry(trainer: Any, engines: dict[str, Any], payload: str) -> None:
         before = held
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("payload", ["full", "lora"])
@@ -74,6 +75,7 @@ def test_every_transport_brings_two_engines_the_same_weights_update_after_update
     assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(

@@ -118,6 +118,7 @@ def test_offline_dpo_trains_on_pairs_without_engines_or_scorers(recipe: Path, pa
     check_offline(run(recipe, *OFFLINE, *_ADAMW, "checkpoint.every=1", f"data.preferences={pairs}"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_offline_dpo_on_ray(recipe: Path, pairs: Path) -> None:
     overrides = (*OFFLINE, *_ADAMW, "checkpoint.every=1", f"data.preferences={pairs}", "run.runtime=ray")
@@ -126,6 +127,7 @@ def test_offline_dpo_on_ray(recipe: Path, pairs: Path) -> None:
     check_offline(left_behind(recipe, overrides))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_forward_process_objective_on_ray_and_vllm_omni(recipe: Path) -> None:
     overrides = ("algorithm.name=diffusion_nft", *_FORWARD, *_ADAMW, "run.runtime=ray", "rollout.engine=vllm_omni", "checkpoint.every=1")

@@ -150,6 +150,7 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     assert sum(finished.summary.reject_reasons.values()) == len(finished.ledger)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     overrides = ["trainer.updates=1000", "staleness.max_updates=1"]
     started = subprocess.Popen(

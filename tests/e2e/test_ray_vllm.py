@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 _REAL = ("run.runtime=ray", "rollout.engine=vllm_omni")
 
 
+@pytest.mark.thorough
 def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: Path) -> None:
     overrides = (*_REAL, "reward.scorers=[{name: jpeg_size, params: {quality: 20}}]")
     answer = command_line(recipe, *overrides, timeout=240)

@@ -18,6 +18,7 @@ UPDATES = 60
 QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint.every=7"]
 
 
+@pytest.mark.sliced(floor=1)
 @pytest.mark.parametrize(("seed", "settings"), [(0, ["buffer.window=2"]), (1, ["staleness.max_updates=0"])])
 def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
     tmp_path: Path, seed: int, settings: list[str], capfd: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ __all__ = ["checkpoint"]
 SETTINGS = ("run.runtime=ray", "run.health_timeout_s=5", "staleness.max_updates=2", "checkpoint.every=2", "trainer.optimizer.lr=0.1")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(checkpoint: str, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, checkpoint)

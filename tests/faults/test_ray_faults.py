@@ -18,6 +18,7 @@ from omni_async.performance.profile import Payload
 from omni_async.runtime.ray_connection import connect
 from tests.faults.disturbed import Disturbed, profile
 
+pytestmark = pytest.mark.sliced(floor=4)
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
