@@ -31,14 +31,16 @@ def happened(seeds: range) -> Counter[str]:
 def test_a_slice_of_the_schedules(slice_of: Callable[[str, int, int], range]) -> None:
     """And faults of every kind are among them."""
     seeds = slice_of("chaos schedules", SCHEDULES, SLICE)[:SLICE]
-    seen = happened(seeds)
+    seen = sum((happened(seeds[first : first + CHUNK]) for first in range(0, SLICE, CHUNK)), Counter[str]())
     assert seen["schedules"] == SLICE
     assert not [what for what in FAULTS if not seen[what]]
     assert seen["messages"] > 50 * SLICE
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chunk", [range(first, first + CHUNK) for first in range(0, SCHEDULES, CHUNK)], ids=lambda seeds: f"{seeds.start}-")
+@pytest.mark.parametrize(
+    "chunk", [range(first, first + CHUNK) for first in range(0, SCHEDULES, CHUNK)], ids=lambda seeds: f"{seeds.start}-"
+)
 def test_schedules(chunk: range) -> None:
     assert happened(chunk)["schedules"] == CHUNK
 
