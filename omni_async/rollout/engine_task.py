@@ -15,10 +15,12 @@ class EngineTask:
     def __init__(self, engine: str, unanswered: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
         self._engine = engine
         self._unanswered = unanswered
+        self._work: Coroutine[Any, Any, None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: str | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
         self._task = asyncio.create_task(self._run(work), name=f"{self._engine}-runner")
 
     def require(self) -> None:
@@ -32,12 +34,18 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 (told to everybody who waits, and to whoever asks later)
             self._failure = f"{type(error).__name__}: {error}"
         finally:
-            for future in self._unanswered():
-                if not future.done():
-                    future.set_exception(EngineError(f"{self._engine} {self._failure or 'was closed'}"))
+            self._answer()
+
+    def _answer(self) -> None:
+        for future in self._unanswered():
+            if not future.done():
+                future.set_exception(EngineError(f"{self._engine} {self._failure or 'was closed'}"))
 
     async def close(self) -> None:
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        if task is None or self._work is None:
+            return
+        task.cancel()
+        await asyncio.wait([task])
+        self._work.close()  # a task that is cancelled before its first step never came to it
+        self._answer()

@@ -1,0 +1,26 @@
+"""The task of an engine that lives on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from omni_async.rollout.base import EngineError
+from omni_async.rollout.engine_task import EngineTask
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_closed_before_its_first_step_it_answers_everybody_and_leaves_no_work_behind() -> None:
+    async def main() -> None:
+        waits: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        task = EngineTask("rollout-0", lambda: [waits])
+        work = asyncio.sleep(60)
+        task.start(work)
+        await task.close()
+        with pytest.raises(EngineError, match="rollout-0 was closed"):
+            await waits
+        assert work.cr_frame is None, "a coroutine that nobody ever awaits or closes"
+
+    asyncio.run(main())
