@@ -8,7 +8,8 @@ A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p
 for a number of updates:
 
   progressive  updates_per_position, U
-  decay        from U at the first position linearly to max(1, U / 4) at the last, rounded down
+  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m, which a window that
+               started at hi would have (MixGRPO's public code, whose range is [0, N - 2))
   exp_decay    ceil(U exp(-decay_rate max(0, p - decay_from))), at least 1
 """
 
@@ -41,19 +42,20 @@ def _sliding_start(update: int, window: WindowConfig) -> int:
     lo, hi = window.range
     last_start = hi - window.size
     last_position = math.ceil((last_start - lo) / window.stride)
-    ends = list(accumulate(_stay(position, last_position, window) for position in range(last_position + 1)))
+    starts = [min(lo + window.stride * position, last_start) for position in range(last_position + 1)]
+    ends = list(accumulate(_stay(position, start, window) for position, start in enumerate(starts)))
     if window.at_end == "roll_back":
         update %= ends[-1]
-    return min(lo + window.stride * bisect_right(ends, update), last_start)
+    return starts[min(bisect_right(ends, update), last_position)]
 
 
-def _stay(position: int, last_position: int, window: WindowConfig) -> int:
-    """Updates at this position."""
+def _stay(position: int, start: int, window: WindowConfig) -> int:
+    """Updates at this position, whose window begins at `start`."""
     updates = window.updates_per_position
     if window.schedule == "decay":
-        # In quarters of an update, so that the interpolation is exact and rounding down never loses a whole one.
-        quarters = 4 * updates * (last_position - position) + max(4, updates) * position
-        return quarters // (4 * last_position) if last_position else updates
+        lo, hi = window.range
+        # In whole numbers, so that rounding down never loses an update to the interpolation's own rounding.
+        return (updates * (hi - start) + max(1, updates // 4) * (start - lo)) // (hi - lo)
     if window.schedule == "exp_decay":
         return max(1, math.ceil(updates * math.exp(-window.decay_rate * max(0, position - window.decay_from))))
     return updates

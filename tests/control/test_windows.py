@@ -76,16 +76,27 @@ def test_a_stride_that_overshoots_ends_at_the_last_place_that_fits() -> None:
     assert starts(5, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=9, at_end="stay") == [1, 4, 4, 4, 4]
 
 
-def test_decay_stays_ever_shorter_down_to_a_quarter() -> None:
-    # 25, 18.75, 12.5 and 6.25 updates at positions 0 to 3, rounded down.
-    places = [0] * 25 + [1] * 18 + [2] * 12 + [3] * 6
-    assert starts(63, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*places, 0, 0]
-    assert starts(63, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [*places, 3, 3]
+def test_decay_interpolates_as_mixgrpos_public_code() -> None:
+    """fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T iterations, rounded down, at the start t, with
+    min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8, 6.8, 5.6, 4.4 and 3.2."""
+    stays = [8, 6, 5, 4, 3]
+    assert stays == [max(2, int(8 * (1 - t / 5) + 2 * (t / 5))) for t in range(5)]
+    places = [start for start, stay in enumerate(stays) for _ in range(stay)]
+    assert starts(28, schedule="decay", size=1, range=(0, 5), updates_per_position=8) == [*places, 0, 0]
+
+
+def test_decay_stays_ever_shorter() -> None:
+    # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3, rounded down.
+    places = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
+    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*places, 0, 0]
+    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [*places, 3, 3]
+    # A stride that overshoots counts by where the window is, 0, 2 and 3, not by how often it moved.
+    assert starts(57, schedule="decay", size=2, range=(0, 5), updates_per_position=25, stride=2) == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
 
 
 def test_decay_stays_one_update_at_least() -> None:
-    # From 3 to max(1, 3 / 4): 3, 2.33, 1.67, 1.
-    assert starts(8, schedule="decay", size=1, range=(0, 4), updates_per_position=3) == [0, 0, 0, 1, 1, 2, 3, 0]
+    # From 3 to max(1, 3 // 4): 3, 2.5, 2, 1.5.
+    assert starts(9, schedule="decay", size=1, range=(0, 4), updates_per_position=3) == [0, 0, 0, 1, 1, 2, 2, 3, 0]
 
 
 def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
@@ -129,8 +140,8 @@ def test_a_sliding_window_is_where_walking_there_update_by_update_leads(
         if options["schedule"] == "progressive":
             stay = full
         elif options["schedule"] == "decay":
-            done = position / max(1, len(places) - 1)
-            stay = math.floor(full + (max(1.0, full / 4) - full) * done + 1e-9)
+            done = (places[position] - lo) / (hi - lo)
+            stay = math.floor(full * (1 - done) + max(1, full // 4) * done + 1e-9)
         else:
             stay = max(1, math.ceil(full * math.exp(-options["decay_rate"] * max(0, position - options["decay_from"]))))
         spent += 1
@@ -142,13 +153,13 @@ def test_a_sliding_window_is_where_walking_there_update_by_update_leads(
     assert window_of(group, config) == SdeWindow(start=places[position], size=size)
 
 
-@pytest.mark.parametrize(("at_end", "start"), [("roll_back", 2), ("stay", 3)])
+@pytest.mark.parametrize(("at_end", "start"), [("roll_back", 3), ("stay", 4)])
 def test_the_millionth_update_is_found_like_the_first(at_end: str, start: int) -> None:
-    # A cycle of four places is 61 updates; 10^6 = 16393 x 61 + 27 and the second place starts at 25, the third at 43: 27 is in the second.
-    config = config_of(P=8, schedule="decay", size=2, range=(1, 6), updates_per_position=25, at_end=at_end)
-    assert 10**6 % 61 == 27
+    # A cycle of four places is 24 + 20 + 16 + 13 = 73 updates; 10^6 = 13698 x 73 + 46, and the third place has 44 to 59.
+    config = config_of(P=8, schedule="decay", size=2, range=(1, 6), updates_per_position=24, at_end=at_end)
+    assert 10**6 % 73 == 46
     window = window_of(8 * 10**6 + 7, config)
-    assert window == SdeWindow(start=start if at_end == "roll_back" else start + 1, size=2)
+    assert window == SdeWindow(start=start, size=2)
 
 
 def test_requests_carry_the_kernel_and_the_window() -> None:
