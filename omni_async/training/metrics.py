@@ -5,6 +5,7 @@ Recording costs no device synchronisation and no communication. `reduce` is coll
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Literal, TypeAlias
 
@@ -15,11 +16,10 @@ from torch import Tensor
 Reduction = Literal["mean", "max", "absmax", "variance", "ess", "last"]
 _Key: TypeAlias = tuple[str, Reduction]
 
-_MAX_EXPONENT = 300.0
-
 
 class Metrics:
-    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1]. last: the last value recorded on this rank."""
+    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size: weights are taken relative to the largest of all ranks.
+    last: the last value recorded on this rank."""
 
     def __init__(self) -> None:
         self._rows: dict[_Key, list[Tensor]] = defaultdict(list)
@@ -48,14 +48,20 @@ class Metrics:
     def reduce(self, num_steps: int) -> dict[str, float]:
         """All metrics over all ranks, and forgets them. `num_steps` is the number of denoising steps N."""
         keys, step_keys = sorted(self._rows), sorted(self._by_step)
+        several = dist.is_initialized() and dist.get_world_size() > 1
         columns = {key: torch.cat([v.cpu() for v in self._rows[key]]).to(torch.float64) for key in keys}
-        sums = [_moments(columns[key], key[1]).sum(0) for key in keys]
-        by_step = [_step_sums(self._by_step[key], key[1], num_steps) for key in step_keys]
-        maxima = torch.stack([_maximum(columns[key], key[1]) for key in keys] or [torch.zeros((), dtype=torch.float64)])
-        totals = torch.cat([*sums, *(s.reshape(-1) for s in by_step)] or [torch.zeros(1, dtype=torch.float64)])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(totals, dist.ReduceOp.SUM)
+        tables = {key: _by_step(self._by_step[key]) for key in step_keys}
+        tops = [_maximum(columns[key], key[1]).reshape(1) for key in keys]
+        tops += [_step_tops(*tables[key], num_steps) for key in step_keys]
+        maxima = torch.cat(tops or [torch.zeros(1, dtype=torch.float64)])
+        if several:
             dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        sums = [_moments(columns[key], key[1], maxima[i]).sum(0) for i, key in enumerate(keys)]
+        step_tops = maxima[len(keys) :].split(num_steps)
+        by_step = [_step_sums(*tables[key], key[1], step_tops[i]) for i, key in enumerate(step_keys)]
+        totals = torch.cat([*sums, *(s.reshape(-1) for s in by_step)] or [torch.zeros(1, dtype=torch.float64)])
+        if several:
+            dist.all_reduce(totals, dist.ReduceOp.SUM)
         rows = totals[: 3 * len(keys)].reshape(-1, 3)
         result = {}
         for i, (name, reduction) in enumerate(keys):
@@ -73,21 +79,31 @@ class Metrics:
         return result
 
 
-def _moments(values: Tensor, reduction: Reduction) -> Tensor:
-    """(R, 3): 1, and the two numbers whose sums the reduction needs."""
+def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
+    """(R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are reduced together, () or (R,)."""
     if reduction == "ess":
-        values = values.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()
+        values = (values - top).exp()
     return torch.stack([torch.ones_like(values), values, values.square()], dim=1)
 
 
-def _step_sums(records: list[tuple[Tensor, list[int]]], reduction: Reduction, num_steps: int) -> Tensor:
-    """(num_steps, 3): sums of each denoising step's rows."""
+def _by_step(records: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
+    """(R,) float64 and the denoising steps they belong to."""
     values = torch.cat([v.cpu() for v, _ in records]).to(torch.float64)
-    steps = torch.tensor([step for _, steps in records for step in steps])
-    return values.new_zeros(num_steps, 3).index_add_(0, steps, _moments(values, reduction))
+    return values, torch.tensor([step for _, steps in records for step in steps])
+
+
+def _step_tops(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
+    """(num_steps,): the largest of each denoising step's rows, -inf where there is none."""
+    return values.new_full((num_steps,), -math.inf).scatter_reduce_(0, steps, values, "amax")
+
+
+def _step_sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
+    """(num_steps, 3): sums of each denoising step's rows; `tops` (num_steps,) are their maxima over all ranks."""
+    return values.new_zeros(len(tops), 3).index_add_(0, steps, _moments(values, reduction, tops[steps]))
 
 
 def _maximum(values: Tensor, reduction: Reduction) -> Tensor:
+    """(): of the values, of which no rank has none."""
     return (values.abs() if reduction == "absmax" else values).max()
 
 

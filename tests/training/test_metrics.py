@@ -52,7 +52,21 @@ def test_one_name_may_be_reduced_over_all_rows_and_per_step() -> None:
     assert metrics.reduce(2) == {"v": 3.0, "v/step_00": 6.0, "v/step_01": 1.5}
 
 
-def test_extreme_log_ratios_do_not_overflow_the_ess() -> None:
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1e4, 0.0], 1 / 2),
+        ([-400.0, -500.0, -600.0], 1 / 3),
+        ([-1e5, -1e5, -2e5], 2 / 3),
+        ([700.0, 700.0 + math.log(3.0)], 16 / 20),
+        ([-400.0, -400.0 + math.log(3.0), -800.0], 16 / 30),
+    ],
+)
+def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values: list[float], expected: float) -> None:
     metrics = Metrics()
-    metrics.record("ess", torch.tensor([1e4, 0.0]), "ess")
-    assert math.isclose(metrics.reduce(1)["ess"], 0.5)
+    metrics.record("ess", torch.tensor(values, dtype=torch.float64), "ess")
+    metrics.record("beside", torch.tensor([2.0]), "max")
+    metrics.record_by_step("ess", torch.tensor([*values, 5.0], dtype=torch.float64), [1] * len(values) + [3], "ess")
+    metrics.record_by_step("beside", torch.tensor([3.0, -3.0]), [1, 1], "mean")
+    got = metrics.reduce(4)
+    assert got == pytest.approx({"ess": expected, "beside": 2.0, "ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0})

@@ -18,6 +18,7 @@ from omni_async.config.schema import Config
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
+from omni_async.training.metrics import Metrics
 from omni_async.weights.buckets import unpack, verify
 from tests.fakes import TinyPolicy, share, tiny_group, tiny_pair
 from tests.training.saved import load, save
@@ -105,12 +106,22 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     return {"updates": [first, second], "export": out, "shadows": shadows, "digest0": engine.digest0}
 
 
+def far_apart(rank: int) -> dict[str, float]:
+    """What two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only the second has rows of."""
+    values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][rank], dtype=torch.float64)
+    metrics = Metrics()
+    metrics.record("ess", values, "ess")
+    metrics.record_by_step("ess", values, [0, rank], "ess")
+    return metrics.reduce(2)
+
+
 def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> None:
     torch.set_num_threads(1)
     init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
     for name, config in configs.items():
         result = run(TrainEngine(config, TinyPolicy(), rank, world, device=CPU), folder / name)
         (folder / name / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
+    (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(rank)))
     dist.destroy_process_group()
 
 
@@ -123,6 +134,9 @@ def assert_same_tensors(got: dict[str, torch.Tensor], expected: dict[str, torch.
 def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path) -> None:
     two = {name: make_config(**{**BASE, **change, "trainer.workers": 2}) for name, change in VARIANTS.items()}
     mp.spawn(worker, (2, tmp_path, two), nprocs=2, join=True)
+    for rank in (0, 1):
+        found = pickle.loads((tmp_path / f"ess{rank}.pkl").read_bytes())
+        assert found == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
     for name, change in VARIANTS.items():
         alone_engine = TrainEngine(make_config(**{**BASE, **change}), TinyPolicy(), rank=0, world_size=1, device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
