@@ -46,11 +46,21 @@ def _guard_problems(config: Config) -> Iterator[str]:
             f"rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size), which is the noise scale of 'flow' alone; "
             f"got {config.rollout.sde.kind!r}"
         )
+    if config.algorithm.clip_range_nats is not None:
+        yield (
+            "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled, which no number of nats "
+            "bounds; set algorithm.clip_range, 2e-6 as published"
+        )
 
 
 def _dppo_problems(config: Config) -> Iterator[str]:
     if config.algorithm.clip_range is not None or config.algorithm.clip_range_nats is not None:
         yield "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set algorithm.dppo.kappa_max"
+    if config.algorithm.dppo.kappa_max_nats is not None and config.algorithm.dppo.width == "unit":
+        yield (
+            "algorithm.dppo.kappa_max_nats: with width unit the KL is that of Gaussians of variance 1, which is none of the denoising step's "
+            "in nats; set algorithm.dppo.kappa_max, or width: transition"
+        )
 
 
 def _nft_shadows(algorithm: Algorithm) -> frozenset[Shadow]:

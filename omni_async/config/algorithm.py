@@ -189,8 +189,13 @@ class Forward(Section, kw_only=True, frozen=True):
 
 class Algorithm(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("The objective; `omni-async list` shows them.")] = "flow_grpo"
-    clip_range: Annotated[Positive | None, _doc("PPO clip range on the mean log-ratio per latent element.")] = None
-    clip_range_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample: clip_range = nats / latent elements.")] = None
+    clip_range: Annotated[
+        Positive | None, _doc("PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c].")
+    ] = None
+    clip_range_nats: Annotated[
+        Positive | None,
+        _doc("The same on L, the log-ratio of the whole sample in nats: [-c, c], whatever the resolution, the transition and the step."),
+    ] = None
     kl_coef: Annotated[float, _doc("Weight of the KL (or squared velocity difference) to the reference policy.", ge=0)] = 0.0
     kl_form: Annotated[
         Literal["published", "exact", "mean"],

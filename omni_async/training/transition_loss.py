@@ -89,6 +89,7 @@ class TransitionLoss:
                 old_mean=old_mean,
                 std=step.std,
                 scale=step.scale,
+                nats_per_log_prob=self._nats_per_log_prob(step.scale),
                 ref_mean=reference,
                 num_elements=self._num_elements,
                 kind=self._sde.kind,
@@ -174,8 +175,10 @@ class TransitionLoss:
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """(R,) float64: from what was recorded to the log-probs `value`, as a log-ratio of the whole sample."""
-        factor = nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
-        return factor * (value.double() - rows.behaviour_log_prob.double())
+        return self._nats_per_log_prob(scale) * (value.double() - rows.behaviour_log_prob.double())
+
+    def _nats_per_log_prob(self, scale: Tensor) -> Tensor:
+        return nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
         """What can be said of these rows without the rest of the update; None: nothing to correct."""

@@ -23,6 +23,14 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("algorithm.name=flow_dppo", "algorithm.correction.mode=interpolated"), "algorithm.correction.mode: flow_dppo needs the mean of the"),
     (("algorithm.name=flow_dppo", "algorithm.clip_range=1e-4"), "algorithm.clip_range: flow_dppo drops rows by their KL"),
     (("algorithm.name=flow_dppo", "algorithm.clip_range_nats=1"), "set algorithm.dppo.kappa_max"),
+    (
+        ("algorithm.name=flow_dppo", "algorithm.dppo={kappa_max_nats: 1, width: unit}"),
+        "algorithm.dppo.kappa_max_nats: with width unit the KL is that of Gaussians of variance 1",
+    ),
+    (
+        ("algorithm.name=grpo_guard", "rollout.sde.kind=flow", "algorithm.clip_range_nats=1"),
+        "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled",
+    ),
     (("algorithm.name=mix_grpo",), "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive"),
     (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is defined for 'dance', got 'flow'; flow_grpo is the same loss"),
     ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one"),

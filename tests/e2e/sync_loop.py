@@ -6,6 +6,8 @@ samples share a forward pass (matrix products round by batch size), and the orde
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tensordict import TensorDict
 
@@ -78,8 +80,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         scale = 1 / (std + a.advantage.eps)
         advantages = ((table - table.mean(1, keepdim=True)) * scale).clamp(-a.advantage.clip_max, a.advantage.clip_max)
 
-        # Loss: the mean over samples and steps of max(-A r, -A clip(r, 1 - c, 1 + c)), in micro-batches of one group's rows.
-        clip = a.clip_range_nats / sigmas.new_empty(shape).numel() if a.clip_range_nats is not None else a.clip_range or 1e-4
+        # Loss: the mean over samples and steps of max(-A r, -A clip(r)), in micro-batches of one group's rows. The clip is to c nats of D log r (`cps`: D log r / 2 S^2).
+        assert a.clip_range_nats is not None
         num_rows = len(samples) * sde.window.size
         for n, g in enumerate(groups):
             own = range(n * r.group_size, (n + 1) * r.group_size)
@@ -92,8 +94,10 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                 step = transition(sde.kind, x, v, sigma, sigma_next, sigmas[1].expand(len(at)), level)
                 logp = log_prob(sde.kind, torch.stack(after), step.mean, step.scale)
                 ratio = (logp.double() - torch.stack(old).double()).exp()
+                of_log_prob = 2 * step.scale.double().square() if sde.kind == "cps" else torch.ones_like(ratio)
+                width = a.clip_range_nats / math.prod(shape) * of_log_prob
                 weight = torch.stack(advantage).float().double()
-                loss = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - clip, 1 + clip)).float()
+                loss = torch.maximum(-weight * ratio, -weight * ratio.clamp((-width).exp(), width.exp())).float()
                 (loss.sum() * (1 / num_rows)).backward()
 
         grads = [p.grad for p in model.parameters() if p.grad is not None]

@@ -25,7 +25,7 @@ OBJECTIVES = {
         "rollout.sde.window.updates_per_position=1",
         "algorithm.mix.log_ratio_coef=0.1",
     ),
-    "grpo_guard": ("algorithm.kl_coef=0.01",),
+    "grpo_guard": ("algorithm.kl_coef=0.01", "algorithm.clip_range_nats=null"),
     "flow_dppo": ("algorithm.clip_range_nats=null",),
     "gspo": ("rollout.sde.kind=cps",),
     "diffusion_nft": (*_FORWARD, "algorithm.kl_coef=1e-4"),

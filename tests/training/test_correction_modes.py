@@ -19,7 +19,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import assert_gradients, gradients, nudge, started, stepped, weights
-from tests.training.plain import Step, gradients_of, model_of, steps_of, surrogate
+from tests.training.plain import Step, gradients_of, guided, model_of, steps_of, surrogate
 
 MakeConfig = Callable[..., Config]
 ROWS = 16  # 2 groups x 4 samples x 2 steps
@@ -156,6 +156,40 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
     expected = plain(engine, groups[1:], loss)
     engine.accumulate(groups[1], 1 / 8)
     assert_gradients(stepped(engine)[1], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(make_config: MakeConfig, kind: str, name: str) -> None:
+    """L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo, averaged over a sample's."""
+    clip, noise = (0.5 if kind == "dance" else 0.15), 0.8
+    sde = {"kind": kind, "noise_level": noise, "window": {"size": 2, "range": [1, 3]}}
+    changes = {"rollout.sde": sde, "algorithm.name": name, "algorithm.clip_range": None, "algorithm.clip_range_nats": clip}
+    engine, groups = moved(make_config, **changes, **{"trainer.micro_batch_size": 4})
+    model = model_of(engine)
+    nats: list[float] = []
+    for t in (t for group in groups for t in group.trajectories):
+        sigmas = t["sigmas"].double()
+        for k, i in enumerate(t["steps"].tolist()):
+            x, x_next, recorded = t["latents"][k].double(), t["latents"][k + 1].double(), t["means"][k].double()
+            v = guided(model, engine.policy, engine.config, t, x, sigmas[i]).detach()
+            s, s_next = sigmas[i].item(), sigmas[i + 1].item()
+            h = s - s_next
+            if kind == "cps":
+                scale, kept = s_next * math.sin(noise * math.pi / 2), s_next * math.cos(noise * math.pi / 2)
+                ours = (1 - s_next) * (x - s * v) + kept * (x + (1 - s) * v)
+            else:
+                g2 = noise**2 * (s / (1 - s) if kind == "flow" else 1.0)
+                scale = math.sqrt(g2 * h)
+                ours = x * (1 - g2 / (2 * s) * h) - v * (1 + g2 * (1 - s) / (2 * s)) * h
+            nats.append((((x_next - recorded).square() - (x_next - ours).square()).sum() / (2 * scale**2)).item())
+    if name == "gspo":
+        nats = [(a + b) / 2 for a, b in zip(nats[::2], nats[1::2], strict=True) for _ in (a, b)]
+    assert min(abs(abs(x) - clip) for x in nats) > 1e-3
+    metrics, _ = trained(engine, groups)
+    assert metrics["clipped_high"] == sum(x > clip for x in nats) / ROWS
+    assert metrics["clipped_low"] == sum(x < -clip for x in nats) / ROWS
+    assert 0 < metrics["clip_fraction"] < 1
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------------------------

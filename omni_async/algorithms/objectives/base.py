@@ -13,8 +13,9 @@ class TransitionInputs:
     Log-probs are means over D = `num_elements` latent elements.
 
     log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*` belong to the policy
-    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale are (R,); std and scale as `omni_async.sde` defines
-    them for `kind`. weight (R,) is the off-policy correction; it multiplies the policy-gradient part of the loss and nothing else.
+    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,), the last three as
+    `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the log-ratio of the whole sample. weight (R,)
+    is the off-policy correction; it multiplies the policy-gradient part of the loss and nothing else.
     """
 
     log_prob: Tensor
@@ -24,6 +25,7 @@ class TransitionInputs:
     old_mean: Tensor | None
     std: Tensor
     scale: Tensor
+    nats_per_log_prob: Tensor
     ref_mean: Tensor | None
     num_elements: int
     kind: str
@@ -34,7 +36,7 @@ class TransitionInputs:
         rows = self.log_prob.shape
         if len(rows) != 1:
             raise ValueError(f"log_prob must have shape (R,), got {tuple(rows)}")
-        for name in ("old_log_prob", "advantage", "std", "scale", "weight"):
+        for name in ("old_log_prob", "advantage", "std", "scale", "nats_per_log_prob", "weight"):
             value = getattr(self, name)
             if value is not None and value.shape != rows:
                 raise ValueError(f"{name} must have shape {tuple(rows)} like log_prob, got {tuple(value.shape)}")
@@ -92,17 +94,3 @@ class ObjectiveOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]
-
-
-def resolve_clip_range(clip_range: float | None, clip_range_nats: float | None, num_elements: int) -> float:
-    """The clip range on the mean log-ratio. In nats of the whole sample it is nats / D, which is the same rule at every resolution.
-
-    With neither given 1e-4, the default of flow_grpo and VeRL-Omni. ValueError if both are given.
-    """
-    if clip_range is not None and clip_range_nats is not None:
-        raise ValueError(f"give clip_range or clip_range_nats, not both (got {clip_range} and {clip_range_nats})")
-    if num_elements < 1:
-        raise ValueError(f"num_elements must be >= 1, got {num_elements}")
-    if clip_range_nats is not None:
-        return clip_range_nats / num_elements
-    return 1e-4 if clip_range is None else clip_range

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
-from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, objective_output
+from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, log_ratios_nats, objective_output
 from omni_async.config.algorithm import Algorithm
 
 
@@ -14,5 +14,5 @@ def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     """
     if algorithm.kl_coef > 0:
         raise ValueError(f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss with one")
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs))
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
     return objective_output(inputs, algorithm, loss, metrics)

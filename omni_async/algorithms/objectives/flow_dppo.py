@@ -16,8 +16,8 @@ def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput
     """Per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); a dropped row has 0 in place of the first term and still counts.
 
     Dropped: kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r < 1). kappa = <(mean - old_mean)^2> / (2 s^2) is per latent element,
-    with s = scale (dppo.width "transition", the exact KL of any kind) or s = 1 ("unit"); dppo.kappa_max_nats is compared with D kappa and
-    wins over dppo.kappa_max. The clip range is not looked at, and A is taken as given. w, KL as in `flow_grpo`.
+    with s = scale (dppo.width "transition", the exact KL of any kind) or s = 1 ("unit"); dppo.kappa_max_nats is compared with D kappa (nats
+    with "transition" alone) and wins over dppo.kappa_max. The clip range is not looked at, and A is taken as given. w, KL as in `flow_grpo`.
 
     ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped, 1 or 0; approx_kl
     (log r)^2 / 2; with ref_mean kl_ref.

@@ -19,9 +19,11 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     bias = <(mean - old_mean)^2> / (2 S^2), each row's own, carries the gradient. sqrt(h) = scale / std. guard.scale "sample": S = scale and
     h are the row's own (Flow-Factory). "batch": S = mean(sqrt(h)) mean(std) and h = mean(sqrt(h))^2 over the rows given (VeRL-Omni), so
     that rows of different steps in one micro-batch share both, and micro-batches of several steps must be composed with that in mind.
-    guard.divide false: no division by h. c, w, KL as in `flow_grpo`; c is compared with a log-ratio S times as wide as there.
+    guard.divide false: no division by h. c, w, KL as in `flow_grpo`; c is compared with a log-ratio S times as wide as there, so it
+    cannot be given in nats.
 
-    ValueError for a kind other than "flow", the only one whose scale is std sqrt(h); without old_mean; for kl_coef > 0 without ref_mean.
+    ValueError for a kind other than "flow", the only one whose scale is std sqrt(h); without old_mean; for clip_range_nats; for
+    kl_coef > 0 without ref_mean.
     Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of the r above, approx_kl of the log-ratio as it was; guard_bias.
     """
     if inputs.kind != "flow":
@@ -34,7 +36,7 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
         std, root_h = std.mean(), root_h.mean()
     width = root_h * std
     bias = mean_square_difference(inputs.mean, inputs.old_mean) / (2 * width.square())
-    loss, metrics = clipped_surrogate(inputs, algorithm, (log_ratios(inputs) + bias) * width)
+    loss, metrics = clipped_surrogate(inputs, algorithm, (log_ratios(inputs) + bias) * width, nats=None)
     if algorithm.guard.divide:
         loss = loss / root_h.square()
     return objective_output(inputs, algorithm, loss, {**metrics, "guard_bias": bias})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
-from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, objective_output
+from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, log_ratios_nats, objective_output
 from omni_async.config.algorithm import Algorithm
 
 
@@ -14,6 +14,6 @@ def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
     does not multiply it. ValueError and metrics as `flow_grpo`; approx_kl is the middle term without its coefficient.
     """
     log_ratio = log_ratios(inputs)
-    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio)
+    loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))
     coef = algorithm.mix.log_ratio_coef
     return objective_output(inputs, algorithm, loss, metrics, 0.5 * coef * log_ratio.square() if coef > 0 else None)

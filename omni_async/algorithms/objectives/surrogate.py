@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs, resolve_clip_range
+from omni_async.algorithms.objectives.base import ObjectiveOutput, TransitionInputs
 from omni_async.config.algorithm import Algorithm
 
 Metrics = dict[str, Tensor]
+
+_PUBLISHED_CLIP_RANGE = 1e-4  # flow_grpo, VeRL-Omni
 
 
 def log_ratios(inputs: TransitionInputs) -> Tensor:
@@ -24,26 +26,52 @@ def log_ratios(inputs: TransitionInputs) -> Tensor:
     return inputs.log_prob.to(torch.float64) - inputs.old_log_prob.detach().to(torch.float64)
 
 
+def log_ratios_nats(inputs: TransitionInputs) -> Tensor:
+    """(R,) float64 without gradient: L, the log-ratio of the whole sample in nats, a ratio of densities for every kind."""
+    return inputs.nats_per_log_prob.detach().to(torch.float64) * log_ratios(inputs).detach()
+
+
 def mean_square_difference(mean: Tensor, other: Tensor) -> Tensor:
     """(R,) float64: <(mean - other)^2> of two (R, ...), averaged over all latent dimensions. No gradient flows into `other`."""
     return (mean - other.detach()).square().flatten(1).mean(dim=1, dtype=torch.float64)
 
 
-def clipped_surrogate(inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor) -> tuple[Tensor, Metrics]:
-    """Per row max(-A r, -A clip(r, 1 - c, 1 + c)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
+def clipped_surrogate(inputs: TransitionInputs, algorithm: Algorithm, log_ratio: Tensor, nats: Tensor | None) -> tuple[Tensor, Metrics]:
+    """Per row max(-A r, -A clip(r)) with r = exp(log_ratio), and the metrics of r. All (R,) float64.
 
-    c is `resolve_clip_range` of the settings. Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or
-    not the clip takes the gradient, as in flow_grpo.
+    With clip_range c (1e-4 if neither is given) the clip is to [1 - c, 1 + c]. With clip_range_nats c it is to where |nats| = c, `nats` being
+    the log-ratio of the whole sample that belongs to log_ratio: a row outside gets log_ratio scaled back by c / |nats|, and it has no
+    gradient if A pushes it further out. `nats` is None where log_ratio has no such meaning: then clip_range_nats is a ValueError.
+
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside, whether or not the clip takes the gradient, as in
+    flow_grpo.
     """
-    clip = resolve_clip_range(algorithm.clip_range, algorithm.clip_range_nats, inputs.num_elements)
     advantage = inputs.advantage.detach().to(torch.float64)
     ratio = log_ratio.exp()
-    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))
+    if algorithm.clip_range_nats is None:
+        clip = _PUBLISHED_CLIP_RANGE if algorithm.clip_range is None else algorithm.clip_range
+        low, high = ratio < 1 - clip, ratio > 1 + clip
+        bound = ratio.detach().clamp(1 - clip, 1 + clip)
+    else:
+        low, high, bound = _clip_in_nats(algorithm, algorithm.clip_range_nats, log_ratio.detach(), nats)
+    held = (high & (advantage > 0)) | (low & (advantage < 0))
+    loss = -advantage * torch.where(held, bound, ratio)
     return loss, {
         "ratio_deviation": log_ratio.expm1().abs(),
-        "clipped_low": (ratio < 1 - clip).to(torch.float64),
-        "clipped_high": (ratio > 1 + clip).to(torch.float64),
+        "clipped_low": low.to(torch.float64),
+        "clipped_high": high.to(torch.float64),
     }
+
+
+def _clip_in_nats(algorithm: Algorithm, clip: float, log_ratio: Tensor, nats: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows below and above the clip range in nats, and the ratios that clipped rows get."""
+    if algorithm.clip_range is not None:
+        raise ValueError(f"give clip_range or clip_range_nats, not both (got {algorithm.clip_range} and {clip})")
+    if nats is None:
+        raise ValueError(
+            f"algorithm.clip_range_nats: the ratio of {algorithm.name} is rescaled, so no bound on it is one in nats; use clip_range"
+        )
+    return nats < -clip, nats > clip, (log_ratio * (clip / nats.abs().clamp(min=clip))).exp()
 
 
 def reference_kl(inputs: TransitionInputs, ref_mean: Tensor, algorithm: Algorithm) -> Tensor:

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from transition_steps import D, clipped, close, gaussian_steps, losses_and_gradient, mean_square, ratio_of
@@ -43,12 +45,25 @@ def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_log_prob():
     close(gradient, torch.stack([-given.advantage[row] * steps.log_prob_gradient(row, given) for row in range(24)]), 1e-10)
 
 
-def test_the_clip_range_in_nats_is_that_of_the_whole_sample():
-    steps = gaussian_steps()
-    per_element = flow_grpo(steps.inputs(), Algorithm(clip_range=0.24 / D))
-    in_nats = flow_grpo(steps.inputs(), Algorithm(clip_range_nats=0.24))
-    assert 0 < float(in_nats.metrics["clipped_high"].sum()) < 24
-    assert torch.equal(per_element.loss, in_nats.loss)
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_the_clip_range_in_nats_is_that_of_the_whole_sample(kind):
+    """Losses and gradients from densities of the whole sample: L = sum over elements of ((x' - old mean)^2 - (x' - mean)^2) / (2 S^2)."""
+    steps = gaussian_steps(kind)
+    given = steps.inputs()
+    out, gradient = losses_and_gradient(steps, given, flow_grpo, Algorithm(clip_range_nats=0.24))
+    losses, gradients, held = [], [], 0
+    for row in range(24):
+        squares = [(steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)]
+        scale, advantage = given.scale[row].item(), given.advantage[row].item()
+        nats = (squares[0] - squares[1]) / (2 * scale**2)
+        log_ratio = nats * (2 * scale**2 if kind == "cps" else 1.0) / D
+        clipped = advantage * nats > 0 and abs(nats) > 0.24
+        held += clipped
+        losses.append(-advantage * math.exp(log_ratio * 0.24 / abs(nats) if clipped else log_ratio))
+        gradients.append(steps.log_prob_gradient(row, given) * (0.0 if clipped else losses[-1]))
+    assert 0 < held < 24
+    close(out.loss, losses, 1e-10)
+    close(gradient, torch.stack(gradients), 1e-10)
 
 
 def test_the_default_clip_range_is_flow_grpos():

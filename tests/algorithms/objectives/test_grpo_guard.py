@@ -65,11 +65,8 @@ def test_one_step_in_the_batch_makes_both_scales_the_same():
 
 def test_the_batch_scale_depends_on_the_other_rows_and_the_sample_scale_does_not():
     given = gaussian_steps(seed=5).inputs()
-    first = replace(
-        given,
-        **{name: getattr(given, name)[:1] for name in ("log_prob", "old_log_prob", "advantage", "mean", "old_mean", "std", "scale")},
-        ref_mean=None,
-    )
+    rows = ("log_prob", "old_log_prob", "advantage", "mean", "old_mean", "std", "scale", "nats_per_log_prob")
+    first = replace(given, **{name: getattr(given, name)[:1] for name in rows}, ref_mean=None)
     for scale, same in (("batch", False), ("sample", True)):
         algorithm = Algorithm(clip_range=CLIP, guard=Guard(scale=scale))
         assert torch.equal(grpo_guard(given, algorithm).loss[:1], grpo_guard(first, algorithm).loss) is same

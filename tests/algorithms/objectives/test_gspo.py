@@ -69,6 +69,32 @@ def test_one_step_per_sample_is_flow_grpo():
     assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize("kind", ["flow", "cps"])
+def test_the_clip_range_in_nats_bounds_the_mean_over_steps_of_whole_sample_log_ratios(kind):
+    """Steps of `cps` count by their densities, whatever their log-probs lack."""
+    steps = gaussian_steps(kind, seed=3, steps_per_sample=3)
+    given = steps.inputs(steps_per_sample=3)
+    out = gspo(given, Algorithm(clip_range_nats=0.2))
+    (gradient,) = torch.autograd.grad(out.loss.sum(), steps.velocity)
+    held = 0
+    for first in range(0, 24, 3):
+        rows = range(first, first + 3)
+        nats = []
+        for row in rows:
+            squares = [(steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)]
+            nats.append((squares[0] - squares[1]) / (2 * given.scale[row].item() ** 2))
+        average, advantage = math.fsum(nats) / 3, given.advantage[first].item()
+        clipped_here = abs(average) > 0.2 and advantage * average > 0
+        held += clipped_here
+        log_ratio = math.log(ratio_of(given, *rows))
+        loss = -advantage * math.exp(log_ratio * 0.2 / abs(average) if clipped_here else log_ratio)
+        for row in rows:
+            assert out.loss[row].item() == pytest.approx(loss, rel=1e-10)
+            assert out.metrics["clipped_high"][row] == (average > 0.2)
+            close(gradient[row], steps.log_prob_gradient(row, given) * (0.0 if clipped_here else loss), 1e-10)
+    assert 0 < held < 8
+
+
 def test_a_step_beyond_the_clip_range_is_kept_where_the_sample_is_inside():
     given = inputs([1.3, 1 / 1.3], [1.0, 1.0], steps_per_sample=2)
     gspo(given, Algorithm(clip_range=0.1)).loss.mean().backward()

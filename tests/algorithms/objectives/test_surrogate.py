@@ -7,14 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from transition_steps import clipped, close, gaussian_steps, inputs, mean_square
 
-from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, objective_output, reference_kl
+from omni_async.algorithms.objectives.flow_grpo import flow_grpo
+from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, log_ratios_nats, objective_output, reference_kl
 from omni_async.config.algorithm import Algorithm
+from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 
 SETTINGS = Algorithm(clip_range=0.1)
 
 
 def surrogate(given, algorithm=SETTINGS):
-    return clipped_surrogate(given, algorithm, log_ratios(given))
+    return clipped_surrogate(given, algorithm, log_ratios(given), log_ratios_nats(given))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -53,11 +55,55 @@ def test_tiny_clip_ranges_work_in_float32():
     assert surrogate(given, Algorithm(clip_range=1e-6))[1]["clipped_high"].tolist() == [0, 1]
 
 
-def test_a_clip_range_in_nats_is_divided_by_the_number_of_elements():
-    given = inputs([1.11, 1.09], [1.0, 1.0])
+def test_a_clip_range_in_nats_by_hand():
+    """6 elements, so 0.6 nats are a log-ratio of 0.1."""
+    ratios = [math.exp(0.11), math.exp(0.09), math.exp(-0.11), math.exp(-0.11), math.exp(0.11)]
+    given = inputs(ratios, [1.0, 1.0, -1.0, 1.0, -1.0])
     loss, metrics = surrogate(given, Algorithm(clip_range_nats=0.6))
-    close(loss, [-1.1, -1.09])
-    assert metrics["clipped_high"].tolist() == [1, 0]
+    close(loss, [-math.exp(0.1), -ratios[1], math.exp(-0.1), -ratios[3], ratios[4]])
+    assert metrics["clipped_high"].tolist() == [1, 0, 0, 0, 1]
+    assert metrics["clipped_low"].tolist() == [0, 0, 1, 1, 0]
+    loss.sum().backward()
+    close(given.log_prob.grad, [0.0, -ratios[1], 0.0, -ratios[3], ratios[4]])
+
+
+@pytest.mark.parametrize("sigma_next", [0.95, 0.7, 0.4, 0.1])
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_one_nat_binds_at_one_nat_for_every_transition_and_step(kind, sigma_next):
+    """x' = old mean + a and mean = old mean + t a make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where a row is; |a|^2 / 2 S^2 = 5."""
+    wanted = torch.tensor([1 - 1e-9, 1 + 1e-9, -1 + 1e-9, -1 - 1e-9] * 2, dtype=torch.float64)
+    advantage = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x, v, away = torch.randn(3, 8, 3, 4, generator=generator, dtype=torch.float64)
+    sigma_next = torch.full((8,), sigma_next, dtype=torch.float64)
+    step = transition(kind, x, v, sigma_next + 0.04, sigma_next, torch.full_like(sigma_next, 0.97), torch.full_like(sigma_next, 0.8))
+    away *= (10 * step.scale.square() / away.square().sum(dim=(1, 2))).sqrt()[:, None, None]
+    mean = (step.mean + (1 - (1 - wanted / 5).sqrt())[:, None, None] * away).requires_grad_()
+    given = inputs(
+        [1.0] * 8,
+        advantage.tolist(),
+        log_prob=log_prob(kind, step.mean + away, mean, step.scale),
+        old_log_prob=log_prob(kind, step.mean + away, step.mean, step.scale),
+        mean=mean,
+        scale=step.scale,
+        nats_per_log_prob=nats_per_log_prob(kind, step.scale, 12),
+        num_elements=12,
+        kind=kind,
+    )
+    out = flow_grpo(given, Algorithm(clip_range_nats=1.0))
+    assert out.metrics["clipped_high"].tolist() == [0, 1, 0, 0] * 2
+    assert out.metrics["clipped_low"].tolist() == [0, 0, 0, 1] * 2
+    out.loss.sum().backward()
+    moves = mean.grad.abs().amax(dim=(1, 2)) > 0
+    assert moves.tolist() == [True, False, True, True, True, True, True, False]
+
+
+def test_a_clip_range_is_given_once_and_in_nats_only_where_the_log_ratio_is_one_of_densities():
+    given = inputs([1.0], [1.0])
+    with pytest.raises(ValueError, match=r"not both \(got 0.0001 and 0.5\)"):
+        surrogate(given, Algorithm(clip_range=1e-4, clip_range_nats=0.5))
+    with pytest.raises(ValueError, match=r"clip_range_nats: the ratio of grpo_guard is rescaled.*use clip_range"):
+        clipped_surrogate(given, Algorithm(name="grpo_guard", clip_range_nats=0.5), log_ratios(given), None)
 
 
 @pytest.mark.parametrize(("form", "divisor"), [("published", 2 * 0.5**2), ("exact", 2 * 0.2**2), ("mean", 1.0)])

@@ -19,12 +19,14 @@ from omni_async.sde.transitions import log_prob, take_step, transition
 
 CASES = {
     "flow_grpo": Algorithm(name="flow_grpo", clip_range=0.02),
+    "flow_grpo/nats": Algorithm(name="flow_grpo", clip_range_nats=0.3),
     "dance_grpo": Algorithm(name="dance_grpo", clip_range=0.02),
     "mix_grpo": Algorithm(name="mix_grpo", clip_range=0.02),
     "grpo_guard/batch": Algorithm(name="grpo_guard", clip_range=0.01),
     "grpo_guard/sample": Algorithm(name="grpo_guard", clip_range=0.01, guard=Guard(scale="sample", divide=False)),
     "flow_dppo": Algorithm(name="flow_dppo", dppo=Dppo(kappa_max=0.01)),
     "gspo": Algorithm(name="gspo", clip_range=0.01),
+    "gspo/nats": Algorithm(name="gspo", clip_range_nats=0.12),
 }
 WITH_KL = sorted(CASES.keys() - {"dance_grpo"})
 
@@ -186,6 +188,7 @@ def model_gradient(model, batch, advantages, algorithm):
         old_mean=old_mean,
         std=step.std,
         scale=step.scale,
+        nats_per_log_prob=torch.full_like(step.scale, 12),
         ref_mean=None,
         num_elements=12,
         kind="flow",
