@@ -55,19 +55,25 @@ class Correction(Section, kw_only=True, frozen=True):
             "that the effective sample size is `ess_target`."
         ),
     ] = "none"
-    level: Annotated[Literal["step", "trajectory"], _doc("A weight per denoising step, or one per sample from the sum over its steps.")] = (
-        "step"
-    )
+    level: Annotated[
+        Literal["step", "trajectory", "sequence"],
+        _doc(
+            "`step`: a weight per denoising step. The others: one per sample, from all its trained steps; `trajectory` from the sum of L, or the "
+            "mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."
+        ),
+    ] = "step"
     log_ratio: Annotated[
         Literal["sum", "mean"],
         _doc(
-            "`sum`: L in nats over all latent elements, a true log-ratio. `mean`: per element (geometric), as published code does; nearly a no-op."
+            "`sum`: L in nats over all latent elements, a true log-ratio. `mean`: L / D, per element (geometric), as published code does; nearly a no-op."
         ),
     ] = "sum"
     ess_target: Annotated[float, _doc("Effective sample size, as a fraction, that tempering aims at.", gt=0, lt=1)] = 0.7
     cap: Annotated[Positive | None, _doc("Truncate weights at this; null leaves them.")] = 2.0
     band: Annotated[tuple[Positive, Positive] | None, _doc("Weights outside [lo, hi] become 0 (IcePop).")] = None
-    normalise: Annotated[bool | None, _doc("Divide weights by their mean over the update; null: tempered ones only.")] = None
+    normalise: Annotated[
+        bool | None, _doc("Divide weights by their mean over the rows that `denominator` counts; null: tempered ones only.")
+    ] = None
     kappa_nats: Annotated[
         Positive | None, _doc("Mask steps whose exact Gaussian KL between proximal and behaviour policy exceeds this many nats (D kappa).")
     ] = None

@@ -53,7 +53,7 @@ class TransitionLoss:
         self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
         c = self._correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
-        weighs_samples = c.weights != "none" and c.level == "trajectory"
+        weighs_samples = c.weights != "none" and c.level != "step"
         self._whole_samples = objective.unit == "sample" or rejects_samples or weighs_samples
         self._passes = ProximalPasses(keep_means="means" in objective.fields)
         self._first_step = True

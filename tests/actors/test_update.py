@@ -181,6 +181,7 @@ def test_preferences_make_the_same_step_streamed_or_collected():
         {"weights": "importance", "level": "trajectory"},
         {"kappa_nats": 0.05},
         {"weights": "importance", "k2": 0.05, "denominator": "all"},
+        {"weights": "importance", "normalise": True, "cap": None, "k2": 0.05, "denominator": "all"},
     ],
 )
 def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(settings):

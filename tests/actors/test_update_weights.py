@@ -82,6 +82,21 @@ def test_tempered_weights_leave_the_wanted_sample_size_of_the_whole_update(world
         torch.testing.assert_close(weights_of(rank), expected / expected.mean(), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_the_sample_size_is_that_of_the_rows_no_mask_drops(world, denominator):
+    settings = {"mode": "decoupled", "weights": "tempered", "ess_target": 0.9, "cap": None, "kappa_nats": 3.0, "denominator": denominator}
+    ranks, metrics = weigh(world, kappa=True, **{"algorithm.correction": settings})
+    kept = LOG_RATIOS.abs() <= 3.0
+    assert 4 < kept.sum() < 14
+    gamma = metrics["gamma"]
+    tempered = (gamma * LOG_RATIOS).exp()
+    assert 0 < gamma < 1 and effective_sample_size(tempered[kept]) == pytest.approx(0.9, rel=1e-6)
+    below = tempered[kept].sum() if denominator == "kept" else tempered.sum()
+    for rank in ranks:
+        torch.testing.assert_close(weights_of(rank), torch.where(kept, tempered, 0.0) * 16 / below, rtol=1e-9, atol=0)
+
+
 def test_the_trajectory_level_gives_every_step_of_a_sample_its_samples_weight():
     settings = {"mode": "decoupled", "weights": "importance", "level": "trajectory", "normalise": True, "cap": None}
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
@@ -94,6 +109,13 @@ def test_log_ratios_per_element_are_divided_by_how_many_there_are():
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     weights = (LOG_RATIOS / ELEMENTS).exp()
     torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
+
+
+def test_the_sequence_level_sums_log_ratios_per_element_over_steps():
+    settings = {"mode": "decoupled", "weights": "importance", "level": "sequence", "log_ratio": "mean", "normalise": True, "cap": None}
+    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
+    whole = (LOG_RATIOS / ELEMENTS).sum(2, keepdim=True).exp()
+    torch.testing.assert_close(weights_of(rank), (whole / whole.mean()).expand(2, 4, 2), rtol=1e-12, atol=0)
 
 
 def test_masked_rows_weigh_nothing_and_the_others_make_up_for_them():

@@ -50,6 +50,10 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("algorithm.correction={mode: none, k2: 1.0}",), "algorithm.correction.k2: mode none takes samples as if they were fresh"),
     (("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",), "algorithm.correction.kappa_nats: mode interpolated estimates"),
+    (
+        ("algorithm.correction={mode: decoupled, weights: importance, level: sequence}",),
+        "algorithm.correction.level: sequence is the sum over steps of log-ratios per element, and log_ratio is sum; use log_ratio: mean",
+    ),
     (("algorithm.correction={mode: decoupled, normalise: true}",), "algorithm.correction.normalise: weights is none"),
     (("algorithm.correction.weights=importance",), "algorithm.correction.weights: mode auto decides on weights and masks itself"),
     (("algorithm.correction={mode: bypass, k1: [2.0, 0.5]}",), "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi"),

@@ -196,8 +196,9 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
 
 
 @pytest.mark.parametrize("cap", [None, 1.1])
-@pytest.mark.parametrize("level", ["step", "trajectory"])
-@pytest.mark.parametrize("log_ratio", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("level", "log_ratio"), [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")]
+)
 def test_importance_weights_multiply_the_gradient(make_config: MakeConfig, cap: float | None, level: str, log_ratio: str) -> None:
     correction = {"mode": "decoupled", "weights": "importance", "cap": cap, "level": level, "log_ratio": log_ratio}
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
@@ -208,7 +209,7 @@ def test_importance_weights_multiply_the_gradient(make_config: MakeConfig, cap: 
             both = [steps[i - i % 2].nats, steps[i - i % 2 + 1].nats]  # the two steps of the sample
             exponent = s.nats if level == "step" else sum(both)
             if log_ratio == "mean":
-                exponent = s.nats / 24 if level == "step" else sum(both) / 2 / 24
+                exponent = {"step": s.nats / 24, "trajectory": sum(both) / 2 / 24, "sequence": sum(both) / 24}[level]
             losses.append(-min(math.exp(exponent), cap or math.inf) * s.advantage * s.log_prob)
         return mean(losses)
 
@@ -218,15 +219,26 @@ def test_importance_weights_multiply_the_gradient(make_config: MakeConfig, cap: 
     assert metrics["ratio_deviation"] == 0
 
 
-def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_are_left(make_config: MakeConfig) -> None:
-    correction = {"mode": "decoupled", "weights": "importance", "normalise": True, "band": (0.8, 1.4), "denominator": "all"}
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_denominator_counts(
+    make_config: MakeConfig, denominator: str
+) -> None:
+    correction = {
+        "mode": "decoupled",
+        "weights": "importance",
+        "normalise": True,
+        "band": (0.7, 1.6),
+        "kappa_nats": 0.25,
+        "denominator": denominator,
+    }
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
 
     def loss(steps: list[Step]) -> Tensor:
-        weight = [math.exp(s.nats) for s in steps]
-        kept = [(w, s) for w, s in zip(weight, steps, strict=True) if 0.8 <= w <= 1.4]
-        assert 2 < len(kept) < ROWS - 2
-        return torch.stack([-w * s.advantage * s.log_prob for w, s in kept]).sum() / sum(w for w, _ in kept)
+        inside = [(math.exp(s.nats), s) for s in steps if 0.7 <= math.exp(s.nats) <= 1.6]
+        kept = [(w, s) for w, s in inside if s.kappa <= 0.25]
+        assert 2 < len(kept) < len(inside) < ROWS
+        below = sum(w for w, _ in (kept if denominator == "kept" else inside))
+        return torch.stack([-w * s.advantage * s.log_prob for w, s in kept]).sum() / below
 
     expected = plain(engine, groups, loss)
     metrics, got = trained(engine, groups)
@@ -323,7 +335,9 @@ def test_nothing_left_is_no_gradient_and_no_loss(make_config: MakeConfig) -> Non
     "correction",
     [
         {"weights": "importance", "normalise": True, "kappa_nats": 0.2},
+        {"weights": "importance", "normalise": True, "kappa_nats": 0.2, "denominator": "all"},
         {"weights": "importance", "kappa_nats": 0.2, "k2": 0.02},
+        {"weights": "importance", "level": "sequence", "log_ratio": "mean", "kappa_nats": 0.2},
         {"weights": "importance", "level": "trajectory", "k3": 0.05, "reject_level": "max"},
     ],
 )

@@ -16,10 +16,12 @@ from omni_async.config.algorithm import Correction
 
 @dataclass(frozen=True)
 class Corrected:
-    """`weight` (N, W) float64, 0 where masked. `kept` (N, W) bool. `masked`: rule (the name of its setting) to (N, W) bool, True where that
-    rule alone masks, for every rule that is on. `gamma`: the tempering exponent, 1 without tempering."""
+    """`weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the same before masks, 0 outside `band` alone. `kept` (N, W) bool. `masked`:
+    rule (the name of its setting) to (N, W) bool, True where that rule alone masks, for every rule that is on. `gamma`: the tempering
+    exponent, 1 without tempering."""
 
     weight: Tensor
+    unmasked: Tensor
     kept: Tensor
     masked: dict[str, Tensor]
     gamma: float
@@ -29,6 +31,7 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
     """The settings' weights and masks of these rows, which must be a whole update where `settings.needs_update` says so. Nothing in mode `none`.
 
     Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets to 0 are masked.
+    Tempering comes after the rules: what they leave out has no say in its exponent.
     k1, k2, k3 and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
     ValueError for settings that `problems` objects to, and for kappa_nats without drift.kappa.
     """
@@ -49,25 +52,27 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
         keep["k2"] = k2_mask(log_ratio, settings.k2, level)
     if settings.k3 is not None:
         keep["k3"] = k3_mask(log_ratio, settings.k3, level)
-    weight, gamma = importance_weights(drift.log_ratio, settings, num_elements)
-    if settings.band is not None:
-        keep["band"] = weight > 0
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for own in keep.values():
         kept = kept & own
-    return Corrected(torch.where(kept, weight, 0.0), kept, {name: ~own for name, own in keep.items()}, gamma)
+    weight, gamma = importance_weights(drift.log_ratio, settings, num_elements, kept)
+    if settings.band is not None:
+        keep["band"] = weight > 0
+        kept = kept & keep["band"]
+    return Corrected(torch.where(kept, weight, 0.0), weight, kept, {name: ~own for name, own in keep.items()}, gamma)
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
     """(numerator, denominator): the mean over all rows of weight x loss is to be multiplied by numerator / denominator (`loss_factor`).
 
-    Both are sums over rows, so those of micro-batches add up to those of the update. Where weights are normalised (rows, sum of weights): weights are
-    divided by their mean over the rows that are left, and the loss is averaged over these; `denominator` has no say. Otherwise (rows, rows
-    kept) for `kept`, (rows, rows) for `all`.
+    Both are sums over rows, so those of micro-batches add up to those of the update. The numerator is the number of rows. The denominator
+    counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight where weights are normalised: the loss is the
+    sum of weight x loss over the rows that are left, divided by the denominator. So with `all` a masked row dilutes the loss by what it
+    would have weighed (VeRL's batch normalisation, which knows no masks).
     """
     rows = float(corrected.weight.numel())
     if settings.normalises:
-        return rows, corrected.weight.sum().item()
+        return rows, (corrected.weight if settings.denominator == "kept" else corrected.unmasked).sum().item()
     return rows, float(corrected.kept.sum().item()) if settings.denominator == "kept" else rows
 
 

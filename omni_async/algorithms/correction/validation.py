@@ -24,6 +24,12 @@ def problems(settings: Correction) -> Iterator[str]:
             "tempering already bounds the spread of the weights, and tempered ratios mean nothing to a band",
             "cap, or weights: importance",
         )
+    if settings.level == "sequence" and settings.log_ratio == "sum":
+        yield _problem(
+            "level",
+            "sequence is the sum over steps of log-ratios per element, and log_ratio is sum",
+            "log_ratio: mean, or level: trajectory",
+        )
     if settings.weights == "none":
         if settings.band is not None:
             yield _problem(
@@ -49,7 +55,7 @@ def _of_mode(settings: Correction) -> Iterator[str]:
         if settings.weights != "none":
             yield _problem(
                 "weights",
-                "with mode bypass the ratio is taken to the behaviour policy and holds the importance weight already, which would count twice",
+                "with mode bypass the ratio is taken to the behaviour policy already, whose distance a weight would count twice",
                 "mode: decoupled, or weights: none",
             )
         for name in ("kappa_nats", "m2"):

@@ -15,29 +15,44 @@ from omni_async.config.algorithm import Correction
 MAX_EXPONENT = 20.0
 
 
-def importance_weights(log_ratio: Tensor, settings: Correction, num_elements: int) -> tuple[Tensor, float]:
+def importance_weights(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> tuple[Tensor, float]:
     """(weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
 
-    The exponent e is L for level `step` and the sum of L over the sample's steps for `trajectory`, where all steps share the weight;
-    with log_ratio `mean` it is L / D, and the mean of that over the steps. gamma is 1 unless weights are `tempered`: then the
-    `tempering_exponent` of all rows (or samples) given, so give a whole update. First weights outside `band` become 0 (IcePop), then the
-    others are truncated at `cap`. `weights: none` gives ones.
+    The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that
+    reach the loss, those where `kept` (N, W) bool is True (all without it), so give a whole update; with none left it is 1. First weights
+    outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights: none` gives ones. Rows that are not kept have
+    weights like any other.
 
     Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective sample size.
     """
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
-    values = per_element(log_ratio, settings, num_elements)
-    if settings.level == "trajectory":
-        values = values.mean(dim=1, keepdim=True) if settings.log_ratio == "mean" else values.sum(dim=1, keepdim=True)
-    gamma = tempering_exponent(values, settings.ess_target) if settings.weights == "tempered" else 1.0
+    values = exponents(log_ratio, settings, num_elements)
+    gamma = 1.0
+    if settings.weights == "tempered":
+        own = values.flatten() if kept is None else values[kept]
+        gamma = tempering_exponent(own, settings.ess_target) if own.numel() else 1.0
     weight = (gamma * values).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
     if settings.band is not None:
         low, high = settings.band
         weight = torch.where((weight >= low) & (weight <= high), weight, 0.0)
     if settings.cap is not None:
         weight = weight.clamp(max=settings.cap)
-    return weight.expand_as(log_ratio), gamma
+    return weight, gamma
+
+
+def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
+    """(N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps as `level` says; its steps share the result.
+
+    `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D. `sequence`: the sum over steps of
+    either; VeRL-Omni's level of that name is the one of L / D.
+    """
+    values = per_element(log_ratio, settings, num_elements)
+    if settings.level == "step":
+        return values
+    if settings.level == "trajectory" and settings.log_ratio == "mean":
+        return values.mean(dim=1, keepdim=True).expand_as(log_ratio)
+    return values.sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
 def per_element(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:

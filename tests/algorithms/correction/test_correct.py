@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from omni_async.algorithms.correction.correct import correct, loss_factor, normaliser
 from omni_async.algorithms.correction.drift import Drift, effective_sample_size
@@ -29,8 +30,6 @@ ONE_ROW_AT_A_TIME = st.builds(
     Correction,
     mode=st.just("decoupled"),
     weights=st.just("importance"),
-    level=st.sampled_from(["step", "trajectory"]),
-    log_ratio=st.sampled_from(["sum", "mean"]),
     cap=st.sampled_from([None, 2.0]),
     band=st.sampled_from([None, (0.5, 3.0)]),
     normalise=st.booleans(),
@@ -41,6 +40,34 @@ ONE_ROW_AT_A_TIME = st.builds(
     reject_level=st.sampled_from(["step", "sum", "mean", "max"]),
     denominator=st.sampled_from(["kept", "all"]),
 )
+LEVELS = st.sampled_from([("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")])
+ONE_ROW_AT_A_TIME = st.builds(lambda chosen, level: replace(chosen, level=level[0], log_ratio=level[1]), ONE_ROW_AT_A_TIME, LEVELS)
+
+
+def by_the_page(drift, chosen, num_elements):
+    """(weight before masks, whether the row is left) of every row, sample by sample, from the formulas of docs/algorithms/correction.md."""
+    found = []
+    for own, kappas in zip(drift.log_ratio.tolist(), drift.kappa.tolist(), strict=True):
+        if chosen.log_ratio == "mean":
+            own = [value / num_elements for value in own]
+        whole = sum(own) / len(own) if chosen.level == "trajectory" and chosen.log_ratio == "mean" else sum(own)
+        for L, kappa in zip(own, kappas, strict=True):
+            w = math.exp(L if chosen.level == "step" else whole)
+            inside = chosen.band is None or chosen.band[0] <= w <= chosen.band[1]
+            w = min(w, chosen.cap or math.inf) if inside else 0.0
+            kept = inside and (chosen.kappa_nats is None or kappa <= chosen.kappa_nats)
+            aggregate = {"step": lambda _, here: here, "sum": lambda row, _: sum(row), "max": lambda row, _: max(row)}
+            aggregate["mean"] = lambda row, _: sum(row) / len(row)
+            over_steps = aggregate[chosen.reject_level]
+            if chosen.k1 is not None:
+                low, high = map(math.log, chosen.k1)
+                kept &= (low <= min(own) and max(own) <= high) if chosen.reject_level == "max" else low <= over_steps(own, L) <= high
+            if chosen.k2 is not None:
+                kept &= over_steps([x * x / 2 for x in own], L * L / 2) <= chosen.k2
+            if chosen.k3 is not None:
+                kept &= over_steps([math.exp(x) - 1 - x for x in own], math.exp(L) - 1 - L) <= chosen.k3
+            found.append((w, kept))
+    return found
 
 
 def test_mode_none_and_plain_bypass_leave_every_row_alone():
@@ -111,6 +138,34 @@ def test_tempering_reports_its_exponent_and_looks_at_the_whole_update():
     torch.testing.assert_close(capped.weight, got.weight.clamp(max=2.0))
 
 
+@pytest.mark.parametrize("level", ["step", "trajectory"])
+def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
+    """Half of the samples at D kappa .1, half at 12, which the mask drops: gamma is that of the first half alone."""
+    generator = torch.Generator().manual_seed(0)
+    kappa = matrix([0.1]).expand(256, 2).clone()
+    kappa[::2] = 12.0
+    log_ratio = -kappa + (2 * kappa).sqrt() * torch.randn(256, 2, dtype=torch.float64, generator=generator)
+    chosen = Correction(mode="decoupled", weights="tempered", kappa_nats=2.0, level=level, ess_target=0.5)
+    got = correct(Drift(log_ratio, kappa), chosen, 10)
+    assert got.gamma == 1.0  # exp(-2 D kappa) is .82 for a step and .67 for two of them
+    dropped = correct(Drift(log_ratio[1::2], kappa[1::2]), chosen, 10)
+    assert torch.equal(got.weight[1::2], dropped.weight) and not got.weight[::2].any()
+    assert got.masked["kappa_nats"].double().mean() == 0.5
+
+
+def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
+    """Two rows are left, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped beside them."""
+    drift = Drift(matrix([0.0, 40.0, -3.0], [5.0, -40.0, 5.1]), matrix([0.0, 0.0, 9.0], [0.0, 0.0, 9.0]))
+    chosen = Correction(mode="decoupled", weights="tempered", ess_target=0.8, cap=None, kappa_nats=1.0, k2=100.0)
+    got = correct(drift, chosen, 10)
+    assert got.kept.tolist() == [[True, False, False]] * 2
+    assert got.gamma == pytest.approx(math.log(3) / 5, rel=1e-8)
+    torch.testing.assert_close(got.weight, matrix([1.0, 0.0, 0.0], [3.0, 0.0, 0.0]))
+    nothing_left = correct(Drift(drift.log_ratio, drift.kappa + 2), chosen, 10)
+    assert nothing_left.gamma == 1.0 and not nothing_left.weight.any()
+    assert loss_factor(*normaliser(nothing_left, chosen)) == 0.0
+
+
 @given(ONE_ROW_AT_A_TIME, st.integers(0, 1000))
 @hypothesis_settings(max_examples=80, deadline=None)
 def test_micro_batches_of_whole_samples_add_up_to_the_update(chosen, seed):
@@ -133,17 +188,22 @@ def test_the_normalised_loss_is_the_average_that_was_asked_for(chosen, seed):
     drift = random_drift(seed, spread=1.5)
     got = correct(drift, chosen, 4)
     loss = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    total = count = weights = 0.0
-    for sample, step in product(range(6), range(3)):
-        if got.kept[sample, step]:
-            total += got.weight[sample, step].item() * loss[sample, step].item()
-            weights += got.weight[sample, step].item()
-            count += 1
-        else:
-            assert got.weight[sample, step] == 0
-    below = weights if chosen.normalise else count if chosen.denominator == "kept" else 18
+    total = below = 0.0
+    for (weight, kept), value in zip(by_the_page(drift, chosen, 4), loss.flatten().tolist(), strict=True):
+        total += weight * value if kept else 0.0
+        if kept or chosen.denominator == "all":
+            below += weight if chosen.normalise else 1.0
     mean = (got.weight * loss).mean().item() * loss_factor(*normaliser(got, chosen))
     assert mean == pytest.approx(total / below if below else 0.0, rel=1e-12)
+
+
+def test_masked_rows_dilute_normalised_weights_only_where_the_denominator_is_all():
+    """Weights 1, 2, 3 and 6, of which the second and the last are masked."""
+    drift = Drift(matrix([1.0, 2.0], [3.0, 6.0]).log(), matrix([0.0, 9.0], [0.0, 9.0]))
+    for denominator, below in (("kept", 1.0 + 3.0), ("all", 12.0)):
+        chosen = Correction(mode="decoupled", weights="importance", cap=None, normalise=True, kappa_nats=1.0, denominator=denominator)
+        got = correct(drift, chosen, 10)
+        torch.testing.assert_close(got.weight * loss_factor(*normaliser(got, chosen)) / 4, matrix([1.0, 0.0], [3.0, 0.0]) / below)
 
 
 def test_with_everything_masked_the_loss_is_zero():
@@ -155,8 +215,8 @@ def test_with_everything_masked_the_loss_is_zero():
         numerator, below = normaliser(got, chosen)
         factor = loss_factor(numerator, below)
         assert numerator == 2.0
-        assert factor == (1.0 if denominator == "all" and not normalise else 0.0)
-        assert math.isfinite(factor * got.weight.mean().item())
+        assert (factor == 0.0) == (denominator == "kept")
+        assert factor * got.weight.mean().item() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ K = {"k1": (0.5, 2.0), "k2": 1.0, "k3": 1.0}
         {"mode": "decoupled", "weights": "tempered", "normalise": True, "kappa_nats": 0.5, "m2": 0.1, **K},
         {"mode": "decoupled", "weights": "importance", "band": (0.5, 2.0), "level": "trajectory", "log_ratio": "mean"},
         {"mode": "interpolated", "weights": "tempered", "m2": 0.1, **K},
+        {"mode": "decoupled", "weights": "importance", "level": "sequence", "log_ratio": "mean"},
+        {"mode": "decoupled", "weights": "tempered", "level": "sequence", "log_ratio": "mean"},
     ],
 )
 def test_combinations_that_work_have_no_problem(fine):
@@ -46,6 +48,7 @@ def test_combinations_that_work_have_no_problem(fine):
         ({"mode": "decoupled", "weights": "importance", "band": (2.0, 0.5)}, "band", "is no interval", "lo < hi"),
         ({"mode": "decoupled", "weights": "tempered", "band": (0.5, 2.0)}, "band", "bounds the spread", "cap"),
         ({"mode": "decoupled", "band": (0.5, 2.0)}, "band", "weights is none", "importance"),
+        ({"mode": "decoupled", "weights": "importance", "level": "sequence"}, "level", "per element, and log_ratio is sum", "trajectory"),
         ({"mode": "decoupled", "normalise": True}, "normalise", "nothing to normalise", "kept"),
     ],
 )

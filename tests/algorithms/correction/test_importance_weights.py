@@ -30,6 +30,8 @@ def naive(log_ratio, settings, num_elements):
         if settings.level == "trajectory":
             whole = sum(row) / len(row) if settings.log_ratio == "mean" else sum(row)
             row = [whole] * len(row)
+        if settings.level == "sequence":
+            row = [sum(row)] * len(row)
         own = [math.exp(min(max(value, -20.0), 20.0)) for value in row]
         if settings.band is not None:
             own = [w if settings.band[0] <= w <= settings.band[1] else 0.0 for w in own]
@@ -40,7 +42,7 @@ def naive(log_ratio, settings, num_elements):
 
 
 @given(
-    st.sampled_from(["step", "trajectory"]),
+    st.sampled_from(["step", "trajectory", "sequence"]),
     st.sampled_from(["sum", "mean"]),
     st.sampled_from([None, 0.8, 2.0]),
     st.sampled_from([None, (0.5, 3.0)]),
@@ -62,6 +64,23 @@ def test_weights_by_hand_at_both_levels():
     assert importance_weights(log_ratio, asked(log_ratio="mean"), 4)[0].tolist()[0] == pytest.approx([2**0.25, 3**0.25])
     geometric = importance_weights(log_ratio, asked(level="trajectory", log_ratio="mean"), 4)[0]
     assert geometric.tolist()[0] == pytest.approx([6**0.125] * 2)
+
+
+def test_the_sequence_weight_of_verl_omni_is_the_exponential_of_the_sum_over_steps_of_mean_log_ratios():
+    """Its `rollout_is: sequence`: log-probs are means over latent elements, a sample's log-ratios are summed over its steps, clamped at
+    +-20, exponentiated and truncated."""
+    generator = torch.Generator().manual_seed(0)
+    trainer, rollout = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=generator)  # (samples, steps, elements) of log-densities
+    expected = [
+        min(math.exp(math.fsum((t - r).mean().item() for t, r in zip(own, other, strict=True))), 2.0)
+        for own, other in zip(trainer, rollout, strict=True)
+    ]
+    log_ratio = (trainer - rollout).sum(dim=2)
+    weight, _ = importance_weights(log_ratio, asked(level="sequence", log_ratio="mean", cap=2.0), 8)
+    assert 0 < sum(w == 2.0 for w in expected) < 5
+    torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64)[:, None].expand(5, 3), rtol=1e-12, atol=0)
+    in_nats, _ = importance_weights(log_ratio, asked(level="trajectory", cap=2.0), 8)
+    assert (in_nats - weight).abs().max() > 0.1
 
 
 def test_exponents_are_clamped_at_twenty():
@@ -86,7 +105,7 @@ def test_tempered_weights_reach_the_target(level):
     assert 0 < gamma < 1
     assert effective_sample_size(weight.log().flatten()).item() == pytest.approx(0.6, rel=1e-6)
     exponent = log_ratio if level == "step" else log_ratio.sum(dim=1)
-    assert gamma == tempering_exponent(exponent, 0.6)
+    assert gamma == pytest.approx(tempering_exponent(exponent, 0.6), rel=1e-8)
     torch.testing.assert_close(weight[:, 1], (gamma * (exponent[:, 1] if level == "step" else exponent)).exp())
 
 
