@@ -52,7 +52,7 @@ class Correction(Section, kw_only=True, frozen=True):
         Literal["none", "importance", "tempered"],
         _doc(
             "`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), gamma in (0, 1] chosen from the update so "
-            "that the effective sample size is `ess_target`."
+            "that the effective sample size of the rows no mask drops is `ess_target`."
         ),
     ] = "none"
     level: Annotated[
