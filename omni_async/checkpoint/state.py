@@ -12,7 +12,7 @@ from omni_async.checkpoint.errors import CheckpointError
 from omni_async.control.continuation import Continuation
 
 FILE = "state.json"
-FORMAT = 2
+FORMAT = 3
 _LARGEST = 2**30
 _MOST = 10**12  # updates, groups, images: no run has more
 
@@ -70,6 +70,8 @@ def _impossible(state: State) -> str | None:
             return f"{what} is {number if abs(number) < 2**63 else 'a number of ' + str(number.bit_length()) + ' bits'}"
     if any(not group.samples for group in control.ready):
         return "a group that waits for the trainer has no samples"
+    if len(control.rewards) > control.version:
+        return f"it has rewards of {len(control.rewards)} updates, and is at update {control.version}"
     groups = [*(one.group for one in control.unfinished), *(one.group for one in control.ready)]
     if len(set(groups)) != len(groups):
         return "a group stands there twice"
@@ -79,9 +81,11 @@ def _impossible(state: State) -> str | None:
 def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
     yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images), ("admitted", ledger.admitted))
+    yield "ledger.size", ledger.size
     # A version below its first is what a run has validated whose first round is under way.
     yield from (("validated", 0 if control.validated in (None, -1) else control.validated), *ledger.events.items(), *ledger.reasons.items())
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
+    yield from (("a validation round", one.version) for one in control.rounds)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))
     for group in control.ready:

@@ -14,12 +14,15 @@ from omni_async.types import ReadyGroup
 
 
 class LedgerState(Struct, frozen=True):
-    """Of the lines up to here: how many groups were admitted, how they ended, why, and how old they were trained."""
+    """Of the lines up to here: how many groups were admitted, how they ended, why, and how old they were trained; how many bytes the lines are,
+    and their digest (`ledger_prefix`)."""
 
     admitted: int = 0
     events: dict[str, int] = {}
     reasons: dict[str, int] = {}
     staleness: dict[int, int] = {}
+    size: int = 0
+    digest: str = ""
 
     @property
     def lines(self) -> int:
@@ -33,10 +36,19 @@ class Unfinished(Struct, frozen=True):
     attempts: int = 1
 
 
+class Round(Struct, frozen=True):
+    """A validation round that is over: the version it was of, the mean reward and the means of the scorer's parts; null where not finite."""
+
+    version: int
+    reward: float | None
+    parts: dict[str, float | None] = {}
+
+
 class Continuation(Struct, frozen=True):
     """`version` is the policy's, `next_group` the first number that was not given out, `images` those generated for training, `validated` the
     last version a validation round began with. `ready` groups wait for the trainer; their references lead to trajectories that the checkpoint
-    holds too. `unfinished` groups are generated again."""
+    holds too. `unfinished` groups are generated again. `rewards` has the mean reward of each of the run's updates (null: it was not finite),
+    `rounds` its validation."""
 
     version: int = 0
     next_group: int = 0
@@ -45,6 +57,8 @@ class Continuation(Struct, frozen=True):
     ledger: LedgerState = LedgerState()
     unfinished: tuple[Unfinished, ...] = ()
     ready: tuple[ReadyGroup, ...] = ()
+    rewards: tuple[float | None, ...] = ()
+    rounds: tuple[Round, ...] = ()
 
     def to_admit(self, max_updates: int, groups_per_update: int) -> Iterator[Unfinished | ReadyGroup]:
         """The groups to take up again, in the order of their admission. One that would be trained beyond a budget, because that was made

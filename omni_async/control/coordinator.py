@@ -31,6 +31,7 @@ from omni_async.control.intake import Intake
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.outcomes import Outcomes
 from omni_async.control.population import Population, TooStale
+from omni_async.control.record import Record
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
@@ -70,9 +71,10 @@ class Coordinator:
         self._factory = RequestFactory(config)
         self._intake = Intake(config, prompts, self._factory, start)
         schedule = ValidationSchedule(config.validation.every, self._last_version, start.validated) if config.validation else None
-        self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)))
+        self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)), start.validated)
         self._groups = Population(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleFlow(config)
+        self._record = Record(start)
         self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
@@ -171,6 +173,7 @@ class Coordinator:
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
         }
+        self._record.updated(data["reward"])
         self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
         if self.ledger.problem is not None:
             self._fail(self.ledger.problem)
@@ -272,6 +275,7 @@ class Coordinator:
         if not round_.complete:
             return
         del self._validation.rounds[round_.version]
+        self._record.validated(round_.version, round_.means())
         self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
         self._finish_if_complete()
 
@@ -370,14 +374,17 @@ class Coordinator:
     def _state(self) -> Continuation:
         unfinished, ready = self._groups.state()
         unfinished_before, ready_before = self._intake.state()
+        validated = self._validation.done
         return Continuation(
             version=self.versions.trained,
             next_group=self._intake.next_group,
             images=self._outcomes.images,
-            validated=self._validation.done,
+            validated=validated,
             ledger=self.ledger.state(),
             unfinished=unfinished + unfinished_before,
             ready=ready + ready_before,
+            rewards=self._record.rewards,
+            rounds=self._record.rounds(until=validated),
         )
 
     def _buffer_statistics(self) -> dict[str, dict[str, int]]:

@@ -7,14 +7,14 @@ told of in `problem`, where whoever ended the group looks: the books stay right,
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from omni_async.control.continuation import LedgerState
+from omni_async.control.ledger_prefix import LedgerDamaged, encode_line, extend, require_prefix
 from omni_async.types import LedgerEntry
 
 
@@ -35,6 +35,7 @@ class Ledger:
         self.events: Counter[str] = Counter({"trained": 0, "rejected": 0, "dropped": 0} | start.events)
         self.reasons: Counter[str] = Counter(start.reasons)
         self.staleness: Counter[int] = Counter(start.staleness)
+        self._size, self._digest = start.size, start.digest
 
     @property
     def live(self) -> frozenset[int]:
@@ -56,6 +57,8 @@ class Ledger:
             self.reasons[entry.reason] += 1
         if entry.staleness is not None:
             self.staleness[entry.staleness] += 1
+        line = encode_line(entry)
+        self._size, self._digest = self._size + len(line), extend(self._digest, line)
         try:
             self._sink(entry)
         except OSError as error:
@@ -73,7 +76,7 @@ class Ledger:
     def state(self) -> LedgerState:
         """Of everything but the live groups, which a continued run admits again."""
         admitted = self.admitted - len(self._live)
-        return LedgerState(admitted, dict(self.events), dict(self.reasons), dict(self.staleness))
+        return LedgerState(admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest)
 
     def counters(self) -> dict[str, int]:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
@@ -88,19 +91,18 @@ class JsonlSink:
     """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What could not be written is
     written before the next line.
 
-    `valid`: how many of the lines that are there already count, if not all. The others, of updates that no checkpoint held, are moved to
-    `<name>.void`.
+    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin with them. The others, of
+    updates that no checkpoint held, are moved to `<name>.void`.
     """
 
-    def __init__(self, path: str | Path, valid: int | None = None) -> None:
-        if valid is not None:
-            _keep(Path(path), valid)
+    def __init__(self, path: str | Path, counted: LedgerState | None = None) -> None:
+        if counted is not None:
+            _keep(Path(path), counted)
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 (lives as long as the ledger)
-        self._encode = msgspec.json.Encoder().encode
         self._unwritten = b""
 
     def __call__(self, entry: Any) -> None:
-        self._unwritten += self._encode(entry) + b"\n"
+        self._unwritten += encode_line(entry)
         self._write()
 
     def _write(self) -> None:
@@ -113,13 +115,16 @@ class JsonlSink:
         os.fsync(self._file.fileno())
 
 
-def _keep(path: Path, valid: int) -> None:
+def _keep(path: Path, counted: LedgerState) -> None:
     """Void lines are in their file before they are gone from this one."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    if len(lines) < valid:
-        raise ValueError(f"{path} has {len(lines)} lines, the checkpoint knows of {valid}")
-    if len(lines) > valid:
-        with path.with_name(f"{path.name}.void").open("ab") as void:
-            void.writelines(lines[valid:])
-        with path.open("r+b") as file:
-            file.truncate(sum(map(len, lines[:valid])))
+    require_prefix(path, counted)
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise LedgerDamaged(f"{path} is not a file")
+    if path.stat().st_size > counted.size:
+        with path.open("r+b") as file, path.with_name(f"{path.name}.void").open("ab") as void:
+            file.seek(counted.size)
+            shutil.copyfileobj(file, void)
+            void.flush()
+            file.truncate(counted.size)

@@ -58,10 +58,14 @@ class ValidationSchedule:
 
 
 class Validation:
-    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a schedule there are none."""
+    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a schedule there are none, and
+    those up to `before` stay the last."""
 
-    def __init__(self, schedule: ValidationSchedule | None, requests_of: Callable[[int], list[SampleRequest]]) -> None:
+    def __init__(
+        self, schedule: ValidationSchedule | None, requests_of: Callable[[int], list[SampleRequest]], before: int | None = None
+    ) -> None:
         self._schedule = schedule
+        self._before = before
         self._requests_of = requests_of
         self.rounds: dict[int, ValidationRound] = {}
 
@@ -69,7 +73,7 @@ class Validation:
     def done(self) -> int | None:
         """The last version whose round is over, or would be repeated for nothing."""
         if self._schedule is None:
-            return None
+            return self._before
         return min(self.rounds) - 1 if self.rounds else self._schedule.done
 
     def cancel(self) -> None:

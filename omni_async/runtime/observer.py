@@ -57,8 +57,7 @@ class Observer:
         self.on_closing: Callable[[], None] = lambda: None
 
     def recall(self, start: Continuation) -> None:
-        """What earlier lives of the run had come to: images, the ages of trained groups, and what the run folder's metrics say. The spans of
-        this process's lives are all kept."""
+        """Take over what earlier attempts of the run had come to, as the checkpoint knows it. The spans of this process's attempts are all kept."""
         self.closing = asyncio.Event()
         self.ended = None
         ledger = start.ledger
@@ -67,14 +66,13 @@ class Observer:
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
         self._last = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
-        self._rewards, self._validation = [], []
-        for line in self._run.read_metrics():
-            if "finished" in line:
-                self._rewards.append(line["reward"])
-            elif (value := line.get("validation/reward")) is not None:
-                parts = {key.removeprefix("validation/"): part for key, part in line.items() if key.startswith("validation/")}
-                parts.pop("reward")
-                self._validation.append(ValidationPoint(line["update"], value, parts))
+        self._rewards = [_number(reward) for reward in start.rewards]
+        self._validation = [
+            ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()}) for one in start.rounds
+        ]
+        updates = range(start.version - len(start.rewards) + 1, start.version + 1)
+        if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
+            self._console.note(f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from that file is not")
 
     def tell(self, text: str) -> None:
         self._console.note(text)
@@ -224,3 +222,8 @@ class Observer:
             images_before=self._images_before,
             faults=len(self.faults),
         )
+
+
+def _number(value: float | None) -> float:
+    """Null is how a checkpoint holds what was not finite."""
+    return float("nan") if value is None else value

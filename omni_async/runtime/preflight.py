@@ -87,7 +87,7 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
         return dataclasses.replace(inputs, config=config)
     start = point.state.control
     if point.run is None:
-        start = replace(start, ledger=LedgerState(), images=0)  # a run of its own counts its own
+        start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
     return dataclasses.replace(inputs, config=config, start=start, run=point.run, notes=(*inputs.notes, *point.notes))
 
 

@@ -19,6 +19,7 @@ from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
+from omni_async.control.ledger_prefix import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import read_summary
 
@@ -116,14 +117,13 @@ def _usable(config: Config, folder: Path) -> State:
 
 
 def _require_ledger(run: Path, state: State) -> None:
-    """The machine may have gone down before all lines were on its disk."""
-    ledger = RunDirectory(run).ledger
+    """The machine may have gone down before all lines were on its disk, or somebody has changed them."""
     try:
-        lines = ledger.read_bytes().count(b"\n") if ledger.exists() else 0
+        require_prefix(RunDirectory(run).ledger, state.control.ledger)
+    except LedgerDamaged as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"the ledger cannot be read: {error}") from None
-    if lines < state.control.ledger.lines:
-        raise CheckpointError(f"the ledger has {lines} lines, the checkpoint counts {state.control.ledger.lines}")
 
 
 def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str, ...]]:

@@ -40,7 +40,7 @@ def limit_threads(cpus: float) -> None:
 
 
 def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinator:
-    sink = JsonlSink(Path(ledger), inputs.start.ledger.lines if inputs.run is not None else None)
+    sink = JsonlSink(Path(ledger), inputs.start.ledger if inputs.run is not None else None)
     return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from omni_async.tracking.files import read_lines
+
 
 class Fault(msgspec.Struct, frozen=True):
     """A part that was lost: when (the clock's seconds), why, what came in its place, and how many seconds later that was at work."""
@@ -19,4 +21,4 @@ class Fault(msgspec.Struct, frozen=True):
 
 def read_faults(path: Path) -> list[Fault]:
     """In the order they were mended; none if there is no file."""
-    return [msgspec.json.decode(line, type=Fault) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [msgspec.json.decode(line, type=Fault) for line in read_lines(path)]

@@ -1,7 +1,8 @@
-"""Files a reader never sees half written."""
+"""Files a reader never sees half written, and files of lines."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -14,3 +15,13 @@ def write_atomic(path: Path, content: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file. OSError if it is not one."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a file", str(path))  # a pipe would be waited for
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [*file]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import re
+from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,7 +18,7 @@ from omni_async.config.load import to_yaml
 from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
-from omni_async.tracking.files import write_atomic
+from omni_async.tracking.files import read_lines, write_atomic
 
 _LOCK = ".lock"
 
@@ -97,7 +100,7 @@ class RunDirectory:
         """Move what came after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid: list[bytes] = []
         void: list[bytes] = []
-        for line in _lines(self.metrics):
+        for line in read_lines(self.metrics):
             try:
                 record = msgspec.json.decode(line, type=dict[str, Any])
                 counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
@@ -165,15 +168,27 @@ class RunDirectory:
         return self.path / "weights"
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return [msgspec.json.decode(line) for line in _lines(self.metrics)]
+        return [msgspec.json.decode(line) for line in read_lines(self.metrics)]
+
+    def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
+        """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if it has."""
+        found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        for line in read_lines(self.metrics):
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # it counts as missing
+                record = msgspec.json.decode(line, type=dict[str, Any])
+                found["finished" in record][record["update"]] += 1
+        gaps = []
+        for what, wanted, told in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
+            missing, repeated = [one for one in wanted if not told[one]], [one for one in wanted if told[one] > 1]
+            if missing:
+                gaps.append(f"no line of {what} {_few(missing)}")
+            if repeated:
+                gaps.append(f"more than one line of {what} {_few(repeated)}")
+        return f"has {' and '.join(gaps)}" if gaps else None
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
         """A line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
         append_jsonl(self.metrics, {"update": update, **metrics})
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
 def append_jsonl(path: Path, record: Any) -> None:
@@ -184,6 +199,10 @@ def append_jsonl(path: Path, record: Any) -> None:
             file.write(line)
     except OSError as error:
         raise RunDirectoryError(f"cannot append to {path}: {error.strerror or error}") from error
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (f" and {len(numbers) - 3} others" if len(numbers) > 3 else "")
 
 
 def _make_new(parent: Path, stem: str) -> Path:

@@ -178,9 +178,10 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (b"{}", "has format 1, this version reads 2"),
-        (b'{"format": 2}', "missing required field"),
-        (b'{"format": 2, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
+        (b"{}", "has format 1, this version reads 3"),
+        (b'{"format": 2}', "has format 2, this version reads 3"),
+        (b'{"format": 3}', "missing required field"),
+        (b'{"format": 3, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
     ],

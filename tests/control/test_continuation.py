@@ -10,7 +10,8 @@ import pytest
 from control_world import Bench, Run, distinct, finish, hold, make_config, make_coordinator, now, report, score
 
 from omni_async.control.continuation import Continuation, LedgerState, Unfinished
-from omni_async.control.ledger import JsonlSink
+from omni_async.control.ledger import JsonlSink, Ledger
+from omni_async.control.ledger_prefix import LedgerDamaged
 from omni_async.types import LedgerEntry, Prompt
 
 
@@ -160,14 +161,19 @@ def _entry(group: int) -> LedgerEntry:
 def test_void_lines_leave_the_ledger_and_are_kept_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     sink = JsonlSink(path)
+    ledger, states = Ledger(sink), []
     for group in range(4):
-        sink(_entry(group))
+        ledger.admit(group)
+        ledger.end(_entry(group))
+        states.append(ledger.state())
     with path.open("ab") as torn:
         torn.write(b'{"run": "cut o')
-    again = JsonlSink(path, valid=2)
+    again = JsonlSink(path, states[1])
     again(_entry(9))
     assert [msgspec.json.decode(line)["group"] for line in path.read_bytes().splitlines()] == [0, 1, 9]
     void = (tmp_path / "ledger.jsonl.void").read_bytes()
     assert void.count(b"\n") == 2 and void.endswith(b"cut o")
-    with pytest.raises(ValueError, match="has 3 lines, the checkpoint knows of 5"):
-        JsonlSink(path, valid=5)
+    with pytest.raises(LedgerDamaged, match="the ledger has 3 lines, the checkpoint counts 4"):
+        JsonlSink(path, states[3])
+    with pytest.raises(LedgerDamaged, match="the first 3 lines of the ledger are not those that the checkpoint counts"):
+        JsonlSink(path, states[2])

@@ -22,15 +22,15 @@ from omni_async.control.continuation import Continuation, LedgerState, Unfinishe
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from tests.e2e.emulation import write_recipe
+from tests.runtime.runtime_world import write_ledger
 
 
-def make(folder: Path, version: int, pipeline: str) -> None:
+def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None:
     """A checkpoint as an emulated run writes it: two groups unfinished, one that waits with its trajectories."""
     (folder / "tensors").mkdir(parents=True)
     save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
     samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), (version, version)) for n in range(2))
     write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
-    ledger = LedgerState(4, {"trained": 4}, {}, {0: 4})
     ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
     write_state(folder, State(Continuation(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"))
     write_manifest(folder)
@@ -43,9 +43,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     run = recipe.parent / "runs" / "emulated-20270101-000000"
     config = load(recipe, [f"checkpoint.resume={run}"])
     run.mkdir(parents=True)
-    (run / "ledger.jsonl").write_text("{}\n" * 4)  # as many as the checkpoints count
+    ledger = write_ledger(run, 4)[-1]
     for version in (1, 2):
-        make(run / "checkpoints" / folder_name(version), version, config.model.pipeline)
+        make(run / "checkpoints" / folder_name(version), version, config.model.pipeline, ledger)
     shutil.copytree(run / "checkpoints" / folder_name(2), recipe.parent / "whole")
     return config, run
 

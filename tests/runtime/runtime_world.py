@@ -12,8 +12,11 @@ import numpy as np
 import yaml
 
 from omni_async.config import Config, load
+from omni_async.control.continuation import LedgerState
 from omni_async.control.events import EventLog, RunEvent
+from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.store import LocalStore, ObjectStore
+from omni_async.types import LedgerEntry
 
 
 def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:
@@ -39,6 +42,17 @@ def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> Non
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
     (folder / "transformer" / "config.json").write_text("{}")
     (folder / "model_index.json").write_bytes(msgspec.json.encode({"_class_name": class_name}))
+
+
+def write_ledger(run: Path, groups: int) -> list[LedgerState]:
+    """Ledger lines of that many trained groups, and what was known of them before the first and after each."""
+    ledger = Ledger(JsonlSink(run / "ledger.jsonl"))
+    states = [ledger.state()]
+    for group in range(groups):
+        ledger.admit(group)
+        ledger.end(LedgerEntry(run.name, group, group, "trained", None, 0, 1 + group // 2, 0, (0, 0), 1, 0.5))
+        states.append(ledger.state())
+    return states
 
 
 class RememberingConsole:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
+from runtime_world import Control, HandCluster, RememberingConsole, Role, write_ledger, write_world
 
 from omni_async.checkpoint import State, folder_name
 from omni_async.checkpoint.folders import finish, partial
 from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import write_state
-from omni_async.control.continuation import Continuation, LedgerState
+from omni_async.control.continuation import Continuation
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.cluster import PeerLost
@@ -36,11 +36,11 @@ def save(run: Path, version: int) -> Path:
     folder = run / "checkpoints" / folder_name(version)
     place = partial(folder)
     place.mkdir(parents=True)
-    ledger = LedgerState(admitted=2 * version, events={"trained": 2 * version, "rejected": 0, "dropped": 0})
+    (run / "ledger.jsonl").unlink(missing_ok=True)
+    ledger = write_ledger(run, 2 * version)[-1]
     write_state(place, State(Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)
-    (run / "ledger.jsonl").write_text("{}\n" * ledger.lines)
     return folder
 
 

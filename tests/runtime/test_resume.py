@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from runtime_world import write_world
+from runtime_world import write_ledger, write_world
 
 from omni_async.checkpoint.folders import finish, folder_name, partial
 from omni_async.checkpoint.manifest import write_manifest
@@ -46,6 +47,11 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
     write_manifest(partial(folder))
     finish(folder)
     return folder
+
+
+def lose_bytes(path: Path, count: int) -> None:
+    """From its end."""
+    os.truncate(path, path.stat().st_size - count)
 
 
 def refusal(config: Config) -> str:
@@ -124,9 +130,10 @@ def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(
     """The machine went down before they were on its disk."""
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000")
-    checkpoint_of(run, State(Continuation(1, ledger=LedgerState(2, {"trained": 2})), config.model.pipeline, "flow_grpo"))
-    checkpoint_of(run, State(Continuation(2, ledger=LedgerState(4, {"trained": 4})), config.model.pipeline, "flow_grpo"))
-    (run / "ledger.jsonl").write_text("{}\n" * 3 + '{"cut')
+    states = write_ledger(run, 4)
+    for version in (1, 2):
+        checkpoint_of(run, State(Continuation(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
+    lose_bytes(run / "ledger.jsonl", 9)
     point = find_resume_point(config)
     assert point is not None and point.state.version == 1
     assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]

@@ -11,6 +11,7 @@ from chaos_job import Job
 from omni_async.control.continuation import Continuation
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.groups import SampleProgress
+from omni_async.control.ledger_prefix import encode_line, extend
 from omni_async.control.seeds import PromptStream, sample_seed
 from omni_async.control.windows import window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, SampleResult, Score, UpdateReport
@@ -121,6 +122,14 @@ class Checks:
         require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
         self._rounds += rounds
         self._lives += 1
+
+    def goes_on(self, start: Continuation, lines: list[LedgerEntry]) -> None:
+        """With `lines`, those of the ledger that the checkpoint counts: they must be the ones that it counted, as in a file."""
+        size, digest = 0, ""
+        for line in map(encode_line, lines):
+            size, digest = size + len(line), extend(digest, line)
+        require((size, digest) == (start.ledger.size, start.ledger.digest), "the ledger's lines are not those that the checkpoint counts")
+        require(len(start.rewards) == start.version, f"the checkpoint of update {start.version} tells of {len(start.rewards)} rewards")
 
     def ledger(self, lines: list[LedgerEntry]) -> None:
         """Of a job that is done: the lines that count, of all lives."""

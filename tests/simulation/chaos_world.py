@@ -58,6 +58,7 @@ class World:
                 raise Violation(f"not done after {MOST_LIVES} lives")
             start = self.checkpoint or Continuation()
             del self.lines[start.ledger.lines :]
+            self.checks.goes_on(start, self.lines)
             self._life = life = Life(self, start)
             dice = random.Random(f"order/{self.job.seed}/{number}") if self.temper.shuffled else None
             status = run(life.play(), start=self.now, dice=dice)

@@ -77,6 +77,7 @@ class Fleet:
         status = ""
         while status != "interrupted":
             del self.lines[self.checkpoint.ledger.lines :]
+            self.checks.goes_on(self.checkpoint, self.lines)
             status = run(Shift(self).work(), start=self.now)
             self.seen[f"shift: {status}"] += 1
         return self

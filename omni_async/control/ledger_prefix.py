@@ -1,0 +1,74 @@
+"""The lines of a ledger that a checkpoint counts: how many bytes they are and their digest, so that no run goes on from lines that were damaged.
+
+The digest is a chain, line by line: what a checkpoint knows of it is enough to extend it. Nobody reads the lines again to write a checkpoint,
+and whoever goes on with a run reads them once. Lines end in a line feed and in nothing else.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from omni_async.control.continuation import LedgerState
+from omni_async.types import LedgerEntry
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class LedgerDamaged(ValueError):
+    """The file does not begin with the lines that a checkpoint counts: says in one line what is wrong with it."""
+
+
+def encode_line(entry: Any) -> bytes:
+    """Encode an entry as the ledger's file holds it."""
+    return _ENCODER.encode(entry) + b"\n"
+
+
+def extend(digest: str, line: bytes) -> str:
+    """Digest the lines that `digest` is of ("": none) and this one more: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries."""
+    return xxhash.xxh3_128_hexdigest(digest.encode() + line)
+
+
+def require_prefix(path: Path, counted: LedgerState) -> None:
+    """Read the file's first lines and compare them with those that were counted. Raises LedgerDamaged, or OSError if it cannot be read."""
+    if not counted.lines and not counted.size:
+        return
+    if not counted.digest:
+        raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
+    if path.exists() and not path.is_file():
+        raise LedgerDamaged(f"{path} is not a file")
+    lines, size, digest = 0, 0, ""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in islice(file, counted.lines):
+                if not line.endswith(b"\n"):
+                    break  # cut off
+                lines, size, digest = lines + 1, size + len(line), extend(digest, line)
+    if lines < counted.lines:
+        raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
+    if (size, digest) != (counted.size, counted.digest):
+        found = _first_damage(path, counted.lines) or "lines are missing, doubled, swapped or changed"
+        raise LedgerDamaged(f"the first {counted.lines} lines of the ledger are not those that the checkpoint counts: {found}")
+
+
+def _first_damage(path: Path, lines: int) -> str | None:
+    """What can be told from the lines alone; a digit that became another, or lines that changed places, cannot."""
+    line_of: dict[int, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(islice(file, lines), 1):
+            if not line.strip():
+                return f"line {number} is blank"
+            try:
+                entry = msgspec.json.decode(line, type=LedgerEntry)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return f"line {number} is no record of a group"
+            if encode_line(entry) != line:
+                return f"line {number} is not as it was written"
+            if entry.group in line_of:
+                return f"line {number} is of group {entry.group}, and so is line {line_of[entry.group]}"
+            line_of[entry.group] = number
+    return None

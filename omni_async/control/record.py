@@ -1,0 +1,37 @@
+"""What is told of a run at its end besides its ledger: the mean reward of every update, and its validation rounds. A checkpoint keeps it, so that a
+resumed run's summary depends on no file that somebody may have removed or changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from omni_async.control.continuation import Continuation, Round
+
+
+class Record:
+    def __init__(self, start: Continuation) -> None:
+        self._rewards = [*start.rewards]
+        self._rounds = [*start.rounds]
+
+    def updated(self, reward: float) -> None:
+        """Add the mean reward of the update that was just made."""
+        self._rewards.append(_finite(reward))
+
+    def validated(self, version: int, means: Mapping[str, float]) -> None:
+        """Add the round of `version`, whose `means` hold `reward` and the scorer's parts; nothing if no sample of it could be scored."""
+        if "reward" in means:
+            parts = {name: _finite(value) for name, value in means.items()}
+            self._rounds.append(Round(version, parts.pop("reward"), parts))
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        return tuple(self._rewards)
+
+    def rounds(self, until: int | None) -> tuple[Round, ...]:
+        """Those of versions up to `until`; later ones are made again by a run that goes on."""
+        return () if until is None else tuple(round_ for round_ in self._rounds if round_.version <= until)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
