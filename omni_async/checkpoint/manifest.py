@@ -91,7 +91,7 @@ def _read(path: Path) -> Manifest:
             raise CheckpointError(f"{path} is larger than {_LARGEST} bytes")
         manifest = msgspec.json.decode(content, type=Manifest)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
     if manifest.format != _FORMAT:
         raise CheckpointError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
     return manifest
@@ -105,7 +105,7 @@ def _check(path: Path, content: Content) -> None:
         if _digest(path) != content.digest:
             raise CheckpointError(f"{path} is not what was written: its digest differs")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
 
 
 def _digest(path: Path, synced: bool = False) -> str:

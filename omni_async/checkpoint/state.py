@@ -56,7 +56,7 @@ def read_state(folder: Path) -> State:
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint folder: it has no {FILE}") from None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {str(error)[:500]}") from None
     if problem := _impossible(state):
         raise CheckpointError(f"{path} is of no run: {problem}")
     return state

@@ -246,7 +246,8 @@ class Checkpoint(Section, kw_only=True, frozen=True):
     resume: Annotated[
         str | None,
         _doc(
-            "`auto`: go on with the newest run of this name that was not done, or start one; a run folder: go on with it; a checkpoint folder: start from it."
+            "`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one, and say what was "
+            "passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from it."
         ),
     ] = None
 

@@ -80,15 +80,16 @@ def preflight(config: Config) -> RunInputs:
 
 
 def _from_checkpoint(inputs: RunInputs) -> RunInputs:
-    point = find_resume_point(inputs.config)
+    passed: list[str] = []
+    point = find_resume_point(inputs.config, passed)
     resume = str(point.folder) if point else None
     config = replace(inputs.config, checkpoint=replace(inputs.config.checkpoint, resume=resume))
     if point is None:
-        return dataclasses.replace(inputs, config=config)
+        return dataclasses.replace(inputs, config=config, notes=(*inputs.notes, *passed))
     start = point.state.control
     if point.run is None:
         start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
-    return dataclasses.replace(inputs, config=config, start=start, run=point.run, notes=(*inputs.notes, *point.notes))
+    return dataclasses.replace(inputs, config=config, start=start, run=point.run, notes=(*inputs.notes, *passed, *point.notes))
 
 
 def _check_placement(config: Config) -> None:

@@ -1,17 +1,20 @@
 """Where a run goes on: what `checkpoint.resume` leads to, looked at before anything heavy starts. Imports no torch.
 
 null     a new run
-auto     the newest run of this name in run.dir that was neither done nor is running, in its own folder; a new run if there is none
+auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to go on from, in its own folder; a new run
+         if there is none. What is passed over is said
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 
 Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over, and that is said. So is
-one whose run's ledger has lost lines, and groups that wait for the trainer are made again if the recipe would make others now.
+one whose run's ledger does not begin with the lines that it counts, and groups that wait for the trainer are made again if the recipe would make
+others now. One that is beyond trainer.updates is refused: going back before it would make void what was trained.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omni_async.checkpoint.errors import CheckpointError
@@ -21,7 +24,7 @@ from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.control.ledger_prefix import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_summary
+from omni_async.tracking.summary import read_status
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,18 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
 
-def find_resume_point(config: Config) -> ResumePoint | None:
-    """ConfigError, one line, where there should be a checkpoint and none can be used."""
+# Runs that are done are named up to here, the newest first, and counted beyond.
+_NAMED = 5
+
+
+def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
+    """Look where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console. Raises ConfigError, one line,
+    where there should be a checkpoint and none can be used."""
     resume = config.checkpoint.resume
     if resume is None:
         return None
     if resume == "auto":
-        run = _newest_unfinished(config)
-        return None if run is None else _of_run(config, run)
+        return _newest_unfinished(config, [] if passed is None else passed)
     folder = Path(resume)
     if (folder / "checkpoints").is_dir():
         if RunDirectory(folder).is_running():
@@ -53,50 +60,101 @@ def find_resume_point(config: Config) -> ResumePoint | None:
         raise ConfigError(f"checkpoint.resume: {error}") from None
     if state.version >= config.trainer.updates:
         raise ConfigError(
-            f"checkpoint.resume: the checkpoint is at update {state.version} already, trainer.updates is {config.trainer.updates}"
+            f"checkpoint.resume: {folder} is at update {state.version} already, trainer.updates is {config.trainer.updates}; "
+            f"trainer.updates=N with N above {state.version} trains on from it"
         )
     state, notes = _with_fitting_groups(config, state)
     return ResumePoint(folder, state, notes=(*notes, f"from {folder}, at update {state.version}"))
 
 
-def _newest_unfinished(config: Config) -> Path | None:
-    """By the time in its name."""
-    for path in sorted(Path(config.run.dir).glob(f"{config.run.name}-*/"), reverse=True):
-        run = RunDirectory(path)
-        if not run.is_of(config.run.name) or run.is_running():
-            continue
-        return path if _unfinished(run) and any(newest_first(run.checkpoints)) else None
-    return None
-
-
-def _unfinished(run: RunDirectory) -> bool:
-    try:
-        return read_summary(run.summary).status != "done"
-    except (OSError, ValueError, RecursionError):
-        return True
-
-
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
-    """The newest checkpoint of a run that can be used; why others could not is appended to `refused`."""
+    """Find the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is appended to `refused`."""
     refused = [] if refused is None else refused
-    for folder in newest_first(run / "checkpoints"):
-        try:
-            state = _usable(config, folder)
-            _require_ledger(run, state)
-        except CheckpointError as error:
-            refused.append(f"warning: not resumed from {folder.name}: {error}")
-            continue
-        state, notes = _with_fitting_groups(config, state)
-        return ResumePoint(folder, state, run, (*refused, *notes, f"going on with {run.name} from update {state.version}"))
+    for point in _Search(refused).points(config, run):
+        if point.state.version <= config.trainer.updates:
+            return point
+        refused.append(_not_from(point.folder, f"it is beyond trainer.updates = {config.trainer.updates}"))
     return None
+
+
+def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
+    done: list[str] = []
+    point = None
+    for run in _newest_runs_first(config):
+        if run.is_running():
+            passed.append(f"passed over {run.run_id}: it is running")
+        elif read_status(run.summary) == "done":
+            done.append(run.run_id)
+        elif not any(newest_first(run.checkpoints)):
+            passed.append(f"passed over {run.run_id}: it has no checkpoint")
+        else:
+            search = _Search()
+            if (point := next(search.points(config, run.path), None)) is not None:
+                break
+            passed.append(f"warning: passed over {run.run_id}: {search.why(run.path)}")
+    if done:
+        others = f" and {len(done) - _NAMED} others" if len(done) > _NAMED else ""
+        passed.append(f"passed over, because done: {', '.join(done[:_NAMED])}{others} (checkpoint.resume=<its folder> goes on with one)")
+    return None if point is None else _within_updates(config, point)
+
+
+def _newest_runs_first(config: Config) -> Iterator[RunDirectory]:
+    """By the time in their names, and the number of those that began in the same second."""
+    folder = Path(config.run.dir)
+    runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    yield from sorted((run for run in runs if run.is_of(config.run.name)), key=lambda run: run.began, reverse=True)
 
 
 def _of_run(config: Config, run: Path) -> ResumePoint:
-    refused: list[str] = []
-    if (point := newest_of_run(config, run, refused)) is not None:
-        return point
-    why = "; ".join(line.removeprefix("warning: ") for line in refused) or "it has none"
-    raise ConfigError(f"checkpoint.resume: {run} has no checkpoint to go on from ({why}); checkpoint.resume=null starts a new run")
+    search = _Search()
+    if (point := next(search.points(config, run), None)) is None:
+        raise ConfigError(f"checkpoint.resume: {run} {search.why(run)}; checkpoint.resume=null starts a new run")
+    return _within_updates(config, point)
+
+
+def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
+    """One that is past the last update has nothing left to do, and what is done can't be taken back: the run would wait for ever."""
+    if point.state.version > config.trainer.updates:
+        raise ConfigError(
+            f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates = {config.trainer.updates}; "
+            f"trainer.updates=N with N above {point.state.version} goes on with it, checkpoint.resume=null starts a new run"
+        )
+    return point
+
+
+@dataclass
+class _Search:
+    """Goes through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not."""
+
+    refused: list[str] = field(default_factory=list)
+    orphan: Path | None = None
+
+    def points(self, config: Config, run: Path) -> Iterator[ResumePoint]:
+        """Those that can be used, the newest first."""
+        for folder in newest_first(run / "checkpoints"):
+            try:
+                state = _usable(config, folder)
+            except CheckpointError as error:
+                self.refused.append(_not_from(folder, str(error)))
+                continue
+            try:
+                _require_ledger(run, state)
+            except CheckpointError as error:
+                self.refused.append(_not_from(folder, str(error)))
+                self.orphan = self.orphan or folder
+                continue
+            state, notes = _with_fitting_groups(config, state)
+            yield ResumePoint(folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}"))
+
+    def why(self, run: Path) -> str:
+        """Say why there is none."""
+        reasons = "; ".join(line.removeprefix("warning: ") for line in self.refused) or "it has none"
+        way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
+        return f"has no checkpoint to go on from ({reasons}){way_out}"
+
+
+def _not_from(folder: Path, why: str) -> str:
+    return f"warning: not resumed from {folder.name}: {why}"
 
 
 def _usable(config: Config, folder: Path) -> State:

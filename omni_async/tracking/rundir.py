@@ -21,6 +21,7 @@ from omni_async.control.clock import Clock
 from omni_async.tracking.files import read_lines, write_atomic
 
 _LOCK = ".lock"
+_NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", re.DOTALL)
 
 
 class RunDirectoryError(OSError):
@@ -94,7 +95,13 @@ class RunDirectory:
 
     def is_of(self, name: str) -> bool:
         """Whether a run of that name made it."""
-        return re.fullmatch(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?", self.path.name) is not None
+        return (made := _NAME.fullmatch(self.path.name)) is not None and made["name"] == name
+
+    @property
+    def began(self) -> tuple[str, int]:
+        """When, by its name: the second, and the number among the runs that began in it. For a folder that a run made."""
+        made = _NAME.fullmatch(self.path.name)
+        return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
     def void_metrics(self, version: int, validated: int | None) -> None:
         """Move what came after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""

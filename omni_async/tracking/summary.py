@@ -124,5 +124,17 @@ def read_summary(path: Path) -> Summary:
     return msgspec.json.decode(path.read_bytes(), type=Summary)
 
 
+class _Ending(msgspec.Struct):
+    status: Status
+
+
+def read_status(path: Path) -> Status | None:
+    """Read how a run ended; None if there is no summary that says so."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Ending).status
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from omni_async.checkpoint.samples import made_with
 from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
-from omni_async.control.continuation import Continuation, LedgerState
-from omni_async.runtime.resume import find_resume_point
+from omni_async.control.continuation import Continuation
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.resume import find_resume_point, newest_of_run
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 
@@ -54,6 +57,14 @@ def lose_bytes(path: Path, count: int) -> None:
     os.truncate(path, path.stat().st_size - count)
 
 
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """As by a run that is under way."""
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def refusal(config: Config) -> str:
     with pytest.raises(ConfigError) as caught:
         find_resume_point(config)
@@ -78,18 +89,76 @@ def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_pat
     assert point.notes == (f"going on with {newest.name} from update 2",)
 
 
-def test_auto_starts_anew_after_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    run_of(config, "20260101-000000", 3)
-    run_of(config, "20260102-000000")
-    assert find_resume_point(config) is None
+    run_of(config, "20260101-000000", 1)
+    unfinished = run_of(config, "20260102-000000", 3, status="failed")
+    damaged = run_of(config, "20260103-000000", 3)
+    (damaged / "checkpoints" / "update-000003" / "manifest.json").unlink()
+    run_of(config, "20260104-000000")
+    run_of(config, "20260105-000000", 3, status="done")
+    running = run_of(config, "20260106-000000", 3, status="done")  # that was done, and is being trained further
+    run_of(config, "20260107-000000", 4, status="done")
+    (Path(config.run.dir) / "test-20270101-000000").write_text("a file")
+    (Path(config.run.dir) / "test-notes").mkdir()
+    passed: list[str] = []
+    with held(running):
+        point = find_resume_point(config, passed)
+    assert point is not None and (point.run, point.state.version) == (unfinished, 3)
+    assert point.notes == ("going on with test-20260102-000000 from update 3",)
+    runs, nothing, broken, done = passed
+    assert runs == "passed over test-20260106-000000: it is running"
+    assert nothing == "passed over test-20260104-000000: it has no checkpoint"
+    assert broken.startswith("warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed from update-000003: ")
+    assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<its folder>")
+
+
+def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path: Path) -> None:
+    """A cluster that repeats the command gets on."""
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 1)
+    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
+    for second in range(7):
+        run_of(config, f"20250101-00000{second}", 4, status="done")
+    inputs = preflight(config)
+    assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, Continuation())
+    damaged, done = inputs.notes
+    assert damaged.startswith("warning: passed over test-20260101-000000: ")
+    assert done.startswith("passed over, because done: test-20250101-000006, ") and "test-20250101-000002 and 2 others" in done
+
+
+def test_of_ten_runs_of_one_second_the_tenth_is_the_newest(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    for number in ("", "-2", "-9", "-10"):
+        newest = run_of(config, f"20260101-000000{number}", 1)
+    point = find_resume_point(config)
+    assert point is not None and point.run == newest
+
+
+def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 2, 12)
+    for resume in ("auto", str(run)):
+        said = refusal(recipe(tmp_path, resume))
+        assert f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it" in said
+    said = refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000012")))
+    assert "update-000012 is at update 12 already, trainer.updates is 4; trainer.updates=N with N above 12" in said
+    assert find_resume_point(recipe(tmp_path, trainer={"updates": 12})) is not None, "its last checkpoint is written before its end"
+
+
+def test_a_run_that_starts_again_by_itself_goes_back_to_no_checkpoint_beyond_its_last_update(tmp_path: Path) -> None:
+    """It began before that one, which could not be read then, and is read now."""
+    config = recipe(tmp_path)
+    refused: list[str] = []
+    point = newest_of_run(config, run_of(config, "20260101-000000", 2, 12), refused)
+    assert point is not None and point.state.version == 2
+    assert refused == ["warning: not resumed from update-000012: it is beyond trainer.updates = 4"]
 
 
 def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     older, newer = run_of(config, "20260101-000000", 3), run_of(config, "20260102-000000", 1)
-    with (newer / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held(newer):
         point = find_resume_point(config)
         assert point is not None and point.run == older
         assert "is running" in refusal(recipe(tmp_path, str(newer)))
@@ -108,20 +177,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(tmp_path: Path) ->
     assert note.endswith("from update 1")
 
 
-def test_no_usable_checkpoint_is_refused_rather_than_begun_anew(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000", 1)
+def test_a_run_without_a_usable_checkpoint_is_refused_rather_than_begun_anew(tmp_path: Path) -> None:
+    run = run_of(recipe(tmp_path), "20260101-000000", 1)
     (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
-    message = refusal(config)
+    message = refusal(recipe(tmp_path, str(run)))
     assert "no checkpoint to go on from (not resumed from update-000001" in message and message.endswith(
         "checkpoint.resume=null starts a new run"
     )
 
 
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000", 1, algorithm="diffusion_nft")
-    assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(config)
+    run = run_of(recipe(tmp_path), "20260101-000000", 1, algorithm="diffusion_nft")
+    assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(recipe(tmp_path, str(run)))
     folder = str(run / "checkpoints" / "update-000001")
     assert refusal(recipe(tmp_path, folder)).startswith("checkpoint.resume: ")
 
@@ -139,12 +206,38 @@ def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(
     assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]
 
 
+def double_line(ledger: Path, number: int) -> None:
+    lines = ledger.read_bytes().split(b"\n")
+    ledger.write_bytes(b"\n".join([*lines[:number], *lines[number - 1 :]]))
+
+
+def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000")
+    states = write_ledger(run, 4)
+    for version in (1, 2):
+        checkpoint_of(run, State(Continuation(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
+    double_line(run / "ledger.jsonl", 4)
+    point = find_resume_point(config)
+    assert point is not None and point.state.version == 2, "what comes after the lines that count is void"
+    double_line(run / "ledger.jsonl", 3)
+    point = find_resume_point(config)
+    assert point is not None and point.state.version == 1
+    assert "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
+    double_line(run / "ledger.jsonl", 1)
+    said = refusal(recipe(tmp_path, str(run)))
+    assert "line 2 is of group 0, and so is line 1" in said
+    assert said.endswith(f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a new run")
+    passed: list[str] = []
+    assert find_resume_point(config, passed) is None and "line 2 is of group 0" in passed[0]
+    assert find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000002"))) is not None, "a new run has a ledger of its own"
+
+
 def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    checkpoint_of(
-        run_of(config, "20260101-000000"), State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4})
-    )
-    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(config)
+    run = run_of(config, "20260101-000000")
+    checkpoint_of(run, State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
+    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(recipe(tmp_path, str(run)))
     assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
 
 
