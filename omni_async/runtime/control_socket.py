@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from omni_async.tracking.forks import keep_from_children
+
 _LONGEST_REQUEST = 2**16
 
 
@@ -50,7 +52,7 @@ class ControlSocket:
     async def __aenter__(self) -> ControlSocket:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
-            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listening = keep_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with _short(self._path) as short:
                 umask = os.umask(0o177)
                 try:

@@ -19,6 +19,7 @@ from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
 from omni_async.tracking.files import read_lines, write_atomic
+from omni_async.tracking.forks import keep_from_children
 
 _LOCK = ".lock"
 _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", re.DOTALL)
@@ -71,8 +72,8 @@ class RunDirectory:
         return run
 
     def _claim(self) -> None:
-        """Until `release`. RunDirectoryError if another has it."""
-        self._lock = (self.path / _LOCK).open("w")
+        """Hold the folder until `release`, or until this process ends; its children do not. RunDirectoryError if another has it."""
+        self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,7 +81,9 @@ class RunDirectory:
 
     def release(self) -> None:
         """The run is over: another may go on in its folder."""
-        self._lock.close()
+        if not self._lock.closed:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # whoever else may have the handle
+            self._lock.close()
 
     def is_running(self) -> bool:
         """Whether somebody has claimed it."""
