@@ -16,7 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from omni_async.checkpoint.folders import newest_first
+from omni_async.checkpoint.state import read_state
 from omni_async.config import Config, ConfigError, load
+from omni_async.control.ledger_prefix import LedgerDamaged, require_prefix
+from omni_async.tracking.files import read_lines
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
@@ -82,8 +86,14 @@ class Job:
         return run
 
     def lines(self, name: str) -> list[dict[str, object]]:
-        path = self.run / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        """ValueError, with the place, if one is no JSON."""
+        found = []
+        for number, line in enumerate(read_lines(self.run / name), 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{name}, line {number}: {error}") from None
+        return found
 
 
 def end_job(job: subprocess.Popen[str]) -> None:
@@ -102,8 +112,15 @@ def end_job(job: subprocess.Popen[str]) -> None:
 
 def problems(job: Job) -> list[str]:
     """What is wrong with what a finished job left behind; nothing, if every group ended once and every update was made once."""
-    config, ledger = job.config, job.lines("ledger.jsonl")
+    try:
+        config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
+    except ValueError as error:
+        return [str(error)]
     found = []
+    try:
+        require_prefix(job.run / "ledger.jsonl", read_state(next(newest_first(job.run / "checkpoints"))).control.ledger)
+    except LedgerDamaged as error:
+        found.append(str(error))
     groups = sorted(int(str(line["group"])) for line in ledger)
     if groups != [*range(len(groups))]:
         found.append(f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different")
@@ -112,7 +129,7 @@ def problems(job: Job) -> list[str]:
     if trained != wanted:
         wrong = sorted(version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version))
         found.append(f"updates {wrong[:10]} were not made of {config.trainer.groups_per_update} groups")
-    updates = [line["update"] for line in job.lines("metrics.jsonl") if "finished" in line]
+    updates = [line["update"] for line in metrics if "finished" in line]
     if updates != [*wanted]:
         found.append(f"metrics tell of {len(updates)} updates, {len(set(map(str, updates)))} of them different")
     if stale := [line for line in ledger if line["event"] == "trained" and int(str(line["staleness"])) > config.staleness.max_updates]:
@@ -149,10 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("\n".join(job.said[-5:]) + "\n")
         return 1
     wrong = problems(job)
-    void = sum(len(path.read_bytes().splitlines()) for path in job.run.glob("ledger.jsonl.void"))
-    redone = sum(b'"finished"' in line for path in job.run.glob("metrics.jsonl.void") for line in path.read_bytes().splitlines())
+    void = len(read_lines(job.run / "ledger.jsonl.void"))
+    redone = sum(b'"finished"' in line for line in read_lines(job.run / "metrics.jsonl.void"))
     sys.stdout.write(
-        f"{kills} kills, {job.config.trainer.updates} updates, {len(job.lines('ledger.jsonl'))} groups, each with one line of the ledger; {redone} updates and "
+        f"{kills} kills, {job.config.trainer.updates} updates, {len(read_lines(job.run / 'ledger.jsonl'))} groups, each with one line of the ledger; {redone} updates and "
         f"{void} groups' ends were void and done again; {job.seconds:.0f} s in {job.lives} lives\n"
     )
     for line in wrong:

@@ -20,7 +20,7 @@ from benchmarks.learning_plot import draw
 from omni_async.benchmark.overlap import run_overlap
 from omni_async.benchmark.result import Overlap
 from omni_async.config import ConfigError, load
-from omni_async.tracking.files import write_atomic
+from omni_async.tracking.files import read_lines, write_atomic
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 _HELP = """\
@@ -62,7 +62,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 def read_curve(run: Path, arm: str, seed: int) -> Curve:
     """From a run folder's metrics.jsonl. A validated version is laid at the moment its update was done, when it could be used."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
     updates = [line for line in lines if "finished" in line]
     start = updates[0]["finished"] - updates[0]["update_s"]
     done = {0: (0.0, 0)} | {line["update"]: (line["finished"] - start, line["images"]) for line in updates}

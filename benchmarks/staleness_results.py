@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.staleness_plan import Cell
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_summary
 from omni_async.types import LedgerEntry
 
@@ -89,8 +90,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line) for line in read_lines(path)]
 
 
 def _ledger(path: Path) -> list[LedgerEntry]:
-    return [msgspec.json.decode(line, type=LedgerEntry) for line in path.read_bytes().splitlines()]
+    return [msgspec.json.decode(line, type=LedgerEntry) for line in read_lines(path)]

@@ -15,6 +15,7 @@ from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.simulate import Steady
 from omni_async.tracking import intervals
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_summary
 from omni_async.tracking.timeline import busy_fractions, read_trace, role_of
 from omni_async.types import Span
@@ -97,7 +98,7 @@ def run_profile(run: Path) -> Profile | None:
 
 def _finished(metrics: Path) -> dict[int, float]:
     """When each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in read_lines(metrics)]
     return {line["update"]: line["finished"] for line in lines if "finished" in line}
 
 

@@ -68,11 +68,14 @@ class Observer:
         self._last = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
         self._rewards = [_number(reward) for reward in start.rewards]
         self._validation = [
-            ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()}) for one in start.rounds
+            ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
+            for one in start.rounds
         ]
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
         if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
-            self._console.note(f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from that file is not")
+            self._console.note(
+                f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from that file is not"
+            )
 
     def tell(self, text: str) -> None:
         self._console.note(text)

@@ -212,7 +212,7 @@ def append_jsonl(path: Path, record: Any) -> None:
 
 
 def _few(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:3])) + (f" and {len(numbers) - 3} others" if len(numbers) > 3 else "")
+    return ", ".join(map(str, numbers[:3])) + (f" and {len(numbers) - 3} more" if len(numbers) > 3 else "")
 
 
 def _make_new(parent: Path, stem: str) -> Path:

@@ -51,7 +51,9 @@ def damaged(draw: st.DrawFn) -> bytes:
     lines, content = [*LINES], b"".join(LINES)
     line, other = draw(st.permutations(range(COUNTED)))[:2]
     byte = draw(st.integers(0, SIZE - 1))
-    match draw(st.sampled_from(["doubled", "missing", "swapped", "blank", "blanked", "flipped", "inserted", "removed", "cr", "crlf", "cut"])):
+    match draw(
+        st.sampled_from(["doubled", "missing", "swapped", "blank", "blanked", "flipped", "inserted", "removed", "cr", "crlf", "cut"])
+    ):
         case "doubled":
             lines.insert(other, lines[line])
         case "missing":
@@ -65,7 +67,11 @@ def damaged(draw: st.DrawFn) -> bytes:
         case "flipped":
             return content[:byte] + bytes([content[byte] ^ draw(st.integers(1, 255))]) + content[byte + 1 :]
         case "inserted":
-            return content[:byte] + draw(st.binary(min_size=1, max_size=3).filter(lambda piece: set(piece) != {content[byte]})) + content[byte:]
+            return (
+                content[:byte]
+                + draw(st.binary(min_size=1, max_size=3).filter(lambda piece: set(piece) != {content[byte]}))
+                + content[byte:]
+            )
         case "removed":
             return content[:byte] + content[byte + 1 :]
         case "cr":

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from omni_async.config import Config, load
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.train import train
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Summary, read_summary
 
 _SMALL: dict[str, Any] = {
@@ -154,4 +155,4 @@ def check_every_group_ended_once(run: Run) -> None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in read_lines(path)]

@@ -21,6 +21,7 @@ from omni_async.runtime.control_socket import ControlError, Request, ask
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.train import train
 from omni_async.tracking.faults import Fault, read_faults
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Summary
 from tests.runtime.runtime_world import RememberingConsole
 
@@ -135,7 +136,7 @@ class Disturbed:
         assert all(line["staleness"] <= 2 for line in ledger if line["event"] == "trained")
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.job.run / "ledger.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in read_lines(self.job.run / "ledger.jsonl")]
 
 
 __all__ = ["ControlError", "Disturbed", "profile"]

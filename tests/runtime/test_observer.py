@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime_world import Control, PictureStore, RememberingConsole, write_world
 
 from omni_async.config import Config
 from omni_async.control.clock import ManualClock
+from omni_async.control.continuation import Continuation
 from omni_async.control.events import Picture, RunEvent
 from omni_async.runtime.observer import Observer
 from omni_async.tracking.rundir import RunDirectory
@@ -156,6 +158,55 @@ def test_a_run_that_ended_before_its_first_update_has_a_summary(tmp_path):
     assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
     assert summary.conserved
     assert summary.first_reward is None
+
+
+def _changed(line: dict[str, Any], **values: Any) -> bytes:
+    return msgspec.json.encode({**line, **values}) + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: lines, None),
+        (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], None),
+        (lambda lines: [_changed(json.loads(line), reward=None) for line in lines], None),
+        (lambda lines: [line for line in lines if b"finished" in line], "has no line of validation of version 0, 2, 4;"),
+        (lambda lines: [line for line in lines if json.loads(line)["update"] != 3], "has no line of update 3;"),
+        (lambda lines: [*lines, *lines[-1:]], "has more than one line of "),
+        (
+            lambda lines: [line[:-9] for line in lines],
+            "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;",
+        ),
+        (lambda lines: [_changed(json.loads(line), update=[1]) for line in lines], "has no line of update 1, 2, 3 and 1 more and "),
+        (None, "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;"),
+    ],
+)
+def test_what_is_told_of_earlier_attempts_does_not_come_from_the_metrics_file(tmp_path, damage, said):
+    """It may have been removed or edited; what it lacks is said."""
+    watched = watch(tmp_path)
+    before = watched.observer.summary("done", None, None, 1008.0, [])
+    kept = msgspec.json.decode(msgspec.json.encode(asyncio.run(watched.coordinator.continuation())), type=Continuation)
+    lines = watched.run.metrics.read_bytes().splitlines(keepends=True)
+    watched.run.metrics.unlink()
+    if damage is not None:
+        watched.run.metrics.write_bytes(b"".join(damage(lines)))
+    watched.run.void_metrics(kept.version, kept.validated)
+    console = RememberingConsole()
+    resumed = Observer(watched.observer._config, watched.run, console, None, watched.clock)
+    resumed.recall(kept)
+    after = resumed.summary("interrupted", None, None, 1008.0, [])
+    for field in ("updates", "images", "first_reward", "last_reward", "staleness", "validation", "counters"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert before.updates == 4 and len(before.validation) == 3
+    warnings = [note for note in console.notes if note.startswith("warning: ")]
+    assert [said in warning for warning in warnings] == ([] if said is None else [True]), console.notes
+
+
+def test_a_metrics_file_that_is_none_is_not_waited_for(tmp_path):
+    _, run, _, _ = observer(tmp_path)
+    os.mkfifo(run.metrics)
+    with pytest.raises(OSError, match="not a file"):
+        run.void_metrics(3, None)
 
 
 def test_spans_become_busy_fractions(tmp_path):

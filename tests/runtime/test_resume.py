@@ -223,11 +223,15 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     double_line(run / "ledger.jsonl", 3)
     point = find_resume_point(config)
     assert point is not None and point.state.version == 1
-    assert "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
+    assert (
+        "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
+    )
     double_line(run / "ledger.jsonl", 1)
     said = refusal(recipe(tmp_path, str(run)))
     assert "line 2 is of group 0, and so is line 1" in said
-    assert said.endswith(f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a new run")
+    assert said.endswith(
+        f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a new run"
+    )
     passed: list[str] = []
     assert find_resume_point(config, passed) is None and "line 2 is of group 0" in passed[0]
     assert find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000002"))) is not None, "a new run has a ledger of its own"
