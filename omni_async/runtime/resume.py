@@ -147,8 +147,9 @@ class _Search:
             yield ResumePoint(folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}"))
 
     def why(self, run: Path) -> str:
-        """Say why there is none."""
-        reasons = "; ".join(line.removeprefix("warning: ") for line in self.refused) or "it has none"
+        """Say why there is none: of the newest, which stands for the others of a run that has many."""
+        newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
+        reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
         way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
         return f"has no checkpoint to go on from ({reasons}){way_out}"
 

@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) 
         assert not run.is_running()
         run._claim()
         run.release()
-        with pytest.raises(ControlError, match="is not running here: .*Connection refused"):
+        with pytest.raises(ControlError, match=r"is not running here: .*Connection refused"):
             ask(run.control, Request(), timeout_s=5.0)
 
 

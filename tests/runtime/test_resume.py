@@ -228,7 +228,7 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     )
     double_line(run / "ledger.jsonl", 1)
     said = refusal(recipe(tmp_path, str(run)))
-    assert "line 2 is of group 0, and so is line 1" in said
+    assert "line 2 is of group 0, and so is line 1; and 1 older cannot be used either)" in said
     assert said.endswith(
         f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a new run"
     )
