@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
@@ -132,7 +133,7 @@ class _Run:
                 inputs = await asyncio.to_thread(self._from_last_checkpoint)
                 if self._observer is not None:
                     self._observer.recall(inputs.start)
-            except (GaveUp, OSError) as error:
+            except (GaveUp, OSError, CheckpointError) as error:
                 return Ending("failed", str(error), error)
             version = inputs.start.version
             again = f"again from update {version}" if version else "again from the start"
@@ -186,11 +187,14 @@ class _Run:
         return ending
 
     def _from_last_checkpoint(self) -> RunInputs:
-        """Or, if there is none, from where this process began. What came after it is void."""
+        """Go on from the newest checkpoint or, if there is none yet, from where this process began. What came after it is void. Raises
+        CheckpointError if there are some and none can be used: to begin anew in this folder would remove them."""
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused)
         for note in refused:
             self._console.note(note)
+        if point is None and refused:
+            raise CheckpointError(f"{self._run.path} has no checkpoint to go on from; the console says why")
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
         self._run.void_metrics(start.version, start.validated)

@@ -107,6 +107,22 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
     assert any(note.startswith("warning: not resumed from update-000002") for note in lives.console.notes)
 
 
+def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, monkeypatch):
+    """To begin again from the start in its folder would remove them."""
+
+    async def dies(control: Control) -> None:
+        (run,) = (tmp_path / "runs").iterdir()
+        save(run, 1)
+        (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
+        raise PeerLost("trainer is gone: killed")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert (lives.summary.status, len(lives.inputs)) == ("failed", 1)
+    assert "has no checkpoint to go on from" in (lives.summary.reason or "")
+    assert any("line 1 is blank" in note for note in lives.console.notes)
+    assert (lives.run.checkpoints / folder_name(1)).is_dir() and lives.run.ledger.read_bytes().startswith(b"\n")
+
+
 def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
     async def dies(control: Control) -> None:
         (run,) = (tmp_path / "runs").iterdir()
