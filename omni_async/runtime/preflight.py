@@ -15,11 +15,12 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from omni_async.actors.plan import require_trainable
+from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Emulation
 from omni_async.control.continuation import Continuation, LedgerState
 from omni_async.performance.profile import Payload, Profile, load_profile
+from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.prompts import load_prompts
@@ -104,7 +105,9 @@ def _check_placement(config: Config) -> None:
 
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:
     """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
-    profile = load_profile(emulation.profile).scaled(emulation.time_scale)
+    profile = load_profile(emulation.profile)
+    notes = unmeasured(profile, config, assesses=plan_updates(config).assess)
+    profile = with_estimates(profile, config).scaled(emulation.time_scale)
     sizes = {name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()}
     profile = replace(profile, payload=Payload(**sizes))
     _check_memory(config, profile.payload)
@@ -122,6 +125,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
         profile=profile,
         notes=(
             f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds; {ignored} are ignored",
+            *notes,
         ),
     )
 

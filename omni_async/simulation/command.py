@@ -83,6 +83,8 @@ def simulate_recipe(options: argparse.Namespace) -> int:
         _write(options.json, b"")  # better refused now than after minutes
     for problem in problems:
         console.print(problem)
+    for note in _notes(jobs, profile):
+        console.print(note)
     results = [(name, job, _simulate(name, job, profile, updates, options)) for name, job, updates in jobs]
     if options.sweep:
         show_sweep(console, results)
@@ -133,6 +135,17 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
     return chosen, problems
+
+
+def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
+    """What the profile has no time for, and which of the jobs need it."""
+    from omni_async.simulation.times import not_measured
+
+    needed_by: dict[str, list[str]] = {}
+    for name, job, _ in jobs:
+        for note in not_measured(job, profile):
+            needed_by.setdefault(note, []).append(name)
+    return [note if len(names) == len(jobs) else f"{', '.join(names)}: {note}" for note, names in needed_by.items()]
 
 
 def _size(config: Config) -> str:

@@ -21,6 +21,7 @@ from omni_async.config.schedule import num_devices
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
+from omni_async.performance.unmeasured import with_estimates
 from omni_async.simulation.engine import EngineStation
 from omni_async.simulation.lots import choose_lot, in_lots
 from omni_async.simulation.meters import Meters
@@ -73,6 +74,7 @@ def simulate(
     RuntimeError if the run fails, which would be a bug.
     """
     started = time.perf_counter()
+    profile = with_estimates(profile, config)
     updates = default_updates(config) if updates is None else updates
     lot = choose_lot(config, updates) if lot is None else lot
     steady = Steady(config, updates)

@@ -1,4 +1,4 @@
-"""What the law needs to know of a job: its stage times, with what its algorithm streams and recomputes."""
+"""What the law needs to know of a job: its stage times, with what its algorithm streams and recomputes; and what the profile does not know."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from omni_async.config import Config
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.performance.stages import stage_times
+from omni_async.performance.unmeasured import unmeasured, with_estimates
 
 
 def times_of(config: Config, profile: Profile) -> StageTimes:
     """Mean seconds per update, in the profile's time."""
     plan = plan_updates(config)
-    return stage_times(config, profile, streams=plan.mode != "collect", assesses=plan.assess)
+    return stage_times(config, with_estimates(profile, config), streams=plan.mode != "collect", assesses=plan.assess)
+
+
+def not_measured(config: Config, profile: Profile) -> list[str]:
+    """Sentences about stages that the job needs and the profile has no time for."""
+    return unmeasured(profile, config, assesses=plan_updates(config).assess)

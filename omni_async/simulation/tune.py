@@ -20,9 +20,9 @@ from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.simulation.tune_explain import reasons
 from omni_async.simulation.tune_front import front
-from omni_async.simulation.tune_keys import INFLIGHT, RANKS, SWAP, TUNED, Value, keys_of, with_keys
+from omni_async.simulation.tune_keys import INFLIGHT, RANKS, SPLIT, SWAP, TUNED, Value, keys_of, with_keys
 from omni_async.simulation.tune_search import fastest, search
-from omni_async.simulation.tune_split import device_kind, devices_each, ranked_splits, split_by_law, worth_simulating
+from omni_async.simulation.tune_split import device_kind, devices_each, ranked_splits, share_cpus, split_by_law, worth_simulating
 from omni_async.simulation.tune_trials import Point, Simulate, Trials
 
 # A search that cannot scan one split says nothing.
@@ -37,7 +37,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     fastest: the recommended point, and the one that makes the most images. points: everything that was simulated of the search; front: see
     `omni_async.simulation.tune_front`. recipe: the recipe as it is, on `recipe_devices`. in_step: schedules without overlap on the chosen
     devices, by name. times: of the chosen split, by the law. noise: what
-    another seed changes, as a fraction of images/s. spent: the budget ended the search.
+    another seed changes, as a fraction of images/s. spent: the budget ended the search. shared: the devices are CPUs, fewer than the
+    roles take, so the split is the recipe's.
     """
 
     devices: int
@@ -57,6 +58,12 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     noise: float
     simulations: int
     spent: bool
+    shared: bool = False
+
+    @property
+    def is_no_slower(self) -> bool:
+        """Whether the chosen keys make as many images per second as the recipe does, if that takes no more devices."""
+        return self.recipe_devices > self.devices or self.chosen.images_per_s >= self.recipe.images_per_s
 
 
 def tune(
@@ -77,16 +84,18 @@ def tune(
         raise ConfigError(f"--budget: expected at least {SMALLEST_BUDGET} simulations, got {budget}")
     _require_trainable(config, keep)
     base = overlapped(config)
-    kept = keys_of(base, keep)
+    shared = share_cpus(base, devices, keys_of(base, keep))
+    kept = keys_of(base, {*keep, *(SPLIT if shared else ())})
     trials = Trials(base, profile, simulate, kept=kept, budget=budget - len(IN_STEP), seed=seed, progress=progress)
     ranked = ranked_splits(base, profile, devices, kept)
     if ranked[0].step_s == 0:
         raise ConfigError(f"--profile: nothing takes any time in profile {profile.name!r}, so there is nothing to tune")
-    recipe = trials.run(config, keys_of(config, TUNED))
+    recipe_devices = min(devices, num_devices(config)) if shared else num_devices(config)
+    recipe = _as_it_is(trials, config, fits=recipe_devices <= devices)
     chosen = search(trials, worth_simulating(base, ranked))
     spent = trials.spent
     explained = reasons(trials, chosen, ranked, devices)
-    in_step = _in_step(trials, chosen)
+    in_step = _in_step(trials, chosen, ("sync",) if shared else IN_STEP)
     return Tuned(
         devices=devices,
         kind=device_kind(base),
@@ -99,13 +108,24 @@ def tune(
         front=front(trials.points, chosen),
         points=trials.points,
         recipe=recipe,
-        recipe_devices=num_devices(config),
+        recipe_devices=recipe_devices,
         in_step=in_step,
         times=split_by_law(base, profile, chosen.keys).times,
         noise=trials.noise,
         simulations=trials.made,
         spent=spent,
+        shared=shared,
     )
+
+
+def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
+    """What the recipe makes. If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned keys
+    sets it apart from the others."""
+    keys = keys_of(config, TUNED)
+    point = trials.at(keys) if fits and trials.config == config else None
+    point = point or trials.run(config, keys)
+    trials.floor = point.images_per_s if fits else 0.0
+    return point
 
 
 def _require_trainable(config: Config, keep: Collection[str]) -> None:
@@ -123,10 +143,10 @@ def overlapped(config: Config) -> Config:
     return apply_schedule(replace(config, schedule="async"))
 
 
-def _in_step(trials: Trials, chosen: Point) -> dict[str, Point]:
+def _in_step(trials: Trials, chosen: Point, schedules: Collection[ScheduleName]) -> dict[str, Point]:
     """What the synchronous schedules make of the chosen devices, where the schema allows them."""
     found: dict[str, Point] = {}
-    for schedule in IN_STEP:
+    for schedule in schedules:
         config = apply_schedule(replace(with_keys(trials.config, chosen.keys), schedule=schedule))
         if check(config) is None:
             found[schedule] = trials.run(config, keys_of(config, TUNED))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni_async.config import Config, ConfigError, load
-from omni_async.simulation.tune_keys import TUNED
+from omni_async.simulation.tune_keys import TUNED, with_keys
 
 if TYPE_CHECKING:
     from omni_async.performance.profile import Profile
@@ -28,10 +28,11 @@ have to be. The law of overlap ranks the splits, simulations of the real control
   omni-async train recipe.tuned.yaml
 
 A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with `emulation` names its own.
-Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what placement.<role> says.
+Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what placement.<role> says. The roles share CPUs that are
+fewer than that; their numbers then stay the recipe's.
 
 Printed are the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every key that was chosen, and
-how that compares with the recipe and the law. The chosen keys are written as a recipe that extends yours. Of values that are within 0.5 % of
+how that compares with the recipe and the law. The chosen keys are written as a recipe that extends yours and is no slower. Of values that are within 0.5 % of
 each other the plainer wins: smaller buffers, windows and intervals, swap: step.
 
 The profile knows time, not memory: keep what your memory decides (--keep trainer.workers, with the number in the recipe or as
@@ -76,6 +77,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
         _write_json(options.json, b"")
 
     from omni_async.simulation.simulate import simulate
+    from omni_async.simulation.times import not_measured
     from omni_async.simulation.tune import tune
     from omni_async.simulation.tune_report import text
     from omni_async.simulation.tune_write import write_tuned
@@ -84,9 +86,13 @@ def tune_recipe(options: argparse.Namespace) -> int:
         tuned = tune(
             config, profile, options.devices, simulate, budget=options.budget, seed=options.seed, keep=options.keep, progress=progress
         )
+    for note in dict.fromkeys([*not_measured(config, profile), *not_measured(with_keys(config, tuned.chosen.keys), profile)]):
+        sys.stdout.write(note + "\n")
     sys.stdout.write(text(tuned) + "\n")
-    write_tuned(out, options.recipe, config, options.overrides, tuned)
-    written = [out]
+    written = []
+    if tuned.is_no_slower:
+        write_tuned(out, options.recipe, config, options.overrides, tuned)
+        written.append(out)
     if options.plot:
         from omni_async.simulation.tune_plot import draw
 
@@ -95,7 +101,8 @@ def tune_recipe(options: argparse.Namespace) -> int:
     if options.json is not None:
         _write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
         written.append(options.json)
-    sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
+    if written:
+        sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
     return 0
 
 

@@ -34,8 +34,8 @@ def text(tuned: Tuned) -> str:
     parts = [
         f"Throughput against staleness: {tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations} simulations",
         _front(tuned),
-        "* recommended: the smallest S within "
-        f"{100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput; samples and groups are buffer.trajectories and buffer.groups",
+        f"* recommended: the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput, and no slower than the recipe; "
+        "samples and groups are buffer.trajectories and buffer.groups",
         "",
         "Chosen:",
         *(f"  {path}: {reason}" for path, reason in tuned.reasons.items() if path in tuned.keys),
@@ -99,6 +99,15 @@ def _remarks(tuned: Tuned) -> list[str]:
         "tuned is: its images/s per device over the row's. By the law no overlap is more than "
         f"{max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split ({seconds(sync_step(tuned.times))} per update)."
     ]
+    if not tuned.is_no_slower:
+        remarks.append(
+            f"The recipe as it is makes more images ({number(tuned.recipe.images_per_s)}/s) than anything else that was tried, so none is written."
+        )
+    if tuned.shared:
+        remarks.append(
+            f"{tuned.devices} {tuned.kind} are fewer than the roles take together: they share them, so their numbers are the recipe's, and the profile's "
+            "times are taken to have been measured that way."
+        )
     for name, point in tuned.in_step.items():
         if point.images_per_s > tuned.chosen.images_per_s:
             remarks.append(

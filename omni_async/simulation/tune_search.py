@@ -4,6 +4,7 @@
     refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as cost at most MODEST
     rescan   the refined keys with the other splits and with every S: is a smaller one enough by now?
 
+Nothing is recommended that makes fewer images per second than `trials.floor`, as long as anything makes as many.
 Deterministic: the order of simulations and every choice follow from the settings alone.
 """
 
@@ -67,8 +68,7 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
         if _budget(start) == _budget(here) or trials.spent:
             break
         here = refine(trials, start)
-    enough = (1 - tolerated(trials.noise, LOSS)) * fastest(trials.points).images_per_s
-    return here if here.images_per_s >= enough else smallest_budget(trials)
+    return here if here.images_per_s >= _recommendable(trials) else smallest_budget(trials)
 
 
 def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
@@ -100,9 +100,15 @@ def tolerated(noise: float, loss: float) -> float:
     return max(loss, _NOISES * noise)
 
 
+def _recommendable(trials: Trials) -> float:
+    """Images per second of what may be recommended: within LOSS of the best, and no fewer than the recipe makes, where anything makes as many."""
+    best = fastest(trials.points).images_per_s
+    return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
+
+
 def smallest_budget(trials: Trials) -> Point:
     """The fastest point of the smallest S that is within LOSS of the best."""
-    points, enough = trials.points, (1 - tolerated(trials.noise, LOSS)) * fastest(trials.points).images_per_s
+    points, enough = trials.points, _recommendable(trials)
     smallest = min(_budget(point) for point in points if point.images_per_s >= enough)
     return fastest([point for point in points if _budget(point) == smallest])
 
@@ -148,7 +154,7 @@ def _enough(trials: Trials, seen: Sequence[Point]) -> float:
     """Images per second that a plainer setting has to make."""
     return max(
         (1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s,
-        (1 - tolerated(trials.noise, LOSS)) * fastest(trials.points).images_per_s,
+        _recommendable(trials),
     )
 
 

@@ -2,6 +2,7 @@
 
 Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>` says. A role whose workers
 take none keeps the recipe's number of workers; reward workers beside the devices are as many as keep scoring well below the bottleneck.
+CPUs fewer than a worker of each role takes are shared, as accelerators are not: then there is nothing to deal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from omni_async.config.checks import check
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.performance.stages import stage_times
+from omni_async.performance.unmeasured import with_estimates
 from omni_async.simulation.tune_keys import ENGINES, RANKS, REWARDERS, SPLIT, Keys, Value, count, roomy, with_keys
 
 # Splits whose law is further off the best than this are not simulated; nor more than this many.
@@ -54,11 +56,18 @@ def devices_used(config: Config, split: Keys) -> float:
     return sum(count(split, path) * each for path, each in devices_each(config).items())
 
 
+def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
+    """Whether the roles run on fewer CPUs than they take together, as an operating system lets them: their numbers are then the recipe's."""
+    return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
+
+
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Every split that uses the devices up, best first; a role whose number of workers is kept may leave some idle. ConfigError if there are
-    too few devices."""
-    _require_enough(config, devices, kept)
+    """Every split that uses the devices up, best first; a role whose number of workers is kept may leave some idle. The kept split alone where
+    CPUs are shared. ConfigError if there are too few accelerators."""
     law = _Law(config, profile)
+    if share_cpus(config, devices, kept):
+        return [law.of({path: count(kept, path) for path in SPLIT})]
+    _require_enough(config, devices, kept)
     found = [law.of(keys) for keys in _splits(law, devices, kept)]
     found.sort(key=lambda split: (split.step_s, split.times.latency))
     return found
@@ -83,7 +92,7 @@ class _Law:
 
     def __init__(self, config: Config, profile: Profile) -> None:
         self.config = config
-        self._profile = profile
+        self._profile = with_estimates(profile, config)
         self._plan = plan_updates(config)
 
     def of(self, workers: dict[str, int]) -> Split:
@@ -96,9 +105,14 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
     return roomy(config, workers, max(1, config.staleness.max_updates))
 
 
-def _require_enough(config: Config, devices: int, kept: Keys) -> None:
+def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
+    """Devices of each role that takes any, with the kept number of workers or one."""
     fewest = {path: count(kept, path) if path in kept else 1 for path in SPLIT}
-    needed = {path: fewest[path] * each for path, each in devices_each(config).items() if each}
+    return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
+
+
+def _require_enough(config: Config, devices: int, kept: Keys) -> None:
+    needed = _fewest_needed(config, kept)
     if sum(needed.values()) > devices + _ROUNDING:
         parts = " + ".join(f"{path.split('.')[0]} {value:g}" for path, value in needed.items())
         raise ConfigError(

@@ -53,12 +53,14 @@ class Trials:
         seed: int = 0,
         progress: Callable[[int, Point], None] | None = None,
     ) -> None:
-        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been made, and the last one."""
+        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been made, and the last one.
+        `floor`: images per second that no recommendation may fall short of, where anything reaches them."""
         self.config = config
         self.profile = profile
         self.kept = kept
         self.made = 0
         self.noise = 0.0
+        self.floor = 0.0
         self._simulate = simulate
         self._budget = budget
         self._seed = seed

@@ -184,6 +184,7 @@ def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
     assert inputs.config.validation is None and inputs.validation_prompts == ()
     assert inputs.notes == (
         "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and validation are ignored",
+        "profile small has no time for step, export, publish, swap: counted as 0 s",
     )
 
 

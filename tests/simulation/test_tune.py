@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
@@ -11,10 +12,11 @@ from msgspec.structs import replace
 
 from omni_async.config import ConfigError, load
 from omni_async.config.algorithm import Correction
+from omni_async.config.schema import Resources
 from omni_async.performance.service import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.tune import overlapped, tune
-from omni_async.simulation.tune_keys import ENGINES, RANKS, REWARDERS, SWAP, TUNED, S, keys_of
+from omni_async.simulation.tune_keys import ENGINES, RANKS, REWARDERS, SPLIT, SWAP, TUNED, S, keys_of
 from omni_async.simulation.tune_plot import picture
 from omni_async.simulation.tune_report import text
 from omni_async.simulation.tune_write import require_writable, write_tuned
@@ -57,6 +59,35 @@ def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
     assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == set(tuned.keys)
     comments = " ".join(line.strip().removeprefix("#").strip() for line in out.read_text().splitlines() if line.strip().startswith("#"))
     assert all(tuned.reasons[path] in comments for path in tuned.keys)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_recommended_is_never_slower_than_the_recipe(recipe, seed):
+    """However much chance there is in the times, which is how much the search would give up for plainer values."""
+
+    def by_chance(config, profile, *, updates, seed, lot):
+        found = simulate_by_law(config, profile, updates=updates, seed=seed, lot=lot)
+        luck = Random(f"{keys_of(config, TUNED)} {seed}").uniform(0.95, 1.05)
+        return replace(found, images_per_s=found.images_per_s * luck)
+
+    config = load(recipe, ["staleness.max_updates=4", "buffer.groups=20", "buffer.trajectories=256", "buffer.window=4"])
+    tuned = tune(config, VARIED, 3, by_chance, budget=60, seed=seed)
+    assert tuned.recipe_devices == 3
+    assert tuned.chosen.images_per_s >= tuned.recipe.images_per_s
+
+
+def test_a_recipe_that_needs_more_devices_may_be_faster(recipe):
+    tuned = by_law(load(recipe, ["rollout.workers=8", "staleness.max_updates=2"]))
+    assert tuned.chosen.images_per_s < tuned.recipe.images_per_s and tuned.is_no_slower
+
+
+def test_cpus_fewer_than_the_roles_take_are_shared():
+    config = job(placement={"rollout": Resources(), "trainer": Resources()})
+    tuned = by_law(config, devices=2)
+    assert (tuned.kind, tuned.shared, tuned.recipe_devices) == ("cpus", True, 2)
+    assert keys_of(config, SPLIT).items() <= tuned.chosen.keys.items() and set(SPLIT).isdisjoint(tuned.keys)
+    assert list(tuned.in_step) == ["sync"], "all roles on all devices, in turn, is what they are not"
+    assert "2 cpus are fewer than the roles take together: they share them" in text(tuned)
 
 
 def test_what_was_given_on_the_command_line_goes_into_the_file(recipe, tmp_path):

@@ -57,6 +57,16 @@ def test_json_holds_everything(folder, by_law, capsys):
     assert (folder / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_recipe_that_nothing_beats_is_left_as_it_is(folder, capsys):
+    """Two devices that take turns waste less than a split of them, which leaves one waiting for the other: then there is nothing to write."""
+    (folder / "recipe.yaml").write_text("schedule: sync_colocated\n" + RECIPE)
+    arguments = ["--profile", "steady.json", "--devices", "2", "rollout.workers=1", "reward.workers=8"]
+    assert cli.main(["tune", "recipe.yaml", *arguments]) == 0
+    told = capsys.readouterr().out
+    assert "The recipe as it is makes more images (" in told and "wrote" not in told
+    assert not (folder / "recipe.tuned.yaml").exists()
+
+
 def test_the_same_command_finds_the_same(folder, capsys):
     found = []
     for name in ("first.json", "second.json"):

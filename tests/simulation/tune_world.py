@@ -56,7 +56,9 @@ def job(**sections: object) -> Config:
     return config
 
 
-def simulate_by_law(config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None) -> Simulated:
+def simulate_by_law(
+    config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None, progress: object = None
+) -> Simulated:
     """As fast as the law says, if there are places for as many groups; engines that may hold fewer samples than they compute together, or that
     exchange weights only when they are idle, lose a tenth each."""
     times, per_update = stage_times(config, profile, streams=True, assesses=False), config.trainer.groups_per_update
@@ -75,7 +77,7 @@ def simulate_by_law(config: Config, profile: Profile, *, updates: int | None, se
         images_per_s=images,
         images_per_s_per_device=images / num_devices(config),
         devices=num_devices(config),
-        busy={role: {"busy": 1.0} for role in ("rollout", "reward", "trainer")},
+        busy={role: {"busy": 1.0, "starved": 0.0, "backpressured": 0.0} for role in ("rollout", "reward", "trainer")},
         staleness={0: 1},
         staleness_mean=min(ahead - 1, config.staleness.max_updates) if ahead > 1 else 0.0,
         staleness_max=config.staleness.max_updates,
