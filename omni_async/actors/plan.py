@@ -33,6 +33,16 @@ class Plan:
     rows_per_sample: int
     samples_per_group: int
 
+    @property
+    def said(self) -> str:
+        """How far training streams, and why, as a sentence for the console."""
+        how = (
+            "groups are trained on when the whole update is scored"
+            if self.mode == "collect"
+            else "each group is trained on as soon as it is scored"
+        )
+        return f"{how}: {self.why}"
+
 
 def require_trainable(config: Config) -> None:
     """ConfigError, one line, where the objective is unknown, does not fit the rest, or cannot stream as it is told to."""

@@ -73,7 +73,7 @@ class Trainer:
         await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
 
     async def run(self) -> None:
-        await self._coordinator.phase(f"training streams: {self._plan.mode} ({self._plan.why})")
+        await self._coordinator.phase(self._plan.said)
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await self._publish()

@@ -11,7 +11,6 @@ from pathlib import Path
 from omni_async.benchmark.attribution import attribute
 from omni_async.benchmark.result import Measured, Stage
 from omni_async.config import Config, ConfigError
-from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.simulate import Steady
 from omni_async.tracking import intervals
@@ -79,7 +78,7 @@ def measure(run: Path, config: Config) -> Measured:
         step_s=step,
         steps_s=steps,
         images_per_s=images,
-        images_per_s_per_device=images / num_devices(config),
+        images_per_s_per_device=images / summary.devices,
         attribution={name: seconds / len(steps) for name, seconds in categories.items()},
         stages=_stages(spans, start, end, len(steps), config, run_profile(run)),
         busy=busy_fractions(spans, start, end),

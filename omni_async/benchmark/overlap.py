@@ -29,7 +29,7 @@ from omni_async.benchmark.result import ArmRecord, Overlap, Prediction, RunRecor
 from omni_async.benchmark.table import markdown
 from omni_async.config import Config, ConfigError
 from omni_async.config.redact import redact, redact_text
-from omni_async.config.schedule import num_devices
+from omni_async.config.schedule import num_existing_devices
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.runtime.preflight import RunInputs
 from omni_async.tracking.console import Console
@@ -178,7 +178,7 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
         name=planned.arm.name,
         schedule=planned.arm.schedule,
         max_updates=planned.arm.max_updates,
-        devices=num_devices(config) if config is not None else None,
+        devices=num_existing_devices(config) if config is not None else None,
         config=redact(msgspec.to_builtins(config)) if config is not None else None,
         skipped=planned.skipped,
         prediction=prediction,

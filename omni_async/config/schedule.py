@@ -13,6 +13,7 @@ A schedule replaces the keys it decides, whatever the recipe says of them. `asyn
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from msgspec.structs import replace
@@ -60,11 +61,19 @@ def num_devices(config: Config) -> float:
     return max(counts) if config.placement.colocated else sum(counts)
 
 
+def num_existing_devices(config: Config) -> float:
+    """The same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated ones, accelerators, and a cluster that is
+    joined count as they are asked for, because these were handed out."""
+    devices = num_devices(config)
+    handed_out = config.emulation is not None or config.run.ray_address is not None or any(role.gpus for _, role in _roles(config))
+    return devices if handed_out else min(devices, len(os.sched_getaffinity(0)))
+
+
 def _roles(config: Config) -> list[tuple[int, Resources]]:
     placement = config.placement
     return [
         (config.rollout.workers, placement.rollout),
-        (config.reward.workers, placement.reward),
+        (0 if config.data.preferences is not None else config.reward.workers, placement.reward),
         (config.trainer.workers, placement.trainer),
     ]
 

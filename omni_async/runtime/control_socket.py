@@ -1,7 +1,7 @@
 """The door through which a running job is asked how it is, and told how many workers to have: a unix socket in its run folder.
 
 Whoever may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a network. A request is one line of JSON,
-and so is its answer. Waits for requests; each is answered by the session that is alive at that moment.
+and so is its answer, before which others may say what it waits for. Waits for requests; each is answered by the session that is alive at that moment.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class ControlError(RuntimeError):
     """The run can't be asked, or does not do what it was asked for: one line."""
 
 
+class NotRunning(ControlError):
+    """There is nobody to ask."""
+
+
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`scale`: role -> workers it shall have; `stop`: end as with Ctrl-C. Nothing: only say how it is."""
 
@@ -33,11 +37,15 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Exactly one of both."""
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one of them. `doing`: the answer takes a while, and this is what is being waited for; another one follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
+    doing: str | None = None
+
+
+Tell = Callable[[str], None]
 
 
 class ControlSocket:
@@ -46,7 +54,7 @@ class ControlSocket:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._server: asyncio.AbstractServer | None = None
-        self.answer: Callable[[Request], Awaitable[dict[str, Any]]] | None = None
+        self.answer: Callable[[Request, Tell], Awaitable[dict[str, Any]]] | None = None
         self.stop: Callable[[], None] | None = None
 
     async def __aenter__(self) -> ControlSocket:
@@ -69,8 +77,12 @@ class ControlSocket:
             self._path.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def tell(text: str) -> None:
+            if not writer.is_closing():  # who asked may have gone
+                writer.write(msgspec.json.encode(Answer(doing=text)) + b"\n")
+
         try:
-            answer = await self._answer(await reader.readline())
+            answer = await self._answer(await reader.readline(), tell)
             writer.write(msgspec.json.encode(answer, enc_hook=str) + b"\n")
             await writer.drain()
         except (ConnectionError, ValueError):  # who asked has gone, or said too much
@@ -78,7 +90,7 @@ class ControlSocket:
         finally:
             writer.close()
 
-    async def _answer(self, line: bytes) -> Answer:
+    async def _answer(self, line: bytes, tell: Tell) -> Answer:
         try:
             request = msgspec.json.decode(line, type=Request)
             if request.stop and self.stop is not None:  # also while no session is alive
@@ -86,14 +98,14 @@ class ControlSocket:
                 return Answer(status={})
             if self.answer is None:
                 return Answer(error="the run is starting or ending; ask again in a moment")
-            return Answer(status=await self.answer(request))
+            return Answer(status=await self.answer(request, tell))
         except Exception as error:  # noqa: BLE001 (whatever a request does wrong is told to who made it, and the run goes on)
             text = str(error).partition("\n")[0]
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 
 
-def ask(path: Path, request: Request, timeout_s: float | None = None) -> dict[str, Any]:
-    """What the run answers. Raises ControlError."""
+def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
+    """What the run answers; `tell` gets what it waits for meanwhile. NotRunning if nobody is there, ControlError for what else goes wrong."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -101,16 +113,20 @@ def ask(path: Path, request: Request, timeout_s: float | None = None) -> dict[st
                 connection.connect(short)
             connection.sendall(msgspec.json.encode(request) + b"\n")
             with connection.makefile("rb") as file:
-                line = file.readline()
+                while (answer := _read(path, file.readline())).doing is not None:
+                    tell(answer.doing)
         except OSError as error:
-            raise ControlError(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
-    try:
-        answer = msgspec.json.decode(line, type=Answer)
-    except msgspec.DecodeError:
-        raise ControlError(f"{path.parent} ended before it answered") from None
+            raise NotRunning(f"{path.parent} is not running here: {path.name}: {error.strerror or error}") from None
     if answer.status is None:
         raise ControlError(f"{path.parent}: {answer.error}")
     return answer.status
+
+
+def _read(path: Path, line: bytes) -> Answer:
+    try:
+        return msgspec.json.decode(line, type=Answer)
+    except msgspec.DecodeError:
+        raise ControlError(f"{path.parent} ended before it answered") from None
 
 
 @contextlib.contextmanager

@@ -128,14 +128,18 @@ class Keeper:
         """Those at work or being replaced, by place."""
         return [name for place, name in self._present.items() if place.rpartition("-")[0] == role and name not in self._leaving]
 
-    async def scale(self, role: str, count: int) -> None:
-        """Until there are `count` workers of the role, or those that are too many know. Raises what a start raises, or ValueError."""
+    async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Until there are `count` workers of the role, or those that are too many know. `tell` gets a line about every one that comes or goes. Raises
+        what a start raises, or ValueError."""
         async with self._scaling:
-            await self._scale(role, count)
+            await self._scale(role, count, tell)
 
-    async def _scale(self, role: str, count: int) -> None:
+    async def _scale(self, role: str, count: int, tell: Callable[[str], None]) -> None:
         workers = self.workers(role)
+        if len(workers) == count:
+            tell(f"{role}: there are {count} already")
         for name in reversed(workers[count:]):
+            tell(f"{name}: gets no more work, and leaves when it has finished what it has")
             self._leaving.add(name)
             if name in self._attended:
                 await self._workforce.dismiss(name)
@@ -146,6 +150,8 @@ class Keeper:
             name = self._name(place)
             self._present[place] = name
             self._hired[place] += 1
+            loads = "loading its model; it gets work once it holds the newest weights" if role == "rollout" else "loading its scorers"
+            tell(f"{name}: {loads}")
             try:
                 work = await self._workforce.hire(name)
             except BaseException:
@@ -156,6 +162,7 @@ class Keeper:
                 await self._workforce.lose(name, "the run is ending")
                 raise ValueError("the run is ending")
             self.employ(name, work)
+            tell(f"{name}: at work")
 
     def _is_closing(self) -> bool:
         return self._closing

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from omni_async.config import Config
-from omni_async.config.schedule import num_devices
+from omni_async.config.schedule import num_existing_devices
 from omni_async.control.clock import Clock
 from omni_async.control.continuation import Continuation
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
-from omni_async.tracking.console import Console
+from omni_async.tracking.console import Console, UpdateView
 from omni_async.tracking.faults import Fault
 from omni_async.tracking.images import caption, image_grid
 from omni_async.tracking.metrics import histogram
@@ -25,10 +26,14 @@ from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.spans import SpanLog
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
 from omni_async.tracking.timeline import ROLES, busy_fractions
+from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Span
 
 # Console figures look back this far: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
+# Updates that the time left and the recent reward are made from.
+_PACE, _RECENT = 20, 5
+_SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 
 
 class Observer:
@@ -44,12 +49,16 @@ class Observer:
         self._rewards: list[float] = []
         self._staleness: Counter[int] = Counter()
         self._finished: list[tuple[float, int]] = []
+        self._version = 0
+        self._latest: dict[str, float] = {}  # numbers of the newest update
+        self._gradients = GradientWatch()
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
         self._images_before = 0
         # What is to be told of a life that ends without its last word.
         self._last: dict[str, Any] = {"conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0), "images": 0}
         self.started = clock.now()
+        self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.closing = asyncio.Event()
         self.ended: dict[str, Any] | None = None
         self.faults: list[Fault] = []
@@ -62,6 +71,9 @@ class Observer:
         self.ended = None
         ledger = start.ledger
         self._images_before = start.images
+        self._paces.clear()
+        self._version = start.version
+        self._latest, self._gradients = {}, GradientWatch()
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
@@ -134,6 +146,8 @@ class Observer:
         self._rewards.append(reward)
         self._staleness.update(staleness)
         self._finished.append((data["finished"], data["images"]))
+        self._version = version
+        self._paces.extend([(data["finished"], version)] if self._paces else [(data["started"], version - 1), (data["finished"], version)])
         while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
             del self._finished[0]
         rate = self._images_per_s(data["finished"])
@@ -154,22 +168,50 @@ class Observer:
         self._run.append_metrics(version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]})
         if self._mlflow:
             self._mlflow.log_metrics(numbers, version)
+        self._latest = numbers
+        if (warning := self._gradients.take(version, data["metrics"])) is not None:
+            self._console.note(warning)
+        self._show(version, numbers, data, busy)
+
+    def _show(self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]) -> None:
+        buffers, staleness = data["buffers"], data["staleness"]
         slots = buffers["slots"]
+        # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to watch.
+        reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
         self._console.update(
             {
                 "update": version,
-                "reward": reward,
+                **reward,
                 "staleness": numbers["staleness/mean"],
                 "staleness_counts": histogram(staleness),
-                "images_per_s": rate,
+                "images_per_s": numbers["images_per_s"],
                 "buffers": {
                     "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
                     **{name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")},
                 },
                 "busy": {role: busy[role]["busy"] for role in ROLES if role in busy},
-                "extra": {name: data["metrics"][name] for name in ("grad_norm", "clip_fraction") if name in data["metrics"]},
+                "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
             }
         )
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, for who asks. `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s`
+        follows from the pace of this attempt's last 20 updates and is None before the first of them."""
+        eta = None
+        if self._paces:
+            (since, first), (until, last) = self._paces[0], self._paces[-1]
+            eta = (self._config.trainer.updates - last) * (until - since) / (last - first)
+        rewards = self._rewards[-_RECENT:] if self._config.data.preferences is None else []
+        validation = self._validation[-1] if self._validation else None
+        return {
+            "update": self._version,
+            "updates": self._config.trainer.updates,
+            "eta_s": eta,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            **{name: self._latest.get(name) for name in ("staleness/mean", "staleness/max", "images_per_s")},
+            **{name: self._latest[name] for name in _SHOWN if name in self._latest},
+            "validation": None if validation is None else msgspec.to_builtins(validation),
+        }
 
     def _images_per_s(self, now: float) -> float:
         """Over the recent past, or since the start of the run while that is shorter."""
@@ -207,7 +249,7 @@ class Observer:
 
     def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]) -> Summary:
         ended = self.ended or self._last
-        return summarise(
+        summary = summarise(
             run=self._run.run_id,
             status=status,
             reason=reason,
@@ -218,13 +260,16 @@ class Observer:
             staleness=self._staleness.elements(),
             counters=Counters(**ended["conservation"]),
             spans=spans,
-            devices=num_devices(self._config),
+            devices=num_existing_devices(self._config),
             reject_reasons=ended.get("reasons"),
             validation=self._validation,
             peak_memory_bytes=peak_memory,
             images_before=self._images_before,
             faults=len(self.faults),
         )
+        if self._config.data.preferences is not None:  # nothing was rewarded
+            summary = msgspec.structs.replace(summary, first_reward=None, last_reward=None)
+        return summary
 
 
 def _number(value: float | None) -> float:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from omni_async.config import ConfigError
+from omni_async.config.redact import one_line
 
 _STATUS = """\
-Say how a running job is: its parts with their processes, the versions its engines hold, its buffers, and what became of its groups:
+Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round, what became of its groups, its
+parts with their processes and the versions its engines hold, and its buffers. Of one that is over or was cut off: what it left behind.
 
   omni-async status runs/quickstart-20260101-120000
   omni-async status runs/quickstart-20260101-120000 --json
 """
 
 _SCALE = """\
-Change how many engines or reward workers a running job has. New engines get work once they hold the current weights; those that leave finish what they
-have. Training goes on meanwhile:
+Change how many engines or reward workers a running job has. New engines get work once they hold the newest weights, and the command waits for that and
+says so; those that leave finish what they have. Training goes on meanwhile:
 
   omni-async scale runs/quickstart-20260101-120000 rollout=3
   omni-async scale runs/quickstart-20260101-120000 rollout=1 reward=2
@@ -35,7 +38,7 @@ End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe w
 
 def add_operations(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    status = commands.add_parser("status", help="say how a running job is", description=_STATUS, formatter_class=raw)
+    status = commands.add_parser("status", help="say how a job is, or how it ended", description=_STATUS, formatter_class=raw)
     status.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")
     scale = commands.add_parser("scale", help="change a running job's engines or reward workers", description=_SCALE, formatter_class=raw)
@@ -46,21 +49,45 @@ def add_operations(commands: Any) -> None:
 
 
 def operate(options: argparse.Namespace) -> int:
-    from omni_async.runtime.control_socket import ControlError, Request, ask
+    from omni_async.runtime.control_socket import ControlError, NotRunning, Request, ask
+    from omni_async.runtime.status import running_lines
 
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
     request = Request(scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop")
     try:
-        status = ask(options.run / "control.sock", request)
+        status = ask(options.run / "control.sock", request, tell=lambda text: _write([one_line(text)]))
+    except NotRunning as error:
+        if options.command != "status":
+            raise ConfigError(str(error)) from None
+        return _say_what_is_left(options.run, options.json)
     except ControlError as error:
         raise ConfigError(str(error)) from None
     if request.stop:
-        sys.stdout.write("it stops when it has written a checkpoint\n")
-        return 0
-    lines = [json.dumps(status, indent=2)] if getattr(options, "json", False) else _lines(status)
-    sys.stdout.write("\n".join(lines) + "\n")
+        return _say(["it stops when it has written a checkpoint"])
+    return _say([json.dumps(status, indent=2)] if getattr(options, "json", False) else map(one_line, running_lines(status)))
+
+
+def _say_what_is_left(run: Path, as_json: bool) -> int:
+    """Of a run that does not answer."""
+    import msgspec
+
+    from omni_async.runtime.status import left_behind, left_behind_lines
+
+    found = left_behind(run)
+    return _say(
+        [msgspec.json.format(msgspec.json.encode(found), indent=2).decode()] if as_json else map(one_line, left_behind_lines(found))
+    )
+
+
+def _say(lines: Iterable[str]) -> int:
+    _write(lines)
     return 0
+
+
+def _write(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()  # what is waited for is said before the wait
 
 
 def _workers(words: list[str]) -> dict[str, int]:
@@ -71,17 +98,3 @@ def _workers(words: list[str]) -> dict[str, int]:
             raise ConfigError(f"scale: {word!r}: expected rollout=N or reward=N with N at least 1")
         workers[role] = int(number)
     return workers
-
-
-def _lines(status: dict[str, Any]) -> list[str]:
-    lines = [f"{'part':<14} {'pid':>8}  weights"]
-    for name, where in status["parts"].items():
-        held = status["engines"].get(name)
-        lines.append(f"{name:<14} {where['pid']:>8}  {'' if held is None else 'none yet' if held < 0 else f'version {held}'}".rstrip())
-    counts = status["conservation"]
-    lines.append("groups: " + ", ".join(f"{counts[name]} {name}" for name in ("admitted", "trained", "rejected", "dropped", "live")))
-    for name, buffer in status["buffers"].items():
-        if "reserved" in buffer:
-            lines.append(f"{name}: {buffer['reserved']} of {buffer['capacity']} places taken, {buffer['ready']} ready")
-    lines.append(f"faults mended: {status['faults']}")
-    return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,13 +98,18 @@ class Session:
         if ended["status"] != "done":
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
-    async def answer(self, request: Request) -> dict[str, Any]:
-        """What `omni-async status` and `scale` ask for. ValueError, one line, if it can't be done."""
+    async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        """What `omni-async status` and `scale` ask for; `tell` gets what is being waited for. ValueError, one line, if it can't be done."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
-            await self._keeper.scale(role, workers)
-        return {"parts": self._cluster.parts(), "faults": len(self._observer.faults), **await self._cluster.coordinator.statistics()}
+            await self._keeper.scale(role, workers, tell)
+        return {
+            "progress": self._observer.progress(),
+            "parts": self._cluster.parts(),
+            "faults": len(self._observer.faults),
+            **await self._cluster.coordinator.statistics(),
+        }
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
         """What is gone, if that is what failed: when a rank dies, the others may be the first to complain."""

@@ -42,6 +42,7 @@ from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
+from omni_async.tracking.words import validation_curve
 from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
         if inputs.run is None
         else RunDirectory.reopen(inputs.run, config, start.version, start.validated)
     )
-    console = console or for_stream(sys.stdout, config.trainer.updates)
+    console = console or for_stream(sys.stdout, config.trainer.updates, start.version)
     console.phase(f"run {run.run_id}")
     for note in inputs.notes:
         console.phase(note)
@@ -155,13 +156,14 @@ class _Run:
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
-            loading = "loading engines, scorers and the trainer (up to a minute)"
+            offline = self._config.data.preferences is not None
+            loading = f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a minute)"
             self._console.phase(loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # models load in this process, or libraries do, that may want signals too
             if self._opening is not None:
                 self._mlflow = await self._opening
-            self._console.phase("generating the first samples")
+            self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
                 self._observer = Observer(self._config, self._run, self._console, self._mlflow, self._clock)
                 if inputs.run is not None:
@@ -222,9 +224,8 @@ def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) ->
     """How it ended and where everything is, for a person who has just watched it happen."""
     reason = f" {summary.reason}" if summary.reason else ""
     lines = [f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s after loading"]
-    curve = [point.parts.get("ocr_exact", point.value) for point in summary.validation]
-    if curve:
-        lines.append(f"validation {curve[0]:.3f} -> {curve[-1]:.3f} over {len(curve)} rounds")
+    if summary.validation:
+        lines.append(validation_curve(summary.validation))
     places = {
         "images": run.samples,
         "metrics": run.metrics,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO, TypedDict
 
 from omni_async.config.redact import one_line
+from omni_async.tracking.words import validated
 
 
 class UpdateView(TypedDict, total=False):
@@ -39,17 +40,17 @@ class Console(Protocol):
         """End the display and leave these lines below it, unwrapped. Nothing more is shown; calling it again changes nothing."""
 
 
-def for_stream(stream: TextIO, total_updates: int) -> Console:
-    """The console that suits the stream."""
+def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
+    """The console that suits the stream. `done`: updates that an earlier attempt of the run has made."""
     if stream.isatty():
         from omni_async.tracking.live_console import LiveConsole
 
-        return LiveConsole(stream, total_updates)
+        return LiveConsole(stream, total_updates, done)
     return LineConsole(stream, total_updates)
 
 
 class LineConsole:
-    """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 val 0.52`.
+    """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 
     A reader that goes away (`| head`) silences it; the run goes on.
     """
@@ -75,12 +76,12 @@ class LineConsole:
         if "images_per_s" in view:
             words.append(f"images/s {view['images_per_s']:.1f}")
         if self._validation is not None:
-            words.append(f"val {self._validation:.3f}")
+            words.append(f"validation reward {self._validation:.3f}")
         self._line(" ".join(words))
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
         self._validation = value
-        self._line(" ".join([f"validation of version {version}: {value:.3f}", *(f"{name} {part:.3f}" for name, part in parts.items())]))
+        self._line(validated(version, value, parts))
 
     def note(self, text: str) -> None:
         self._line(text)

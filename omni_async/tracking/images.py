@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from omni_async.tracking.fonts import Typeface
 from omni_async.types import Prompt, Score
 
 _CELL_MIN, _CELL_MAX = 192, 384
-_FONT_SIZE, _LINE_HEIGHT, _MAX_LINES, _PADDING = 13, 16, 4, 6
+_FONT_SIZE, _LINE_HEIGHT, _BASELINE, _MAX_LINES, _PADDING = 12, 16, 12, 4, 6
 _BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
 
 
 def caption(prompt: Prompt, score: Score) -> str:
-    """`reward 0.81`, then what was read (if the scorer reads; escaped, since the font knows few scripts), then the prompt."""
-    read = "" if score.text is None else f"  read {score.text!a}"
+    """`reward 0.81`, then what was read (if the scorer reads), then the prompt."""
+    read = "" if score.text is None else f"  read {score.text!r}"
     return f"reward {score.value:.2f}{read}\n{prompt.text}"
 
 
@@ -28,7 +30,7 @@ def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = No
     """
     if not items:
         raise ValueError("an image grid needs at least one image")
-    font = ImageFont.load_default(_FONT_SIZE)
+    font = Typeface(_FONT_SIZE)
     tiles = [_fit(array) for array, _ in items]
     columns = min(len(items), columns or math.ceil(math.sqrt(len(items))))
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
@@ -42,7 +44,7 @@ def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = No
         left, top = _PADDING + (i % columns) * cell_width, _PADDING + (i // columns) * cell_height
         grid.paste(tile, (left, top))
         for n, line in enumerate(lines):
-            draw.text((left, top + height + 2 + n * _LINE_HEIGHT), line, font=font, fill=_INK)
+            font.draw(draw, (left, top + height + 2 + n * _LINE_HEIGHT + _BASELINE), line, _INK)
     return grid
 
 
@@ -58,27 +60,30 @@ def _fit(array: np.ndarray) -> Image.Image:
     return image
 
 
-def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """Lines no wider than `width` pixels, at most `_MAX_LINES`; what doesn't fit is cut with dots."""
+def _wrap(text: str, font: Typeface, width: int) -> list[str]:
+    """Lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within one that fills more than a line (not every script has
+    spaces); what doesn't fit is cut with dots."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
-        for word in paragraph.split():
+        for word in font.text(" ".join(paragraph.split())).split():
             joined = f"{line} {word}" if line else word
-            if line and font.getlength(joined) > width:
+            if line and font.length(joined) > width:
                 lines.append(line)
                 line = word
             else:
                 line = joined
+            while len(lines) <= _MAX_LINES and font.length(line) > width:
+                fitting = _fitting(line, font, width)
+                lines.append(line[:fitting])
+                line = line[fitting:]
         lines.append(line)
     if len(lines) > _MAX_LINES:
-        lines = [*lines[: _MAX_LINES - 1], lines[_MAX_LINES - 1] + "..."]
-    return [_cut(line, font, width) for line in lines]
+        last = lines[_MAX_LINES - 1]
+        lines = [*lines[: _MAX_LINES - 1], last[: _fitting(last, font, width - font.length("..."))] + "..."]
+    return lines
 
 
-def _cut(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    if font.getlength(line) <= width:
-        return line
-    while line and font.getlength(line + "...") > width:
-        line = line[:-1]
-    return line + "..."
+def _fitting(line: str, font: Typeface, width: float) -> int:
+    """How many characters of it are no wider than that; at least one."""
+    return max(1, bisect_right(range(1, len(line) + 1), width, key=lambda count: font.length(line[:count])))

@@ -15,19 +15,21 @@ from rich.text import Text
 
 from omni_async.config.redact import one_line
 from omni_async.tracking.console import UpdateView
+from omni_async.tracking.words import staleness, validated
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4
 
 
 class LiveConsole:
-    """Phases, notes and validations scroll by above the display; numbers are replaced in place."""
+    """Phases, notes and validations scroll by above the display; numbers are replaced in place. `done`: updates of earlier attempts, where the bar
+    begins; the time left follows from the pace of this one."""
 
-    def __init__(self, stream: TextIO, total_updates: int) -> None:
+    def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)
         columns = (MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._progress = Progress(TextColumn("update"), *columns, console=self._rich, speed_estimate_period=600.0)
-        self._task = self._progress.add_task("updates", total=total_updates, start=False)
+        self._task = self._progress.add_task("updates", total=total_updates, completed=done, start=False)
         self._view: UpdateView = {}
         self._validation: str | None = None
         self._live = Live(console=self._rich, get_renderable=self._render, refresh_per_second=_REFRESH_PER_S, redirect_stdout=False)
@@ -45,9 +47,8 @@ class LiveConsole:
         self._live.refresh()
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        details = "  ".join(f"{name} {part:.3f}" for name, part in parts.items())
         self._validation = f"{value:.3f} (version {version})"
-        self._rich.print(Text(one_line(f"validation of version {version}: {value:.3f}  {details}"), style="bold"))
+        self._rich.print(Text(one_line(validated(version, value, parts)), style="bold"))
 
     def note(self, text: str) -> None:
         self._rich.print(Text(one_line(text)))
@@ -70,12 +71,11 @@ class LiveConsole:
         if "reward" in view:
             rows.append(("reward", Text(f"{view['reward']:.3f}", style="bold green")))
         if self._validation is not None:
-            rows.append(("validation", Text(self._validation)))
+            rows.append(("validation reward", Text(self._validation)))
         if "images_per_s" in view:
             rows.append(("images/s", Text(f"{view['images_per_s']:.1f}")))
         if "staleness" in view:
-            counts = "  ".join(f"{value}: {count}" for value, count in view.get("staleness_counts", {}).items())
-            rows.append(("staleness", Text(f"{view['staleness']:.1f}   {counts}".rstrip())))
+            rows.append(("staleness", Text(staleness(view["staleness"], view.get("staleness_counts", {})))))
         rows += [(name, _bar(held, capacity, f"{held}/{capacity}")) for name, (held, capacity) in view.get("buffers", {}).items()]
         rows += [(f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in view.get("busy", {}).items()]
         rows += [(name, Text(f"{value:.4g}")) for name, value in view.get("extra", {}).items()]

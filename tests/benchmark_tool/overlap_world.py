@@ -10,6 +10,7 @@ import yaml
 
 from omni_async.benchmark.fingerprint import stamp
 from omni_async.config import Config
+from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime.preflight import RunInputs
@@ -116,7 +117,7 @@ def write_run(
         staleness=staleness,
         counters=counters,
         spans=spans,
-        devices=1,
+        devices=num_devices(inputs.config),
         peak_memory_bytes=memory,
     )
     write_summary(run.summary, summary)

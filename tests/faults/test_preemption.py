@@ -60,7 +60,7 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 10.0))
     settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
-    preempt(start(recipe, *settings), "training streams", 8)  # all groups are there by then, and the update is being made
+    preempt(start(recipe, *settings), "groups are trained on when", 8)  # all groups are there by then, and the update is being made
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["updates"], summary["conserved"]) == ("interrupted", 0, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import stat
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from omni_async.runtime.control_socket import ControlError, ControlSocket, Request, ask
 
 
-async def echo(request: Request) -> dict[str, Any]:
+async def echo(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     return {"scale": request.scale}
 
 
-def serve(path: Path, answer: Callable[[Request], Awaitable[dict[str, Any]]] | None, talk: Callable[[], Any]) -> Any:
+def serve(path: Path, answer: Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]] | None, talk: Callable[[], Any]) -> Any:
     """What `talk` comes to, in a thread, while the socket is served."""
 
     async def main() -> Any:
@@ -34,6 +35,43 @@ def serve(path: Path, answer: Callable[[Request], Awaitable[dict[str, Any]]] | N
 def test_a_request_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     assert serve(path, echo, lambda: ask(path, Request({"rollout": 3}))) == {"scale": {"rollout": 3}}
+
+
+def test_an_answer_that_takes_a_while_says_what_it_waits_for(tmp_path: Path) -> None:
+    path, told, heard = tmp_path / "control.sock", [], threading.Event()
+
+    async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        tell("rollout-1: loading")
+        assert await asyncio.to_thread(heard.wait, 10), "it is told while the answer is being waited for"
+        tell("rollout-1: at work")
+        return {"done": True}
+
+    def talk() -> dict[str, Any]:
+        return ask(path, Request({"rollout": 2}), tell=lambda text: (told.append(text), heard.set()))
+
+    assert serve(path, slow, talk) == {"done": True}
+    assert told == ["rollout-1: loading", "rollout-1: at work"]
+
+
+def test_who_asked_and_went_does_not_disturb_what_is_done(tmp_path: Path) -> None:
+    path, gone, done = tmp_path / "control.sock", threading.Event(), threading.Event()
+
+    async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
+        await asyncio.to_thread(gone.wait, 10)
+        for _ in range(100):
+            tell("rollout-1: loading")
+            await asyncio.sleep(0)
+        done.set()
+        return {}
+
+    def talk() -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            connection.sendall(b"{}\n")
+        gone.set()
+        return done.wait(10)
+
+    assert serve(path, slow, talk)
 
 
 def test_a_run_folder_with_a_long_name_has_one_too(tmp_path: Path) -> None:
@@ -56,7 +94,7 @@ def test_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(t
 
 
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path) -> None:
-    async def refuses(request: Request) -> dict[str, Any]:
+    async def refuses(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         raise ValueError("rollout: no room\nand a traceback")
 
     path = tmp_path / "control.sock"

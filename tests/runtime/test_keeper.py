@@ -231,6 +231,32 @@ def test_workers_are_added_and_leave_when_they_have_finished() -> None:
     assert not world.faults
 
 
+def test_who_asks_for_workers_is_told_what_is_waited_for() -> None:
+    async def story(world: World) -> None:
+        told: list[tuple[float, str]] = []
+        clock = asyncio.get_running_loop().time
+        began = clock()
+
+        def tell(text: str) -> None:
+            told.append((clock() - began, text))
+
+        await world.keeper.scale("rollout", 3, tell)
+        await world.keeper.scale("rollout", 3, tell)
+        await asyncio.sleep(1)
+        await world.keeper.scale("rollout", 2, tell)
+        await world.keeper.scale("reward", 2, tell)
+        assert told == [
+            (0.0, "rollout-2: loading its model; it gets work once it holds the newest weights"),
+            (5.0, "rollout-2: at work"),
+            (5.0, "rollout: there are 3 already"),
+            (6.0, "rollout-2: gets no more work, and leaves when it has finished what it has"),
+            (6.0, "reward-1: loading its scorers"),
+            (11.0, "reward-1: at work"),
+        ]
+
+    World().play(story)
+
+
 def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -> None:
     async def story(world: World) -> None:
         world.team.refuse = [ValueError("no room")]

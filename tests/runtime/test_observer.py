@@ -250,6 +250,81 @@ def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
         ({"reward": {"cpus": 0.5}}, 4.0),
     ],
 )
-def test_throughput_is_divided_by_every_device_of_the_job(tmp_path, placement, devices):
+def test_throughput_is_divided_by_every_device_of_the_job(tmp_path, monkeypatch, placement, devices):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, placement=placement)
     assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices
+
+
+@pytest.mark.parametrize(
+    ("sections", "devices"),
+    [
+        ({}, 2.0),
+        ({"run": {"ray_address": "auto", "runtime": "ray"}}, 5.0),  # handed out by a cluster that has them
+        ({"emulation": {"profile": "p.json"}}, 5.0),  # none of this machine's
+        ({"placement": {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}}, 2.5),
+    ],
+)
+def test_cpus_that_the_machine_does_not_have_are_not_counted(tmp_path, monkeypatch, sections, devices):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
+    watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, **sections)
+    assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices
+
+
+def test_how_far_the_run_is_for_who_asks(tmp_path):
+    watched = watch(tmp_path)
+    found = watched.observer.progress()
+    assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
+    assert found["reward"] == 0.5 and 0 <= found["staleness/mean"] <= found["staleness/max"] <= 1
+    assert found["validation"]["version"] == 4
+    json.dumps(found)
+
+
+def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
+    places = {"capacity": 8, "reserved": 0, "ready": 0}
+    data = {
+        "version": version,
+        "started": started,
+        "finished": finished,
+        "reward": 0.5,
+        "parts": {},
+        "staleness": [0, 1],
+        "metrics": metrics,
+        "images": 4 * version,
+        "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
+        "buffers": {"slots": {"live": 0, "awaiting_publication": 0, "capacity": 4}, "trajectories": places, "replay": places},
+    }
+    return RunEvent("update", data)
+
+
+def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
+    """Neither what earlier attempts took nor how long this one took to load."""
+    watcher, *_ = observer(tmp_path, trainer={"updates": 100})
+    assert watcher.progress()["eta_s"] is None
+    watcher.recall(Continuation(version=60))
+    assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (60, None)
+    show(watcher, update(61, 5000.0, 5004.0))
+    assert watcher.progress()["eta_s"] == 39 * 4.0
+    show(watcher, update(62, 5004.0, 5010.0))
+    assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (62, 38 * 5.0)
+
+
+def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
+    watcher, _, console, _ = observer(
+        tmp_path,
+        data={"prompts": None, "preferences": "pairs.parquet"},
+        rollout={"sde": None},
+        algorithm={"name": "diffusion_dpo"},
+    )
+    show(watcher, update(1, 0.0, 1.0, accuracy=0.9, margin=1.5, grad_norm=2.0, loss=0.3))
+    [view] = console.updates
+    assert "reward" not in view and view["extra"] == {"accuracy": 0.9, "margin": 1.5, "grad_norm": 2.0}
+    assert watcher.progress()["reward"] is None and watcher.progress()["margin"] == 1.5
+    summary = watcher.summary("done", None, None, 1.0, [])
+    assert (summary.updates, summary.first_reward, summary.last_reward) == (1, None, None)
+
+
+def test_a_gradient_that_vanished_is_said(tmp_path):
+    watcher, _, console, _ = observer(tmp_path)
+    show(watcher, *(update(version, version - 1.0, float(version), grad_norm=1.0 if version < 6 else 0.0) for version in range(1, 12)))
+    assert [note.partition(" (")[0] for note in console.notes] == ["warning: update 8: the gradient has vanished"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,24 @@ import pytest
 
 from omni_async.cli import main
 from omni_async.runtime.control_socket import ControlSocket, Request
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise, write_summary
 
 STATUS: dict[str, Any] = {
+    "progress": {
+        "update": 42,
+        "updates": 100,
+        "eta_s": 200.4,
+        "reward": 0.4312,
+        "staleness/mean": 1.24,
+        "staleness/max": 2,
+        "images_per_s": 21.34,
+        "grad_norm": 0.0141,
+        "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}},
+    },
     "parts": {"coordinator": {"pid": 11, "node": "a"}, "rollout-0.2": {"pid": 12, "node": "a"}, "rollout-1": {"pid": 13, "node": "a"}},
     "faults": 3,
-    "buffers": {"slots": {"live": 2, "capacity": 6}, "replay": {"capacity": 16, "reserved": 4, "ready": 1}},
+    "buffers": {"slots": {"live": 2, "awaiting_publication": 1, "capacity": 6}, "replay": {"capacity": 16, "reserved": 4, "ready": 1}},
     "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},
 }
@@ -32,8 +46,10 @@ def running(run: Path) -> Iterator[list[Request]]:
     asked: list[Request] = []
     ready, over = threading.Event(), threading.Event()
 
-    async def answer(request: Request) -> dict[str, Any]:
+    async def answer(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         asked.append(request)
+        if request.scale:
+            tell("rollout-2: loading")
         return STATUS
 
     async def serve() -> None:
@@ -59,16 +75,130 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
         assert main(["status", str(tmp_path / "run"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == STATUS
     lines = said.splitlines()
-    assert lines[2].split() == ["rollout-0.2", "12", "version", "7"] and lines[3].split() == ["rollout-1", "13", "none", "yet"]
-    assert "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live" in lines
-    assert "replay: 4 of 16 places taken, 1 ready" in lines and lines[-1] == "faults mended: 3"
+    assert lines[:4] == [
+        "update 42/100, about 3 min 20 s left",
+        "reward 0.431 (mean of the last 5 updates), grad_norm 0.0141, staleness 1.2 updates on average, 2 at most, images/s 21.3",
+        "validation of version 40: reward 0.520, ocr_exact 0.500",
+        "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
+    ]
+    cells = [line.split() for line in lines]
+    assert ["rollout-0.2", "12", "version", "7"] in cells and ["rollout-1", "13", "none", "yet"] in cells
+    assert ["slots", "3", "6"] in cells and ["replay", "4", "16", "1"] in cells
+    assert lines[-1] == "faults mended: 3"
+
+
+def test_a_run_without_an_update_yet_has_a_status(tmp_path, capsys, monkeypatch):
+    empty = {
+        "update": 60,
+        "updates": 100,
+        "eta_s": None,
+        "reward": None,
+        "staleness/mean": None,
+        "staleness/max": None,
+        "images_per_s": None,
+    }
+    monkeypatch.setitem(STATUS, "progress", {**empty, "validation": None})
+    with running(tmp_path / "run"):
+        assert main(["status", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "update 60/100, no update of this attempt yet",
+        "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
+    ]
+
+
+def left(folder: Path, *, updates: int = 2, summary: Summary | None = None, checkpoint: bool = True, **numbers: float) -> Path:
+    """What a run of that many updates leaves."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("")
+    run = RunDirectory(folder)
+    for update in range(1, updates + 1):
+        run.append_metrics(update, {"reward": update / 10, "staleness/mean": 0.5, "finished": 1000.0 * update, **numbers})
+    if updates:
+        run.append_metrics(updates, {"validation/reward": 0.52, "validation/ocr_exact": 0.5})
+    if checkpoint:
+        (run.checkpoints / "update-000002").mkdir(parents=True)
+    if summary is not None:
+        write_summary(run.summary, summary)
+    return folder
+
+
+def over(status: Status, reason: str | None = None) -> Summary:
+    return summarise(
+        run="run",
+        status=status,
+        reason=reason,
+        started=0.0,
+        finished=200.0,
+        images=4000,
+        rewards=[0.25, 0.75],
+        staleness=[1, 1, 2],
+        counters=Counters(admitted=3, trained=3, rejected=0, dropped=0, live=0),
+        spans=[],
+        devices=2,
+        validation=[ValidationPoint(0, 0.25, {"ocr_exact": 0.2}), ValidationPoint(2, 0.5, {"ocr_exact": 0.4})],
+    )
+
+
+def test_a_run_that_is_over_is_told_from_its_summary(tmp_path, capsys):
+    folder = left(tmp_path / "run", summary=over("done"))
+    assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "run: done after 2 updates, 3 min 20 s after loading",
+        "reward 0.500 -> 0.500 (means of the first and the last 5 updates)",
+        "validation of versions 0 to 2 (2 rounds): reward 0.250 -> 0.500, ocr_exact 0.200 -> 0.400",
+        "staleness 1.3 updates on average, 2 at most; images/s 20.0",
+        "groups: 3 admitted, 3 trained, 0 rejected, 0 dropped, 0 live",
+        f"its newest checkpoint is {folder}/checkpoints/update-000002; the same recipe with checkpoint.resume={folder} and a larger trainer.updates "
+        "goes on with it",
+    ]
+    assert main(["status", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["running"], found["update"], found["summary"]["status"]) == (False, 2, "done")
+
+
+def test_a_run_that_failed_says_why(tmp_path, capsys):
+    folder = left(tmp_path / "run", summary=over("failed", "the judge is \x1b[2J down"), checkpoint=False)
+    assert main(["status", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates") and "it left no checkpoint to go on from" in said
+
+
+@pytest.mark.parametrize(("numbers", "shown"), [({}, "reward 0.2"), ({"accuracy": 0.9375, "margin": 24.7}, "accuracy 0.938, margin 24.7")])
+def test_a_run_that_was_killed_is_told_from_its_metrics(tmp_path, capsys, numbers, shown):
+    folder = left(tmp_path / "run", **numbers)
+    assert main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run: it is not running, and it left no summary: it was killed, or the machine went down"
+    assert lines[1].startswith("the last update was 2, at ") and lines[1].endswith(f", {shown}, staleness/mean 0.5")
+    assert lines[2] == "validation of version 2: reward 0.520, ocr_exact 0.500"
+    assert lines[3].endswith(f"checkpoint.resume={folder} goes on with it")
+
+
+def test_a_run_that_another_process_has_is_running_all_the_same(tmp_path, capsys):
+    folder = left(tmp_path / "run", updates=0)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["status", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "run: it is running, but does not answer from here: it may be starting or ending, or run on another machine",
+        "no update was made",
+    ]
+
+
+def test_a_folder_whose_metrics_are_damaged_is_refused_in_one_line(tmp_path, capsys):
+    folder = left(tmp_path / "run")
+    (folder / "summary.json").write_text("{")
+    assert main(["status", str(folder)]) == 2
+    assert "its summary or metrics cannot be read" in capsys.readouterr().err
 
 
 def test_workers_are_asked_for_and_the_new_state_is_shown(tmp_path, capsys):
     with running(tmp_path / "run") as asked:
         assert main(["scale", str(tmp_path / "run"), "rollout=3", "reward=1"]) == 0
     assert asked == [Request(scale={"rollout": 3, "reward": 1})]
-    assert "rollout-1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith("rollout-2: loading\nupdate 42/100") and "rollout-1" in said
 
 
 def test_a_run_is_stopped(tmp_path, capsys):
@@ -85,7 +215,7 @@ def test_a_run_is_stopped(tmp_path, capsys):
         (["scale", "run", "rollout=0"], "'rollout=0': expected rollout=N or reward=N with N at least 1"),
         (["scale", "run", "trainer=2"], "'trainer=2': expected rollout=N or reward=N"),
         (["scale", "run", "rollout"], "'rollout': expected"),
-        (["status", "run"], "run is not running here: control.sock: No such file or directory"),
+        (["scale", "run", "rollout=2"], "run is not running here: control.sock: No such file or directory"),
         (["stop", "run"], "run is not running here"),
     ],
 )

@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
 
@@ -187,6 +189,37 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypa
     assert profile.name == summary.run and profile.source.startswith(f"run {summary.run}, 0 updates; ")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
     assert any(str(folder / "trace.json") in note for note in console.notes)
+
+
+def test_the_last_words_have_the_numbers_of_the_rounds_under_the_same_names(tmp_path, monkeypatch):
+    """Whatever the scorer calls them."""
+
+    async def validates(control: Control) -> None:
+        for version, exact in ((0, 0.125), (4, 0.875)):
+            control.log.add("validation", {"version": version, "parts": {"reward": exact / 2, "ocr_exact": exact, "sharp": 1.0}})
+        control.end("done")
+
+    _, console = play(tmp_path, monkeypatch, {"trainer": validates})
+    assert console.validations == [(0, 0.0625), (4, 0.4375)]
+    said = "validation of versions 0 to 4 (2 rounds): reward 0.062 -> 0.438, ocr_exact 0.125 -> 0.875, sharp 1.000 -> 1.000"
+    assert said in console.notes
+
+
+def test_a_run_on_preferences_neither_loads_engines_nor_generates(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"prompt": ["a cat"], "chosen": [b"png"], "rejected": [b"png"]}), tmp_path / "pairs.parquet")
+    _, console = play(
+        tmp_path,
+        monkeypatch,
+        {"trainer": ends_well},
+        data={"prompts": None, "preferences": "pairs.parquet"},
+        rollout={"sde": None},
+        algorithm={"name": "diffusion_dpo"},
+        reward={"scorers": []},
+    )
+    assert console.phases[-2:] == [
+        "loading the encoders of the pairs and the trainer (up to a minute)",
+        "reading the first preference pairs",
+    ]
 
 
 @pytest.mark.parametrize("where", ["work", "services"])

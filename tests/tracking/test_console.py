@@ -4,8 +4,12 @@ import contextlib
 import io
 import os
 
+import pytest
+
 from omni_async.tracking.console import LineConsole, UpdateView, for_stream
 from omni_async.tracking.live_console import LiveConsole
+from omni_async.tracking.summary import ValidationPoint
+from omni_async.tracking.words import duration, staleness, validated, validation_curve
 
 VIEW: UpdateView = {
     "update": 12,
@@ -37,7 +41,9 @@ def test_a_pipe_sees_one_flushed_line_per_update() -> None:
         console.validation(12, 0.52, {"ocr_exact": 0.5})
         console.update({"update": 13})
         console.note("two\nlines")
-        assert os.read(read, 10_000).decode() == ("validation of version 12: 0.520 ocr_exact 0.500\nupdate 13/120 val 0.520\ntwo lines\n")
+        assert os.read(read, 10_000).decode() == (
+            "validation of version 12: reward 0.520, ocr_exact 0.500\nupdate 13/120 validation reward 0.520\ntwo lines\n"
+        )
         console.close()
         console.note("after the end")
     assert os.read(read, 10) == b""
@@ -67,8 +73,67 @@ def test_a_terminal_gets_a_live_display() -> None:
     console.close()
     console.close()
     shown = terminal.getvalue()
-    for text in ("starting ray", "13/120", "0.431", "0: 1  2: 3", "3/16", "97%", "21.3", "validation of version 12: 0.520", "[not markup]"):
+    for text in ("starting ray", "13/120", "0.431", "3/16", "97%", "21.3", "validation of version 12: reward 0.520", "[not markup]"):
         assert text in shown
+
+
+def test_the_age_of_samples_is_a_sentence_on_a_terminal() -> None:
+    terminal = Terminal()
+    console = for_stream(terminal, 120)
+    console.update(VIEW)
+    console.close()
+    assert "1.2 updates on average: 1 group is 0 updates old, 3 are 2" in terminal.getvalue()
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_where_that_had_come_to() -> None:
+    terminal = Terminal()
+    console = for_stream(terminal, 120, 60)
+    console.phase("loading")
+    console.close()
+    assert "60/120" in terminal.getvalue() and "0/120 " not in terminal.getvalue().replace("60/120", "")
+
+
+def test_the_time_left_is_that_at_this_attempts_pace() -> None:
+    """The updates of earlier attempts took no time of this one."""
+    console = LiveConsole(Terminal(), 120, 60)
+    now = [0.0]
+    console._progress.get_time = lambda: now[0]
+    for update in (61, 62, 63):
+        now[0] += 10.0
+        console.update({"update": update})
+    assert console._progress.tasks[0].time_remaining == 10 * (120 - 63)
+    console.close()
+
+
+def test_the_last_words_say_the_same_numbers_as_the_rounds_did() -> None:
+    first, last = ValidationPoint(0, 0.253, {"ocr_exact": 0.278, "old": 1.0}), ValidationPoint(100, 0.9, {"ocr_exact": 0.956})
+    assert validation_curve([first, ValidationPoint(50, 0.5, {}), last]) == (
+        "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
+    )
+    assert (
+        validation_curve([last]) == validated(100, 0.9, {"ocr_exact": 0.956}) == "validation of version 100: reward 0.900, ocr_exact 0.956"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mean", "counts", "said"),
+    [
+        (1.25, {1: 3, 2: 1}, "1.2 updates on average: 3 groups are 1 update old, 1 is 2"),
+        (0.0, {0: 4}, "0.0 updates on average: 4 groups are 0 updates old"),
+        (1.0, {0: 1, 1: 2, 2: 1}, "1.0 updates on average: 1 group is 0 updates old, 2 are 1, 1 is 2"),
+        (0.5, {}, "0.5 updates on average"),
+    ],
+)
+def test_ages_in_words(mean: float, counts: dict[int, int], said: str) -> None:
+    assert staleness(mean, counts) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (59.6, "1 min"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (3600, "1 h"), (3.2 * 86400, "3 d 4 h"), (-1, "0 s")],
+)
+def test_seconds_in_words(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J"

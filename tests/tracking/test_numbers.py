@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from omni_async.tracking.images import caption, image_grid
+from omni_async.tracking import fonts
+from omni_async.tracking.fonts import Typeface
+from omni_async.tracking.images import _wrap, caption, image_grid
 from omni_async.tracking.memory import MemorySampler, process_tree_pss
 from omni_async.tracking.metrics import Metrics, histogram
 from omni_async.tracking.summary import Counters, ValidationPoint, read_summary, summarise, write_summary
@@ -100,6 +102,38 @@ def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
     assert (below.max(axis=2) > 200).any(), "a caption is drawn"
     assert grid.height > 2 * 192
     assert text.startswith("reward 0.50  read '8'\nthe digit")
+
+
+def test_captions_in_other_scripts_are_drawn_and_nothing_is_a_box() -> None:
+    face = Typeface(12)
+    for text in ("größe, naïve", "Ελλάδα", "Привет, мир", "שלום", "→ ☃"):
+        assert face.text(text) == text
+        drawn = [bytes(font.getmask(character)) for font, run in face._runs(text) for character in run if character != " "]
+        missing = {bytes(font.getmask("\U0010ffff")) for font, _ in face._runs(text)}
+        assert drawn and missing.isdisjoint(drawn)
+
+
+def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fonts, "_wide", list)
+    fonts._fonts.cache_clear()
+    try:
+        face = Typeface(12)
+        assert face.text("says 你好!") == "says U+4F60 U+597D!"
+        assert face.text("a 🚀, \x07 and \ud800") == "a [rocket], U+0007 and U+D800"
+    finally:
+        fonts._fonts.cache_clear()
+
+
+def test_what_was_read_is_shown_as_it_was_read() -> None:
+    assert caption(Prompt(0, "ein Schild"), Score(0.5, text="größe\n")) == "reward 0.50  read 'größe\\n'\nein Schild"
+
+
+def test_a_text_without_spaces_is_broken_and_not_cut_after_one_line() -> None:
+    lines = _wrap("x" * 60, Typeface(12), 192)
+    assert len(lines) > 1 and "".join(lines) == "x" * 60
+    lines = _wrap("x" * 600, Typeface(12), 192)
+    assert len(lines) == 4 and lines[-1].endswith("x...")
+    assert all(Typeface(12).length(line) <= 192 for line in lines)
 
 
 def test_a_grid_reduces_large_images_and_refuses_others() -> None:

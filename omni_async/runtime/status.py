@@ -1,0 +1,158 @@
+"""What `omni-async status` says: of a run that answers from what it answered, of one that does not from what it left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.checkpoint.folders import newest_first
+from omni_async.config import ConfigError
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
+from omni_async.tracking.words import duration, validated, validation_curve
+
+_GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
+
+
+def running_lines(status: Mapping[str, Any]) -> list[str]:
+    """For a person: how far it is and how it learns, then who works on it."""
+    lines = _progress(status["progress"]) if "progress" in status else []
+    lines.append(_groups(status["conservation"]))
+    lines += ["", *_table(["part", "process", "weights"], [_part(name, where, status) for name, where in status["parts"].items()])]
+    lines += ["", *_table(["places in", "taken", "of", "ready"], [_buffer(name, held) for name, held in status["buffers"].items()])]
+    lines += ["", f"faults mended: {status['faults']}"]
+    return lines
+
+
+def _progress(found: Mapping[str, Any]) -> list[str]:
+    left = "no update of this attempt yet" if found["eta_s"] is None else f"about {duration(found['eta_s'])} left"
+    lines = [f"update {found['update']}/{found['updates']}, {left}"]
+    numbers = []
+    if found["reward"] is not None:
+        numbers.append(f"reward {found['reward']:.3f} (mean of the last 5 updates)")
+    numbers += [f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found]
+    if found["staleness/mean"] is not None:
+        numbers.append(f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most")
+    if found["images_per_s"] is not None:
+        numbers.append(f"images/s {found['images_per_s']:.1f}")
+    lines += [", ".join(numbers)] if numbers else []
+    if (validation := found["validation"]) is not None:
+        lines.append(validated(validation["version"], validation["value"], validation["parts"]))
+    return lines
+
+
+def _part(name: str, where: Mapping[str, Any], status: Mapping[str, Any]) -> list[str]:
+    held = status["engines"].get(name)
+    return [name, str(where["pid"]), "" if held is None else "none yet" if held < 0 else f"version {held}"]
+
+
+def _buffer(name: str, held: Mapping[str, int]) -> list[str]:
+    taken = held["reserved"] if "reserved" in held else held.get("live", 0) + held.get("awaiting_publication", 0)
+    return [name, str(taken), str(held["capacity"]), str(held.get("ready", ""))]
+
+
+def _groups(counts: Mapping[str, int]) -> str:
+    return "groups: " + ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+
+
+# ---- a run that does not answer -------------------------------------------------------------------------------------------------------
+
+
+class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run that does not answer. running: another process has it all the same, on another machine perhaps. update: the last one in its
+    metrics, 0 if there is none; numbers: what it said. checkpoint: the newest folder."""
+
+    run: str
+    running: bool
+    summary: Summary | None
+    update: int
+    finished: float | None
+    numbers: dict[str, float]
+    validation: ValidationPoint | None
+    checkpoint: str | None
+
+
+def left_behind(folder: Path) -> LeftBehind:
+    """What the run's files say. ConfigError, one line, if they cannot be read."""
+    run = RunDirectory(folder)
+    try:
+        summary = read_summary(run.summary) if run.summary.exists() else None
+        metrics = run.read_metrics()
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
+    updates = [line for line in metrics if "finished" in line]
+    rounds = [line for line in metrics if line.get("validation/reward") is not None]
+    last: Mapping[str, Any] = updates[-1] if updates else {}
+    return LeftBehind(
+        run=run.run_id,
+        running=run.is_running(),
+        summary=summary,
+        update=int(last.get("update", 0)),
+        finished=last.get("finished"),
+        numbers=_numbers(last),
+        validation=_round(rounds[-1]) if rounds else None,
+        checkpoint=next((str(path) for path in newest_first(run.checkpoints)), None),
+    )
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Those that say how it learns; of preferences that is not their reward."""
+    learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
+    return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
+
+
+def _round(line: Mapping[str, Any]) -> ValidationPoint:
+    parts = {
+        name.removeprefix("validation/"): value for name, value in line.items() if name.startswith("validation/") and value is not None
+    }
+    return ValidationPoint(line["update"], parts.pop("reward"), parts)
+
+
+def left_behind_lines(found: LeftBehind) -> list[str]:
+    """For a person: how it ended, or that it was cut off, and how it can be gone on with."""
+    if found.summary is not None and not found.running:
+        return [*_ended(found.summary), *_goes_on(found)]
+    state = (
+        "it is running, but does not answer from here: it may be starting or ending, or run on another machine"
+        if found.running
+        else "it is not running, and it left no summary: it was killed, or the machine went down"
+    )
+    lines = [f"{found.run}: {state}"]
+    if found.finished is None:
+        lines.append("no update was made")
+    else:
+        numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
+        lines.append(f"the last update was {found.update}, at {datetime.fromtimestamp(found.finished):%Y-%m-%d %H:%M:%S}{numbers}")
+    if (point := found.validation) is not None:
+        lines.append(validated(point.version, point.value, point.parts))
+    return lines if found.running else [*lines, *_goes_on(found)]
+
+
+def _ended(summary: Summary) -> list[str]:
+    reason = f" ({summary.reason})" if summary.reason else ""
+    lines = [f"{summary.run}: {summary.status}{reason} after {summary.updates} updates, {duration(summary.wall_s)} after loading"]
+    if summary.first_reward is not None and summary.last_reward is not None:
+        lines.append(f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5 updates)")
+    if summary.validation:
+        lines.append(validation_curve(summary.validation))
+    if trained := sum(summary.staleness.values()):
+        mean = sum(age * count for age, count in summary.staleness.items()) / trained
+        lines.append(f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most; images/s {summary.images_per_s:.1f}")
+    return [*lines, _groups(msgspec.to_builtins(summary.counters))]
+
+
+def _goes_on(found: LeftBehind) -> list[str]:
+    if found.checkpoint is None:
+        return ["it left no checkpoint to go on from"]
+    more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
+    run = Path(found.checkpoint).parents[1]
+    return [f"its newest checkpoint is {found.checkpoint}; the same recipe with checkpoint.resume={run}{more} goes on with it"]
