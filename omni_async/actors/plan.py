@@ -41,7 +41,7 @@ class Plan:
             if self.mode == "collect"
             else "each group is trained on as soon as it is scored"
         )
-        return f"{how}: {self.why}"
+        return f"{how} ({self.why})"
 
 
 def require_trainable(config: Config) -> None:
@@ -95,7 +95,7 @@ def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
     objective = find_objective(config.algorithm.name)
     if trainer.streaming == "off":
-        return "collect", "switched off"
+        return "collect", "trainer.streaming is off"
     if trainer.steps_per_update > 1:
         return "collect", "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
     if weigh:

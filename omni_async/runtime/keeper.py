@@ -131,6 +131,8 @@ class Keeper:
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
         """Until there are `count` workers of the role, or those that are too many know. `tell` gets a line about every one that comes or goes. Raises
         what a start raises, or ValueError."""
+        if self._scaling.locked():
+            tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:
             await self._scale(role, count, tell)
 

@@ -33,7 +33,7 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     lines = [f"update {found['update']}/{found['updates']}, {left}"]
     numbers = []
     if found["reward"] is not None:
-        numbers.append(f"reward {found['reward']:.3f} (mean of the last 5 updates)")
+        numbers.append(f"reward {found['reward']:.3f} (mean of the last {min(5, found['update'])} updates)")
     numbers += [f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found]
     if found["staleness/mean"] is not None:
         numbers.append(f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most")

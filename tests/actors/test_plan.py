@@ -35,11 +35,11 @@ def correction(**settings: Any) -> dict[str, Any]:
     [
         ({}, "unscaled", "applied to the gradient at the end"),
         ({"trainer.streaming": "on"}, "unscaled", "applied to the gradient at the end"),
-        ({"trainer.streaming": "off"}, "collect", "switched off"),
+        ({"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
         (GROUP_STD, "as_ready", "advantage.std: group needs the group alone"),
         ({"algorithm.advantage": {"std": "none"}}, "as_ready", "advantage.std: none needs the group alone"),
         (GROUP_STD | KL, "as_ready", "needs the group alone"),
-        (GROUP_STD | {"trainer.streaming": "off"}, "collect", "switched off"),
+        (GROUP_STD | {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
         (KL, "collect", "a loss that does not scale with the advantage"),
         ({"trainer.steps_per_update": 2}, "collect", "applied whole"),
         (GROUP_STD | {"trainer.steps_per_update": 2}, "collect", "applied whole"),
@@ -72,7 +72,7 @@ def test_the_configuration_decides_how_far_an_update_streams_and_says_why(change
         ("diffusion_dpo", {}, "as_ready", "a preference needs its pair alone"),
         ("diffusion_dpo", {"algorithm.advantage": {"aggregate": "gdpo", "track_prompts": True}}, "as_ready", "its pair alone"),
         ("diffusion_dpo", {"trainer.steps_per_update": 2}, "collect", "applied whole"),
-        ("diffusion_dpo", {"trainer.streaming": "off"}, "collect", "switched off"),
+        ("diffusion_dpo", {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
     ],
 )
 def test_objectives_on_final_latents_stream_as_far(name: str, changes: dict[str, Any], mode: str, reason: str) -> None:

@@ -210,7 +210,7 @@ def test_it_says_what_it_needs_of_a_sample_and_how_it_streams(tmp_path):
     stage = Stage(tmp_path, 0).play()
     assert {"latents", "log_probs", "conditioning", "means"} <= set(stage.desk.fields)
     assert len(set(stage.desk.fields)) == len(stage.desk.fields)
-    assert stage.desk.phases[0].startswith("each group is trained on as soon as it is scored: the objective scales with the advantage")
+    assert stage.desk.phases[0].startswith("each group is trained on as soon as it is scored (the objective scales with the advantage")
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm", "diffusion_dpo"])

@@ -257,6 +257,18 @@ def test_who_asks_for_workers_is_told_what_is_waited_for() -> None:
     World().play(story)
 
 
+def test_who_asks_while_workers_are_being_added_is_told_to_wait() -> None:
+    async def story(world: World) -> None:
+        told: list[str] = []
+        await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, told.append))
+        assert told == [
+            "rollout: waiting for a change of workers that was asked for before",
+            "rollout-2: gets no more work, and leaves when it has finished what it has",
+        ]
+
+    World().play(story)
+
+
 def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -> None:
     async def story(world: World) -> None:
         world.team.refuse = [ValueError("no room")]
