@@ -1,8 +1,8 @@
 """What may be shown: configurations and texts without credentials, and texts that stay one line on a terminal.
 
 A secret is recognised by its place: the value of a key named like one (`api_key`, `Authorization`), the user and password of a URL, a query
-value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's exception) may quote a secret without any of that;
-whoever knows the configuration gives its `secrets_in` along.
+value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's exception) may quote a secret without any of that, or
+encoded; whoever knows the configuration gives its `secrets_in` along.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from omni_async.config import secret_forms
 
 MASK = "***"
 # A value `env:NAME` says where a secret is, and is none (omni_async.rewards.registry).
@@ -60,9 +62,13 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets`, the user and password of every URL, query values and assignments named like secrets, and bearer tokens."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, MASK)
+    """`text` without `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of every URL, query values and
+    assignments named like secrets, and bearer tokens."""
+    shown, at = [], 0
+    for start, end in secret_forms.find(text, secrets):
+        shown += [text[at:start], MASK]
+        at = end
+    text = "".join([*shown, text[at:]])
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
     return _hidden(_ASSIGNED, _hidden(_QUERY, text))
 
