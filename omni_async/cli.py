@@ -31,7 +31,7 @@ A run leaves a folder in run.dir (default: runs/) with its configuration, ledger
 
 _CHECK = """\
 Validate a recipe, its prompt files, its checkpoint folder and its scorers without starting anything, and print it with every default
-filled in. What is printed is a recipe itself (credentials are masked):
+filled in. Scorers are loaded and score a synthetic picture (not with --no-probe). What is printed is a recipe itself (credentials are masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
         command.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+    check.add_argument("--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture")
     commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
     docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
     docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case "train":
                 return _train(load(options.recipe, options.overrides))
             case "check":
-                return _check(load(options.recipe, options.overrides))
+                return _check(load(options.recipe, options.overrides), not options.no_probe)
             case "list":
                 return _list()
             case "status" | "scale" | "stop":
@@ -139,10 +140,15 @@ def _train(config: Config) -> int:
     return EXIT_CODES[summary.status]
 
 
-def _check(config: Config) -> int:
+def _check(config: Config, probe: bool) -> int:
     from omni_async.runtime.preflight import preflight
 
-    preflight(config)
+    inputs = preflight(config)
+    if probe:
+        from omni_async.runtime.scorers import try_scorers
+
+        for note in try_scorers(inputs):
+            _tell(note)
     return _say(resolved_yaml(config).rstrip())
 
 

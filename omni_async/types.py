@@ -100,7 +100,8 @@ class Score(msgspec.Struct, frozen=True):
 class ScoreResult(msgspec.Struct, frozen=True):
     """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's. `gone`: the picture could not be had any
     more, which is not the scorer's failure. `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had
-    not been tried; `suspect`: the scorer went down with it."""
+    not been tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and said the same of this sample twice.
+    `final`: scoring it again would not help."""
 
     sample_id: str
     attempt: int
@@ -109,6 +110,8 @@ class ScoreResult(msgspec.Struct, frozen=True):
     gone: bool = False
     postponed: bool = False
     suspect: bool = False
+    wrong: bool = False
+    final: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True):

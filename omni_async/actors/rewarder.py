@@ -3,6 +3,8 @@
 Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is down it asks for no
 samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by the end of the run. What fails is reported as an
 error, never as a number. Scorers run in threads, off the event loop; see `omni_async.rewards.guard` for how they may fail.
+
+Before it asks for the first sample, its scorers score a synthetic one: one that is simply wrong ends the run then, while engines still load.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.control.waiting import first_of
+from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.panel import Panel
+from omni_async.rewards.probe import Probe
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult
 
 if TYPE_CHECKING:
     import numpy as np
+
+# How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample is asked for.
+_START_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,43 @@ class Gone:
 
 
 class Rewarder:
+    """`probe`: what the scorers are tried with at the start; None: nothing."""
+
     def __init__(
-        self, name: str, config: Config, reward: WeightedScorer, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+        self,
+        name: str,
+        config: Config,
+        reward: WeightedScorer,
+        coordinator: CoordinatorApi,
+        store: ObjectStore,
+        clock: Clock,
+        probe: Probe | None = None,
     ) -> None:
         self.name = name
         self._config = config
-        self._panel = Panel(name, reward, config.reward, clock, self._tell)
+        self._panel = Panel(name, reward, config.reward, clock, self._tell, probe=probe)
+        self._trial: asyncio.Task[str | None] | None = None
         self._coordinator = coordinator
         self._store = store
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
 
     async def start(self) -> None:
-        """The scorers were built with their models loaded; nothing else to do."""
+        """The scorers were built with their models loaded; they are tried. WrongScorer if that has ended the run."""
+        self._trial = asyncio.create_task(self._try_out())
+        try:
+            await asyncio.wait({self._trial}, timeout=_START_S)
+        except asyncio.CancelledError:
+            self._trial.cancel()
+            raise
+        if self._trial.done() and (wrong := self._trial.result()) is not None:
+            self._panel.close()
+            raise WrongScorer(wrong)
+
+    async def _try_out(self) -> str | None:
+        """Why the run is over, if the scorers are wrong."""
+        wrong = await self._panel.try_out()
+        return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
         """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has to be replaced."""
@@ -64,6 +95,8 @@ class Rewarder:
         await self._coordinator.scorer_leaves(self.name)
 
     async def _work(self) -> None:
+        if self._trial is not None and await self._trial is not None:
+            return
         jobs = await self._next_jobs()
         while jobs:
             results = await self._score_all(jobs)
@@ -118,5 +151,13 @@ def _result(job: ScoreJob, outcome: Score | Failure | Gone) -> ScoreResult:
     if isinstance(outcome, Gone):
         return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, gone=True)
     if isinstance(outcome, Failure):
-        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, postponed=outcome.postponed, suspect=outcome.suspect)
+        return ScoreResult(
+            job.sample_id,
+            job.attempt,
+            error=outcome.reason,
+            postponed=outcome.postponed,
+            suspect=outcome.suspect,
+            wrong=outcome.wrong,
+            final=outcome.final,
+        )
     return ScoreResult(job.sample_id, job.attempt, score=outcome)

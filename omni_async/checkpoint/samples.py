@@ -28,7 +28,7 @@ _ROLLOUT = (
 def made_with(config: Config) -> dict[str, Any]:
     """The settings that decide what a sample and its score are, by their names; without secrets."""
     settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
-    settings |= {"reward.scorers": config.reward.scorers}
+    settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
     return plain
 

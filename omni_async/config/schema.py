@@ -152,6 +152,21 @@ class Reward(Section, kw_only=True, frozen=True):
     outage_s: Annotated[
         float, _doc("How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are rejected.", ge=0)
     ] = 600.0
+    max_abs: Annotated[
+        float,
+        _doc(
+            "Largest absolute reward: a group with a larger one, or with a scorer whose weighted value is larger, is rejected with the reason.",
+            gt=0,
+            le=1e12,
+        ),
+    ] = 1e6
+    probe: Annotated[
+        bool,
+        _doc(
+            "Let every scorer score a synthetic picture before samples are drawn, and end the run if it fails twice with the same error that is "
+            "no outage. false: a scorer that has scored nothing yet counts as down."
+        ),
+    ] = True
     scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.")] = ()
 
 

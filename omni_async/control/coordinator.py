@@ -79,7 +79,8 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
-        self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images)
+        has_scored = start.ledger.events.get("trained", 0) > 0
+        self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored)
         self._ready = Bell()
         self._weights = Bell()
         self._log = EventLog()
@@ -116,6 +117,14 @@ class Coordinator:
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
         self._outcomes.scored(worker, kinds, results)
+
+    async def scorer_wrong(self, reason: str) -> bool:
+        """A scorer fails what it is tried with before it gets a sample, in the same way every time. Whether that ends the run: not if samples
+        were scored before, for then something that scorers need has gone, and may come back."""
+        if self._outcomes.has_scored:
+            return False
+        self._fail(reason)
+        return True
 
     # ---- trainer ------------------------------------------------------------------------------------------------------------------
 
@@ -290,6 +299,9 @@ class Coordinator:
 
     def group_ready(self) -> None:
         self._ready.ring()
+
+    def end_run(self, reason: str) -> None:
+        self._fail(reason)
 
     # ---- the end ------------------------------------------------------------------------------------------------------------------
 

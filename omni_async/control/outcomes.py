@@ -1,7 +1,8 @@
 """What comes of samples: generated, scored, failed, lost. Each ends as a part of a whole group or round, or is made again, or ends its group.
 
 Pure bookkeeping between the messages of engines and reward workers and the groups they belong to; waits for nothing. A failure is tried again a
-bounded number of times and never becomes a number; what was only lost is made again from the same seeds.
+bounded number of times and never becomes a number; what was only lost is made again from the same seeds. While nothing was ever scored, a scorer
+that fails a few samples of different prompts with errors that stay the same ends the run: it would fail the others, too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ class Ends(Protocol):
 
     def group_ready(self) -> None: ...
 
+    def end_run(self, reason: str) -> None: ...
+
+
+# Of so many groups, or prompts of a validation round, a sample must fail before the scorer is to blame: some prompts may be bad ones.
+_ALL_WRONG = 4
+
 
 class Outcomes:
-    """`images` are the training samples that were generated, earlier lives' included."""
+    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one of them was scored then."""
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class Outcomes:
         versions: Versions,
         ends: Ends,
         images: int,
+        has_scored: bool = False,
     ) -> None:
         self._config = config
         self._samples = samples
@@ -50,6 +58,8 @@ class Outcomes:
         self._versions = versions
         self._ends = ends
         self._down: set[str] = set()  # reward workers that wait for a scorer
+        self._wrong: set[tuple[str, int, int]] = set()  # kind, group and prompt of samples that a scorer failed twice in the same way
+        self.has_scored = has_scored
         self.images = images
 
     # ---- generation ---------------------------------------------------------------------------------------------------------------
@@ -126,6 +136,9 @@ class Outcomes:
             progress = home.samples[result.sample_id]
             if result.attempt != progress.request.attempt:
                 continue  # of a picture that was lost meanwhile
+            if (result.wrong or result.final) and self._is_wrong(progress.request):
+                self._ends.end_run(f"nothing could be scored so far, and the error stays the same: {result.error}")
+                return
             if result.gone:
                 self._samples.release(result.sample_id)
                 self._generation_failed(progress.request, progress, result.error or "its picture is gone")
@@ -134,12 +147,21 @@ class Outcomes:
                 if result.suspect:
                     self._went_down(home, progress, worker, result.error or "its scorer went down", outage)
             elif result.score is None:
-                self._score_failed(home, progress, result.error or "no score")
+                self._score_failed(home, progress, result.error or "no score", result.final)
             else:
                 self._samples.release(result.sample_id)
                 self._scored(home, progress, result.score)
 
+    def _is_wrong(self, request: SampleRequest) -> bool:
+        """Whether it is the scorer that is, after another sample that it fails without hope."""
+        if self.has_scored:
+            return False
+        self._wrong.add((request.kind, request.group, request.prompt.index))
+        at_once = (self._config.staleness.max_updates + 1) * self._config.trainer.groups_per_update
+        return len(self._wrong) >= min(_ALL_WRONG, at_once)
+
     def _scored(self, home: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
+        self.has_scored = True
         if isinstance(home, ValidationRound):
             progress.score = score
             self._ends.end_round(home)
@@ -182,15 +204,16 @@ class Outcomes:
         else:
             self._ends.end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
 
-    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
-        """Score it again after a pause; after `reward.retries` the group is rejected, or the round goes on without the sample."""
+    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str, final: bool) -> None:
+        """Score it again after a pause, unless that is `final`; after `reward.retries` the group is rejected, or the round goes on without the
+        sample."""
         progress.score_attempts += 1
-        if progress.score_attempts <= self._config.reward.retries:
+        if progress.score_attempts <= self._config.reward.retries and not final:
             self._samples.retry_score(progress.job(), progress.score_attempts)
         elif isinstance(home, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
-            self._ends.end_group(home, "rejected", f"reward failed {progress.score_attempts} times: {error}")
+            self._ends.end_group(home, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}")
 
     # ---- what is lost ---------------------------------------------------------------------------------------------------------------
 

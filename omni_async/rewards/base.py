@@ -14,6 +14,18 @@ class ScoreError(RuntimeError):
     """A sample could not be scored. It is retried, then its group is rejected; it never becomes a number."""
 
 
+class Outage(ScoreError):
+    """The scorer is not there, or has no time or room: asking later may help. A scorer may raise it, too, while it starts up say."""
+
+
+class WrongScorer(RuntimeError):
+    """A scorer that fails whatever it is asked, in the same way every time: waiting would not mend it."""
+
+
+class Unbounded(ScoreError):
+    """A finite score so large that training on it would break the policy. Its group is rejected; asking again would not make it smaller."""
+
+
 class Scorer(Protocol):
     """A class attribute `concurrent = True` (by default it is false) declares that `score` may be called while another call of it is running, as
     that of a client of an HTTP server usually may: then a slow call is hedged after `reward.hedge_s`.

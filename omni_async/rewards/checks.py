@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -11,6 +12,15 @@ import numpy as np
 
 from omni_async.rewards.base import ScoreError
 from omni_async.types import Prompt, Score
+
+# What a scorer returns goes into checkpoints, metrics and captions.
+_LONGEST_TEXT = 2000
+_LONGEST_NAME = 100
+_MOST_PARTS = 256
+# Metrics are means of parts: a sum of them has to be a number, too.
+_LARGEST_PART = 1e100
+# Halves of surrogate pairs, which no file can hold, and control characters, which no picture can show.
+_UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def describe(position: int, prompt: Prompt) -> str:
@@ -30,8 +40,8 @@ def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
-    """The scores, with plain floats for numbers: as many as prompts, every value and part a finite number. ScoreError otherwise, whatever a scorer
-    may have returned."""
+    """The scores, with plain floats for numbers and texts that can be written: as many as prompts, every value and part a finite number.
+    ScoreError otherwise, whatever a scorer may have returned."""
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
     if len(scores) != len(prompts):
@@ -45,25 +55,52 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
 def _require_score(where: str, score: Any) -> Score:
     if not isinstance(score, Score):
         raise ScoreError(f"{where}: a {_kind(score)}, expected a Score")
-    if not isinstance(score.parts, dict) or not all(isinstance(part, str) for part in score.parts):
-        raise ScoreError(f"{where}: parts is {score.parts!r}, expected a dict of named numbers")
     if not isinstance(score.text, str | None):
         raise ScoreError(f"{where}: text is a {_kind(score.text)}, expected a str or None")
     if not isinstance(score.values, tuple):
         raise ScoreError(f"{where}: values is a {_kind(score.values)}, expected a tuple of numbers")
     value = _finite(where, "value", score.value)
-    parts = {part: _finite(where, part, number) for part, number in score.parts.items()}
+    parts = _require_parts(where, score.parts)
     values = tuple(_finite(where, f"values[{i}]", number) for i, number in enumerate(score.values))
-    return Score(value, parts, score.text, values)
+    return Score(value, parts, None if score.text is None else _fit(score.text), values)
+
+
+def _require_parts(where: str, parts: Any) -> dict[str, float]:
+    if not isinstance(parts, dict):
+        raise ScoreError(f"{where}: parts is a {_kind(parts)}, expected a dict of named numbers")
+    if len(parts) > _MOST_PARTS:
+        raise ScoreError(f"{where}: {len(parts)} parts, expected {_MOST_PARTS} at most")
+    for name in parts:
+        if not isinstance(name, str):
+            raise ScoreError(f"{where}: a part's name is a {_kind(name)}, expected a str")
+        if not 0 < len(name) <= _LONGEST_NAME or _UNFIT.search(name):
+            raise ScoreError(
+                f"{where}: a part is called {name[:_LONGEST_NAME]!r}, expected 1 to {_LONGEST_NAME} characters without control characters"
+            )
+    numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
+    for name, number in numbers.items():
+        if abs(number) > _LARGEST_PART:
+            raise ScoreError(f"{where}: {name} is {number:g}, expected at most {_LARGEST_PART:g}")
+    return numbers
+
+
+def _fit(text: str) -> str:
+    """A text of any make as a plain one that can be written and shown."""
+    plain = _UNFIT.sub("\ufffd", str.__str__(text[:_LONGEST_TEXT]))
+    return plain if len(text) <= _LONGEST_TEXT else f"{plain}..."
 
 
 def _finite(where: str, part: str, number: Any) -> float:
     # NumPy's scalars are Real but for its bool. Whether something is right is a score, of 0 or 1.
     if not isinstance(number, Real | np.bool_):
         raise ScoreError(f"{where}: {part} is a {_kind(number)}, expected a number")
-    if not math.isfinite(number):
-        raise ScoreError(f"{where}: {part} is {number}, expected a finite number")
-    return float(number)
+    try:
+        plain = float(number)
+    except OverflowError:  # an int of any size is Real
+        plain = math.inf
+    if not math.isfinite(plain):
+        raise ScoreError(f"{where}: {part} is {plain}, expected a finite number")
+    return plain
 
 
 def _kind(thing: Any) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from omni_async.config import schema
+from omni_async.config.redact import one_line
 from omni_async.rewards import registry
-from omni_async.rewards.base import Scorer
-from omni_async.rewards.checks import require_images, require_scores
-from omni_async.rewards.hiding import Discreet
+from omni_async.rewards.base import Scorer, Unbounded, WrongScorer
+from omni_async.rewards.checks import describe, require_images, require_scores
+from omni_async.rewards.hiding import Discreet, told
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -25,6 +27,16 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
         seen[config.name] += 1
         labels.append(config.name if seen[config.name] == 1 else f"{config.name}_{seen[config.name]}")
     return labels
+
+
+def _built(label: str, config: schema.Scorer) -> Scorer:
+    """WrongScorer, one line without the scorer's credentials, if it cannot be; ScorerConfigError if its parameters do not fit."""
+    try:
+        return registry.build(config)
+    except registry.ScorerConfigError:
+        raise
+    except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
+        raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}") from None
 
 
 class Member(NamedTuple):
@@ -43,7 +55,7 @@ class WeightedScorer:
         if not configs:
             raise registry.ScorerConfigError(f"reward.scorers is empty; registered are {', '.join(registry.names())}")
         self.members = [
-            Member(label, config.weight, Discreet(registry.build(config), registry.secrets_of(config)))
+            Member(label, config.weight, Discreet(_built(label, config), registry.secrets_of(config)))
             for label, config in zip(_labels(configs), configs, strict=True)
         ]
 
@@ -61,10 +73,13 @@ class WeightedScorer:
         columns = [require_scores(label, scorer.score(images, prompts), prompts) for label, _, scorer in self.members]
         return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
 
-    def combine(self, row: Sequence[Score], prompt: Prompt) -> Score:
-        """One sample's score from that of every member, in their order. ScoreError if the sum is not finite."""
-        [score] = require_scores(self.name, [self._combine(row)], [prompt])
-        return score
+    def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
+        """One sample's score from that of every member, in their order. Unbounded if the sum, or what a member adds to it, is beyond `max_abs`."""
+        for (label, weight, _), score in zip(self.members, row, strict=True):
+            _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
+        combined = self._combine(row)
+        _require_bounded("the sum of all scorers", combined.value, prompt, max_abs)
+        return combined
 
     def _combine(self, row: Sequence[Score]) -> Score:
         value = sum(weight * score.value for (_, weight, _), score in zip(self.members, row, strict=True))
@@ -77,3 +92,8 @@ class WeightedScorer:
             parts.update({f"{label}/{part}": number for part, number in score.parts.items()})
         texts = [score.text for score in row if score.text is not None]
         return Score(value=value, parts=parts, text=" | ".join(texts) if texts else None, values=values)
+
+
+def _require_bounded(whose: str, value: float, prompt: Prompt, max_abs: float) -> None:
+    if not abs(value) <= max_abs:
+        raise Unbounded(f"{whose}, {describe(0, prompt)}: a reward of {value:g}, beyond reward.max_abs = {max_abs:g}")

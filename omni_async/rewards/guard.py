@@ -6,6 +6,9 @@ those. Unblocked by the scorer's answers and by timers alone; who wants to end e
 Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When a sample
 fails alone, the scorer is asked for one that it has scored before: if it answers, the fault is the sample's, and otherwise the scorer is down, and
 that is held against no sample. A scorer that has never answered counts as down, until it answers for any sample.
+
+A scorer that is simply wrong would be waited for in vain. So it is tried with a synthetic sample before any is drawn, and until it has scored a drawn
+one it is asked again at once for whatever it fails: the same words twice, unless they are those of an outage, are held against the scorer.
 """
 
 from __future__ import annotations
@@ -17,13 +20,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
+from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward
 from omni_async.control.backoff import Backoff
 from omni_async.control.breaker import Breaker, State
 from omni_async.control.clock import Clock
-from omni_async.rewards.base import ScoreError, Scorer, is_concurrent
+from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent
 from omni_async.rewards.checks import require_scores
+from omni_async.rewards.hiding import told
+from omni_async.rewards.outages import is_outage, repeats
+from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 
@@ -46,15 +54,19 @@ class ScorerHangs(RuntimeError):
 
 class Failure(Struct, frozen=True):
     """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had not been tried.
-    `suspect`: it went down when it was asked for this sample, by chance or not."""
+    `suspect`: it went down when it was asked for this sample, by chance or not. `wrong`: it has scored no drawn sample yet, and said the same twice.
+    `final`: asking again would not help."""
 
     reason: str
     postponed: bool = False
     suspect: bool = False
+    wrong: bool = False
+    final: bool = False
 
 
 class GuardedScorer:
-    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is back."""
+    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is back. `probe`: what it is
+    tried with; without one nothing that it says is taken for a mistake of its own."""
 
     def __init__(
         self,
@@ -64,6 +76,7 @@ class GuardedScorer:
         clock: Clock,
         threads: Threads,
         tell: Callable[[str], Awaitable[None]],
+        probe: Probe | None = None,
     ) -> None:
         self._label = label
         self._scorer = scorer
@@ -75,6 +88,8 @@ class GuardedScorer:
             pauses=Backoff(config.backoff_s or _FIRST_PAUSE_S, config.backoff_max_s),
             give_up_s=config.outage_s,
         )
+        self._probe = probe
+        self._doubted = probe is not None  # until it has scored a drawn sample
         self._known: tuple[Images, Prompts] | None = None  # a sample that it could score
         self._told_down = False
         self._told_given_up = False
@@ -83,19 +98,45 @@ class GuardedScorer:
     def down(self) -> bool:
         return self._breaker.state is not State.CLOSED
 
+    @property
+    def outage(self) -> str:
+        """The last thing it said when it went down."""
+        return self._breaker.reason
+
+    async def try_out(self) -> str | None:
+        """Score the probe. Why the scorer is wrong, if it is; one that only is not there counts as down from then on."""
+        if self._probe is None:
+            return None
+        images, prompts = self._probe.images, self._probe.prompts
+        answer = await self._call(images, prompts)
+        if isinstance(answer, ScoreError) and not isinstance(answer, Outage):
+            first, answer = answer, await self._call(images, prompts)
+            if isinstance(answer, ScoreError) and repeats(answer, first):
+                self._breaker.trip(str(answer))
+                return self._probe.failed(str(answer))
+        if isinstance(answer, ScoreError):
+            self._breaker.trip(str(answer))
+        else:
+            self._known = images[:1], prompts[:1]
+        return None
+
     async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
         """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
         outcomes = await self._score(images, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
         if self.down:  # which may have shown only after the first of them
-            outcomes = [self._failure(outcome.suspect) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+            outcomes = [self._failure(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
 
     async def _score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:
             return [self._failure()] * len(images)
         answer = await self._call(images, prompts)
+        wrong = False
+        if self._doubted and len(images) == 1 and isinstance(answer, ScoreError) and not isinstance(answer, Outage):
+            first, answer = answer, await self._call(images, prompts)
+            wrong = isinstance(answer, ScoreError) and repeats(answer, first)
         if not isinstance(answer, ScoreError):
             await self._answered(images[0], prompts[0])
             return [*answer]
@@ -105,7 +146,7 @@ class GuardedScorer:
         if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
             suspect = self._known is not None
             self._breaker.trip(str(answer))
-        return [Failure(str(answer), suspect=suspect)]
+        return [Failure(str(answer), suspect=suspect, wrong=wrong)]
 
     async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
         """An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang with each of them."""
@@ -119,11 +160,11 @@ class GuardedScorer:
                 outcomes += await self._score([image], [prompt])
         return outcomes
 
-    def _failure(self, suspect: bool = False) -> Failure:
-        """Of a sample while the scorer is down."""
+    def _failure(self, of: Failure | None = None) -> Failure:
+        """Of a sample while the scorer is down; `of`: what is known of it beside that."""
         breaker = self._breaker
         if not breaker.given_up:
-            return Failure(breaker.reason, postponed=True, suspect=suspect)
+            return replace(of or Failure(""), reason=breaker.reason, postponed=True)
         return Failure(f"scorer {self._label!r} has been failing for {breaker.open_s:.0f} s: {breaker.reason}")
 
     async def _missed(self, reason: str) -> None:
@@ -133,8 +174,12 @@ class GuardedScorer:
             await self._tell(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
 
     async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
-        if self._known is None:
+        if self._known is None or self._doubted:
             self._known = [image.copy()], [prompt]  # a copy, because the original is the object store's
+        self._doubted = False
+        await self._is_back()
+
+    async def _is_back(self) -> None:
         seconds, told = self._breaker.open_s, self._told_down
         self._breaker.succeeded()
         self._told_down = self._told_given_up = False
@@ -160,7 +205,7 @@ class GuardedScorer:
             if isinstance(answer, ScoreError):
                 await self._missed(str(answer))
             else:
-                await self._answered(self._known[0][0], self._known[1][0])
+                await self._is_back()
 
     async def _give_up(self) -> None:
         if self._threads.busy >= _MOST_HANGING:
@@ -177,7 +222,7 @@ class GuardedScorer:
         if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
             if not self.down:
                 raise ScorerHangs(self._hanging())  # it answers some, but has threads for no more
-            return ScoreError(self._hanging())
+            return Outage(self._hanging())
         loop, config = asyncio.get_running_loop(), self._config
         began = loop.time()
         waits = [began + config.timeout_s]
@@ -195,7 +240,7 @@ class GuardedScorer:
             if not answers:
                 waits.pop(0)
                 if not waits:
-                    return ScoreError(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
+                    return Outage(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
                 running.add(self._begin(images, prompts))
             calls = running
 
@@ -210,12 +255,16 @@ def _answer(label: str, scorer: Scorer, images: Images, prompts: Prompts) -> Ans
     """In a thread. Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""
     try:
         return require_scores(label, scorer.score(images, prompts), prompts)
-    except ScoreError as error:
-        return ScoreError(_shorten(str(error)))
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
-        return ScoreError(_shorten(f"scorer {label!r}: {type(error).__name__}: {error}"))
+        return _failed(label, error)
+
+
+def _failed(label: str, error: BaseException) -> ScoreError:
+    text = str(error) if isinstance(error, ScoreError) else f"scorer {label!r}: {told(error)}"
+    return (Outage if is_outage(error) else ScoreError)(_shorten(text))
 
 
 def _shorten(reason: str) -> str:
-    reason = " ".join(reason.split())
+    """One line that can be written and shown."""
+    reason = one_line(" ".join(reason.split()))
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

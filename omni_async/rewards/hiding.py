@@ -7,28 +7,53 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from omni_async.config.redact import redact_text
-from omni_async.rewards.base import ScoreError, Scorer, is_concurrent
+from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent
+from omni_async.rewards.outages import is_outage
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
     import numpy as np
 
 _LONGEST = 2000
+# Characters of an encoded secret for one of its own, at most: `\\\\u0073`, `%2525E4%2525BD...`.
+_WIDEST = 24
 
 
 @contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a `ScoreError` that does not."""
+    """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a `ScoreError` (an `Outage`, if it
+    says so) that does not."""
     try:
         yield
     except BaseException as error:  # sys.exit with a key in its text, too
-        text = str(error)
-        shown = redact_text(text[: 100 * _LONGEST], secrets)
-        if len(shown) > _LONGEST:
-            shown = f"{shown[:_LONGEST]}... ({len(text)} characters)"
+        try:
+            text = str(error)
+        except Exception:  # noqa: BLE001 (`told` says so)
+            raise error from None
+        shown = _cut(text, frozenset(secrets))
         if shown == text:
             raise error from None  # what led to it may say more
-        raise ScoreError(f"{type(error).__name__}: {shown}") from None
+        raise (Outage if is_outage(error) else ScoreError)(f"{type(error).__name__}: {shown}") from None
+
+
+def _cut(text: str, secrets: frozenset[str]) -> str:
+    """`text` without `secrets`, and without its end if it is too long."""
+    margin = _WIDEST * max(map(len, secrets), default=0)
+    looked_at = text[: 10 * _LONGEST + margin]
+    shown = redact_text(looked_at, secrets)
+    if len(looked_at) < len(text):
+        shown = shown[: max(0, len(shown) - margin)]  # where a secret may have been cut through
+    elif len(shown) <= _LONGEST:
+        return shown
+    return f"{shown[:_LONGEST]}... ({len(text)} characters)"
+
+
+def told(error: BaseException) -> str:
+    """The kind of an exception, and what it says; an exception is foreign code, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 (that it cannot be shown is all there is to say)
+        return f"{type(error).__name__}: an exception that cannot be shown"
 
 
 class Discreet:

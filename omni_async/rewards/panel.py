@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from omni_async.config.schema import Reward
 from omni_async.control.clock import Clock
-from omni_async.rewards.base import ScoreError
+from omni_async.rewards.base import ScoreError, Unbounded
 from omni_async.rewards.checks import require_images
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure, GuardedScorer
+from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Panel:
-    """`tell` gets what a person should know of them."""
+    """`tell` gets what a person should know of them. `probe`: what they are tried with before any sample is drawn."""
 
     def __init__(
         self,
@@ -29,16 +30,30 @@ class Panel:
         clock: Clock,
         tell: Callable[[str], Awaitable[None]],
         threads: Callable[[str], Threads] = Threads,
+        probe: Probe | None = None,
     ) -> None:
         self._reward = reward
+        self._max_abs = config.max_abs
         self._guards = [
-            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), tell) for label, _, scorer in reward.members
+            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), tell, probe) for label, _, scorer in reward.members
         ]
+
+    async def try_out(self) -> str | None:
+        """Every scorer scores the probe. Why one is wrong, if one is."""
+        for guard in self._guards:
+            if (wrong := await guard.try_out()) is not None:
+                return wrong
+        return None
 
     @property
     def down(self) -> bool:
         """Whether samples should wait for `recover`."""
         return any(guard.down for guard in self._guards)
+
+    @property
+    def outages(self) -> list[str]:
+        """What those say that are down."""
+        return [guard.outage for guard in self._guards if guard.down]
 
     async def recover(self) -> None:
         """Until samples may be sent to every scorer, be it in vain."""
@@ -67,9 +82,9 @@ class Panel:
 
     def _combine(self, row: list[Score], prompt: Prompt) -> Score | Failure:
         try:
-            return self._reward.combine(row, prompt)
-        except ScoreError as error:
-            return Failure(str(error))
+            return self._reward.combine(row, prompt, self._max_abs)
+        except Unbounded as error:
+            return Failure(str(error), final=True)
 
     def close(self) -> None:
         for guard in self._guards:

@@ -41,8 +41,11 @@ class InProcessCluster:
         """There is nothing but this process."""
 
     async def start(self) -> None:
-        # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process.
-        for role in (self._trainer, *self._actors.values()):
+        # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process. Reward workers
+        # first: a scorer that is wrong is told before models load.
+        rewarders = [actor for name, actor in self._actors.items() if name.startswith("reward")]
+        others = [actor for actor in self._actors.values() if actor not in rewarders]
+        for role in (*rewarders, self._trainer, *others):
             await role.start()
 
     def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:

@@ -68,8 +68,9 @@ def build_rewarder(name: str, inputs: RunInputs, coordinator: CoordinatorApi, st
     if inputs.profile is not None:
         return EmulatedRewarder(name, config, inputs.profile, coordinator, store, clock)
     from omni_async.rewards.composition import WeightedScorer
+    from omni_async.rewards.probe import Probe
 
-    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, clock)
+    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, clock, Probe.of(config, inputs.prompts))
 
 
 def build_publisher(

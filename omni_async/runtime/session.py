@@ -17,6 +17,7 @@ from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor, TaskFailed
 from omni_async.control.waiting import first_of
+from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import Request
 from omni_async.runtime.keeper import Keeper, Restarts
@@ -144,6 +145,6 @@ async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
 def describe(error: BaseException) -> str:
     if isinstance(error, TaskFailed) and error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, PeerLost):
+    if isinstance(error, PeerLost | WrongScorer):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -169,6 +169,7 @@ class Desk:
         self.done: list[SampleResult] = []
         self.failed: list[tuple[str, str]] = []
         self.scored_batches: list[list[ScoreResult]] = []
+        self.wrong: list[str] = []  # what was said of scorers
         self.fields: tuple[str, ...] = ()
         self.version = 0  # before the first update
         self.waiting: list[ReadyGroup] = []  # ready groups that a checkpoint has to keep
@@ -225,6 +226,10 @@ class Desk:
         assert kinds.keys() == {result.sample_id for result in results}
         self.scored_batches.append(results)
         self._bell.ring()
+
+    async def scorer_wrong(self, reason: str) -> bool:
+        self.wrong.append(reason)
+        return not self.scores
 
     async def closing(self) -> None:
         await self.until(lambda: self.closed)

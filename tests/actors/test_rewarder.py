@@ -8,17 +8,19 @@ import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+import pytest
 from actor_world import Desk, make_config, make_job, play, settle
 
 from omni_async.actors.rewarder import Rewarder
 from omni_async.config.schema import Scorer as ScorerConfig
 from omni_async.control.clock import ManualClock
-from omni_async.rewards.base import Scorer
+from omni_async.rewards.base import Scorer, WrongScorer
 from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.probe import Probe
 from omni_async.simulation import virtual_time
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
-from omni_async.types import Prompt, Score
+from omni_async.types import Prompt, Score, ScoreResult
 
 BLOCKED_AT_MOST_S = 5.0
 
@@ -264,3 +266,88 @@ def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for(
         "scorer 'brightness' answers again after 15 s",
     ]
     assert [(span.start, span.end) for span in desk.spans if span.kind == "outage"] == [(1.0, 16.0)]
+
+
+# ---- before the first sample --------------------------------------------------------------------------------------------------------
+
+
+def tried(scorer: Scorer, desk: Desk, **changes: float) -> Rewarder:
+    config = make_config(**changes)
+    probe = Probe.of(config, [Prompt(7, "a cat")])
+    return Rewarder("reward-0", config, WeightedScorer.alone(scorer), desk, LocalStore(), ManualClock(), probe)
+
+
+class Misspelt(Brightness):
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(self.tresh) for _ in images]  # type: ignore[attr-defined]
+
+
+def test_scorers_score_a_synthetic_picture_when_the_worker_starts():
+    scorer, desk = Brightness(), Desk()
+
+    async def main() -> None:
+        await tried(scorer, desk).start()
+        assert scorer.batches == [[7, 7]] and desk.wrong == []
+
+    play(main())
+
+
+def test_a_wrong_scorer_fails_the_start_in_its_own_words():
+    desk = Desk()
+
+    async def main() -> None:
+        with pytest.raises(WrongScorer, match="scorer 'brightness': AttributeError: 'Misspelt' object has no attribute 'tresh'"):
+            await tried(Misspelt(), desk).start()
+
+    play(main())
+    assert len(desk.wrong) == 1
+
+
+def test_where_samples_were_scored_before_it_is_waited_for():
+    """By the worker before this one, say: something that the scorer needs is gone, and may come back."""
+    desk = Desk()
+
+    async def main() -> None:
+        desk.scored_batches.append([ScoreResult("g0.s0", 1, score=Score(1.0))])
+        rewarder = tried(Misspelt(), desk)
+        await rewarder.start()
+        run = asyncio.create_task(rewarder.run())
+        desk.offer(make_job(1))
+        await settle()
+        assert not run.done() and len(desk.jobs) == 1, "it waits, and asks for nothing"
+        desk.close()
+        await run
+
+    play(main())
+
+
+def test_without_a_trial_a_scorer_that_never_answered_is_waited_for():
+    desk = Desk()
+
+    async def main() -> None:
+        await tried(Misspelt(), desk, **{"reward.probe": False}).start()
+
+    play(main())
+    assert desk.wrong == []
+
+
+def test_a_scorer_that_takes_its_time_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("omni_async.actors.rewarder._START_S", 0.01)
+    scorer, desk = Brightness(), Desk()
+
+    async def main() -> None:
+        config = make_config()
+        probe = Probe.of(config, [Prompt(7, "wait")])
+        rewarder = Rewarder("reward-0", config, WeightedScorer.alone(scorer), desk, LocalStore(), ManualClock(), probe)
+        await rewarder.start()
+        run = asyncio.create_task(rewarder.run())
+        desk.offer(make_job(0))
+        await settle()
+        assert len(desk.jobs) == 1, "no sample before the trial is over"
+        scorer.go.set()
+        await desk.until(scored(desk, 1))
+        desk.close()
+        await run
+
+    play(main())
+    assert scorer.batches == [[7, 7], [0]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from omni_async.types import Prompt, Score
@@ -26,3 +28,14 @@ class NotANumber:
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         return [Score(float("nan")) for _ in images]
+
+
+class Talkative(Constant):
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        sys.stdout.write("hello\n")
+        return super().score(images, prompts)
+
+
+class Unbuildable(Constant):
+    def __init__(self) -> None:
+        sys.exit("no licence")

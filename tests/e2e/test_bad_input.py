@@ -125,7 +125,6 @@ def test_a_bad_recipe_is_answered_before_anything_heavy_is_imported(recipe: Path
     [
         ("Constant", "zero reward variance"),
         ("AlwaysRaises", "OSError: the judge is out for lunch"),
-        ("NotANumber", "nan"),
     ],
 )
 def test_a_reward_without_signal_ends_the_run_and_says_so(
@@ -148,6 +147,39 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     rejected = [line for line in finished.ledger if line["event"] == "rejected"]
     assert rejected and all(reason in line["reason"] for line in rejected)
     assert sum(finished.summary.reject_reasons.values()) == len(finished.ledger)
+
+
+def test_a_wrong_scorer_is_told_in_its_own_words_before_anything_is_drawn(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    overrides = ["reward.scorers=[{name: 'tests.e2e.scorers:NotANumber'}]"]
+    for command, expected in (("check", 2), ("train", 1)):
+        code = main([command, str(recipe), *overrides])
+        said = capfd.readouterr()
+        assert code == expected, said
+        (line,) = said.err.splitlines()
+        assert "scorer 'tests.e2e.scorers:NotANumber', sample 0 (prompt 0: 'the digit 7'): value is nan, expected a finite number" in line
+    finished = left_behind(recipe, overrides)
+    assert finished.summary.status == "failed" and finished.summary.reason is not None and "value is nan" in finished.summary.reason
+    assert finished.ledger == [], "no group was admitted"
+    assert main(["check", str(recipe), *overrides, "--no-probe"]) == 0
+
+
+def test_a_check_says_which_scorers_it_could_not_try_and_prints_a_recipe_all_the_same(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(recipe), "reward.scorers=[{name: 'tests.e2e.scorers:AlwaysRaises'}]"]) == 0
+    said = capfd.readouterr()
+    (line,) = said.err.splitlines()
+    assert "may be an outage" in line and "OSError: the judge is out for lunch" in line
+    assert "tests.e2e.scorers:AlwaysRaises" in said.out
+    assert main(["check", str(recipe), "reward.scorers=[{name: 'tests.e2e.scorers:Talkative'}]"]) == 0
+    said = capfd.readouterr()
+    assert "hello" in said.err and "hello" not in said.out, "what a scorer prints is not part of the recipe"
+
+
+def test_a_scorer_that_cannot_be_built_is_refused_in_one_line(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe), "reward.scorers=[{name: 'tests.e2e.scorers:Unbuildable'}]"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "reward.scorers: scorer 'tests.e2e.scorers:Unbuildable' cannot be built: SystemExit: no licence" in line
 
 
 @pytest.mark.thorough

@@ -12,7 +12,9 @@ from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.composition import WeightedScorer
+from omni_async.rewards.probe import Probe
 from omni_async.store import LocalStore
+from omni_async.types import Prompt
 from tests.control.control_world import Run
 
 
@@ -31,16 +33,20 @@ class Pictures(LocalStore):
 
 
 class ScoredRun(Run):
-    """`scorers()` are a reward worker's, built for each by itself."""
+    """`scorers()` are a reward worker's, built for each by itself; `tried`: they score a synthetic picture first."""
 
-    def __init__(self, config: Config, scorers: Callable[[], Scorer], clock: Clock, **kwargs: Any) -> None:
+    def __init__(self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self._tried = tried
         self._scorers = scorers
         self._clock = clock
 
     async def rewarder(self, worker: str) -> None:
         reward = WeightedScorer.alone(self._scorers())
-        await Rewarder(worker, self.config, reward, self.coordinator, Pictures(), self._clock).run()
+        probe = Probe.of(self.config, [Prompt(0, "a synthetic cat")]) if self._tried else None
+        rewarder = Rewarder(worker, self.config, reward, self.coordinator, Pictures(), self._clock, probe)
+        await rewarder.start()
+        await rewarder.run()
 
     @property
     def told(self) -> list[str]:

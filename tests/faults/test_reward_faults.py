@@ -119,6 +119,71 @@ def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
     assert 70 <= seconds < 1000
 
 
+class Whimsical(Judge):
+    """Tells pictures of size 2 from the synthetic one, which is larger; what it says of those is up to `drawn`, and of the other to `synthetic`."""
+
+    def __init__(self, drawn: Callable[[int, int], float], synthetic: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__(up=lambda t: True)
+        self._drawn, self._synthetic = drawn, synthetic
+        self.drawn: Counter[tuple[int, int]] = Counter()
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        self.asked += 1
+        if images[0].shape != (2, 2, 3):
+            return [Score(self._synthetic()) for _ in images]
+        self.drawn.update(sample_of(image) for image in images)
+        return [Score(self._drawn(*sample_of(image))) for image in images]
+
+
+def misspelt(*_: int) -> float:
+    raise AttributeError("'Judge' object has no attribute '_tresh'")
+
+
+def test_a_scorer_that_fails_every_drawn_sample_in_the_same_way_ends_the_run_within_seconds_in_its_own_words() -> None:
+    config = with_reward(make_config(S=1, P=2, updates=400, score_retries=3, backoff_s=1.0))
+    played, seconds = play(config, Whimsical(misspelt), tried=True)
+    words = "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge' object has no attribute '_tresh'"
+    assert played.outcome == ("failed", words)
+    assert seconds < 10, "not the 600 s of an outage"
+
+
+def test_one_prompt_that_cannot_be_scored_is_not_taken_for_a_scorer_that_is_wrong() -> None:
+    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=1, backoff_s=1.0))
+    played, _ = play(config, Whimsical(lambda group, sample: misspelt() if group in (0, 1) else float(sample)), tried=True)
+    assert played.outcome == ("done", None)
+    assert events(played)["rejected"] == {0, 1}
+
+
+def test_a_judge_that_is_away_at_the_start_is_waited_for_whatever_it_says_the_same_way_each_time() -> None:
+    def away(group: int = 0, sample: int = 0) -> float:
+        if asyncio.get_running_loop().time() < 300:
+            raise ConnectionRefusedError("nobody listens")
+        return float(sample)
+
+    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=1, backoff_s=1.0))
+    played, seconds = play(config, Whimsical(away, away), tried=True)
+    assert played.outcome == ("done", None) and not events(played)["rejected"]
+    assert 300 <= seconds < 400
+
+
+def test_an_absurd_score_rejects_its_group_with_the_reason_and_is_not_asked_for_again() -> None:
+    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=3, backoff_s=1.0))
+    judge = Whimsical(lambda group, sample: 1e30 if (group, sample) == (3, 1) else float(sample))
+    played, _ = play(config, judge, tried=True)
+    assert played.outcome == ("done", None)
+    (rejected,) = [entry for entry in played.entries if entry.event == "rejected"]
+    assert rejected.group == 3 and rejected.reason is not None
+    assert "scorer 'judge'" in rejected.reason and rejected.reason.endswith("a reward of 1e+30, beyond reward.max_abs = 1e+06")
+    assert judge.drawn[3, 1] == 1
+    assert max(abs(value) for _, group in played.taken for value in group.rewards) <= 1e6
+
+
+def test_a_scorer_whose_every_score_is_absurd_ends_the_run_and_says_why() -> None:
+    played, seconds = play(make_config(S=1, P=2, updates=400), Whimsical(lambda group, sample: 1e30), tried=True)
+    status, reason = played.outcome
+    assert status == "failed" and reason is not None and "beyond reward.max_abs" in reason and seconds < 10
+
+
 def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
     async def main() -> None:
         config = with_reward(make_config(S=1, P=2, updates=400), outage_s=1e6, backoff_s=1.0)
@@ -149,7 +214,7 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
-    """Whatever the arrangement, once the scorer has answered each worker."""
+    """Whatever the arrangement, once the scorer has answered each worker. Some try their scorer before the first sample."""
     dice = random.Random(seed)
     bad = {group for group in range(1, 40) if dice.random() < 0.2}
     down, t = [], dice.uniform(2, 20)
@@ -168,7 +233,7 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
         score_at_once=dice.random() < 0.7,
     )
     config = with_reward(config, batch=dice.choice([1, 2, 8]), outage_s=1000.0)
-    played, _ = play(config, judge, reward_workers=dice.choice([1, 2, 3, 12]), seed=seed)
+    played, _ = play(config, judge, reward_workers=dice.choice([1, 2, 3, 12]), seed=seed, tried=dice.random() < 0.5)
     assert played.outcome == ("done", None)
     ended = events(played)
     assert ended["rejected"] <= bad and not ended["trained"] & bad

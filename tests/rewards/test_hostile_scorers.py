@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 import re
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,11 @@ class Says:
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> Any:
         return self._answer(len(images))
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
 
 
 def raises(error: BaseException) -> Callable[[int], Any]:
@@ -84,11 +90,17 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(each(1j), "value is a complex, expected a number", id="value complex"),
         pytest.param(each(np.ones(3)), r"value is a ndarray of shape \(3,\), expected a number", id="value array"),
         pytest.param(each(np.ones(())), r"value is a ndarray of shape \(\), expected a number", id="value array without axes"),
-        pytest.param(each(10**400), "OverflowError", id="value too large"),
+        pytest.param(each(10**400), "value is inf", id="value too large"),
         pytest.param(each(1.0, {"part": math.nan}), "part is nan", id="part nan"),
         pytest.param(each(1.0, {"part": None}), "part is a NoneType", id="part none"),
-        pytest.param(each(1.0, None), "parts is None, expected a dict", id="no parts"),
-        pytest.param(each(1.0, {1: 1.0}), "parts is {1: 1.0}, expected a dict of named numbers", id="unnamed part"),
+        pytest.param(each(1.0, None), "parts is a NoneType, expected a dict", id="no parts"),
+        pytest.param(each(1.0, {1: 1.0}), "a part's name is a int, expected a str", id="unnamed part"),
+        pytest.param(each(1.0, {"\ud800": 1.0}), r"a part is called '\\ud800', expected 1 to 100 characters", id="half a pair as name"),
+        pytest.param(each(1.0, {"a\x00b": 1.0}), r"a part is called 'a\\x00b'", id="control character in a name"),
+        pytest.param(each(1.0, {"": 1.0}), "a part is called ''", id="empty name"),
+        pytest.param(each(1.0, {"x" * 101: 1.0}), "a part is called 'x{100}'", id="long name"),
+        pytest.param(each(1.0, {str(i): 1.0 for i in range(257)}), "257 parts, expected 256 at most", id="many parts"),
+        pytest.param(each(1.0, {"part": 1e200}), "part is 1e[+]200, expected at most 1e[+]100", id="part too large"),
         pytest.param(each(1.0, text=b"x"), "text is a bytes", id="text bytes"),
         pytest.param(each(1.0, values=[1.0]), "values is a list", id="values list"),
         pytest.param(each(1.0, values=(1.0, math.nan)), r"values\[1\] is nan", id="values nan"),
@@ -101,6 +113,8 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(raises(concurrent.futures.CancelledError()), "CancelledError", id="a future's cancellation"),
         pytest.param(raises(GeneratorExit()), "GeneratorExit", id="GeneratorExit"),
         pytest.param(raises(MemoryError()), "MemoryError", id="no memory"),
+        pytest.param(raises(ValueError("\ud83d\x00\x1b[31m")), r"ValueError: \\ud83d\\x00\\x1b\[31m", id="unwritable words"),
+        pytest.param(raises(Speechless()), "Speechless: an exception that cannot be shown", id="an exception that raises"),
     ],
 )
 def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str) -> None:
@@ -110,6 +124,7 @@ def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str
     for outcome in outcomes_of(answer, outage_s=0.0):
         assert isinstance(outcome, Failure) and not outcome.postponed
         assert re.search(reason, outcome.reason), outcome.reason
+        assert outcome.reason.encode().isascii() or outcome.reason.isprintable(), "it goes into the ledger and onto consoles"
 
 
 def test_numbers_of_any_real_type_become_floats_that_can_be_written() -> None:
@@ -117,6 +132,43 @@ def test_numbers_of_any_real_type_become_floats_that_can_be_written() -> None:
     assert scores == [Score(0.5, {"part": 3.0}), Score(2.0), Score(1.0)]
     assert {type(score.value) for score in scores} == {float} and type(scores[0].parts["part"]) is float
     assert msgspec.json.decode(msgspec.json.encode(scores), type=list[Score]) == scores
+
+
+class Words(str):
+    """Not what it looks like."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        pytest.param("half \ud83d a pair \udc00", "half \ufffd a pair \ufffd", id="surrogates"),
+        pytest.param("a\x00b\x1b[31mc\x7f\x85", "a\ufffdb\ufffd[31mc\ufffd\ufffd", id="control characters"),
+        pytest.param("x" * 10**6, "x" * 2000 + "...", id="gigantic"),
+        pytest.param("两\n行\u3000\t\U0001f600", "两\n行\u3000\t\U0001f600", id="any language"),
+        pytest.param(Words("yes"), "yes", id="a kind of str"),
+        pytest.param(np.str_("yes"), "yes", id="numpy's"),
+    ],
+)
+def test_a_text_is_kept_as_far_as_it_can_be_written(text: str, kept: str) -> None:
+    for outcome in outcomes_of(each(1.0, text=text)):
+        assert isinstance(outcome, Score)
+        assert outcome.text == kept and type(outcome.text) is str
+        assert msgspec.json.decode(msgspec.json.encode(outcome), type=Score) == outcome
+
+
+def test_part_names_of_any_kind_of_str_are_plain() -> None:
+    for outcome in outcomes_of(each(1.0, {np.str_("part"): True})):
+        assert isinstance(outcome, Score)
+        assert outcome.parts == {"part": 1.0} and {type(name) for name in outcome.parts} == {str}
+
+
+@pytest.mark.parametrize("value", [1e30, -1e30, 1.1e6, sys.float_info.max])
+def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value: float) -> None:
+    for outcome in outcomes_of(each(value)):
+        assert isinstance(outcome, Failure) and outcome.final and not outcome.postponed
+        assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.reason
+    assert outcomes_of(each(1e6)) == [Score(1e6, values=(1e6,))] * 3
+    assert outcomes_of(each(11.0), max_abs=10.0) != outcomes_of(each(11.0), max_abs=11.0) == [Score(11.0, values=(11.0,))] * 3
 
 
 def test_a_servers_error_page_is_cut_to_a_line() -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from omni_async.config import schema
 from omni_async.rewards import registry
-from omni_async.rewards.base import ScoreError
+from omni_async.rewards.base import Outage
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.types import Prompt, Score
+from tests.config.test_secret_forms import ENCODERS
 
 IMAGES, PROMPTS = [np.zeros((4, 4, 3), np.uint8)], [Prompt(0, "x")]
 
@@ -84,9 +85,42 @@ def test_what_has_no_secret_is_raised_as_it_is() -> None:
     assert failure(config(url="https://judge/")) == "ConnectionError: https://judge/ refused  "
 
 
+class Encodes(Judge):
+    """Says its key in the way that it is told."""
+
+    def __init__(self, api_key: str, how: str) -> None:
+        self._said = ENCODERS[how](f"key:{api_key}")
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise ValueError(f"header {self._said} was refused")
+
+
+@pytest.mark.parametrize("how", sorted(ENCODERS))
+def test_nor_in_any_form_that_libraries_give_them(how: str) -> None:
+    key = 'sk-42"42/42+q&é'
+    said = failure(config("Encodes", api_key=key, how=how))
+    assert ENCODERS[how](f"key:{key}") not in said and key not in said and "***" in said
+
+
+@pytest.mark.parametrize("length", [8, 300, 5000])
+@pytest.mark.parametrize("copies", [1, 7, 500])
+def test_no_piece_of_a_long_credential_is_left_where_a_text_is_cut(length: int, copies: int) -> None:
+    key = "".join(f"{number:04x}" for number in range(length // 4))
+    said = failure(config("Repeats", api_key=key, copies=copies))
+    assert not any(key[at : at + 8] in said for at in range(0, length - 7, 4))
+
+
+class Repeats(Judge):
+    def __init__(self, api_key: str, copies: int) -> None:
+        self._said = f"{api_key} " * copies
+
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        raise ValueError(self._said)
+
+
 def test_a_web_page_for_an_error_is_cut() -> None:
     said = failure(config("Page"))
-    assert len(said) < 2100 and said.endswith("... (600000 characters)") and ScoreError.__name__ in said
+    assert len(said) < 2100 and said.endswith("... (600000 characters)") and Outage.__name__ in said
 
 
 def test_a_wrong_secret_is_refused_without_being_shown() -> None:

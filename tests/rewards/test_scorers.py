@@ -85,8 +85,8 @@ def test_a_failed_score_never_becomes_a_number() -> None:
         WeightedScorer([config("jpeg_size"), config(f"{__name__}:NanAtOne")]).score(IMAGES, PROMPTS)
     with pytest.raises(ScoreError, match="TooFew' returned 1 scores for 3 images"):
         WeightedScorer([config(f"{__name__}:TooFew")]).score(IMAGES, PROMPTS)
-    with pytest.raises(ScoreError, match=r"'reward'.*value is inf"):
-        WeightedScorer([config(f"{__name__}:Constant", value=1e308), config(f"{__name__}:Constant", value=1e308)]).score(IMAGES, PROMPTS)
+    with pytest.raises(ScoreError, match=r"Constant', sample 0.*a reward of inf, beyond"):
+        WeightedScorer([config(f"{__name__}:Constant", weight=1e300, value=1e99)]).score(IMAGES, PROMPTS)
     with pytest.raises(ScoreError, match="3 images but 2 prompts"):
         WeightedScorer([config("jpeg_size")]).score(IMAGES, PROMPTS[:2])
 

@@ -153,6 +153,9 @@ def test_non_finite_gradients_stop_the_run_and_leave_the_weights(make_config: Ma
     with pytest.raises(TrainingError, match=r"optimizer step 0: the gradient norm is (nan|inf)"):
         engine.step()
     assert torch.equal(weights(engine), before)
+    engine.discard()
+    train(engine, [tiny_group(TinyPolicy(), engine.config)])
+    assert weights(engine).isfinite().all(), "nothing of it is left behind"
 
 
 def test_a_step_without_rows_is_an_error(make_config: MakeConfig) -> None:
