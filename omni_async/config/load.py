@@ -15,6 +15,7 @@ import yaml
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
@@ -161,7 +162,7 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
     for key in parents:
         here = here.get(key) if isinstance(here, dict) else None
     if isinstance(here, dict) and isinstance(here.get(last), str):
-        if path == "emulation.profile" and not here[last].endswith(".json"):
+        if path == "emulation.profile" and not here[last].lower().endswith(".json"):
             return  # the name of a shipped profile
         if path == "checkpoint.resume" and here[last] == "auto":
             return
@@ -235,15 +236,11 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's tree over that of the recipe it `extends`, with paths resolved."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise ConfigError(f"{path}: larger than {_LARGEST_FILE} bytes, so no recipe")
-        text = content.decode("utf-8")
+        text = read_file(path, _LARGEST_FILE).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except ConfigError:
-        raise
+    except TooLargeError as error:
+        raise ConfigError(f"{path}: {error.strerror}, so no recipe") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     tree = _parse(text, str(path))

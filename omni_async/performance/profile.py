@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config import ConfigError
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.performance.service import NOTHING, ServiceTime
 
 _SHIPPED = "omni_async.performance.profiles"
@@ -73,7 +74,7 @@ def shipped_profiles() -> list[str]:
 
 def load_profile(name: str) -> Profile:
     """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none or it is not one."""
-    if name.endswith(".json"):
+    if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():
         raise ConfigError(
@@ -89,9 +90,9 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def _read(path: Path) -> Profile:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"emulation.profile: {path}: larger than {_LARGEST_FILE} bytes, so no profile")
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Profile)
+    except TooLargeError as error:
+        raise ConfigError(f"emulation.profile: {path}: {error.strerror}, so no profile") from None
     except OSError as error:
         raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

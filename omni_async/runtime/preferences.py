@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
+from omni_async.config.reading import require_file
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ class PreferencePairs:
 
         self.path = path
         try:
-            if not Path(path).is_file():  # pyarrow would also take a URL, or a folder
-                raise ConfigError(f"{_KEY}: no such file: {path}")
+            require_file(path)  # pyarrow would also take a URL, or a folder
             # Without these two, pyarrow reads the columns of a row group whole before it hands out the first batch.
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
             schema = self._file.schema_arrow
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{_KEY}: {path} cannot be read as parquet: {_one_line(error)}") from None
+        except FileNotFoundError:
+            raise ConfigError(f"{_KEY}: no such file: {path}") from None
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise ConfigError(f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or _one_line(error)}") from None
         for column in _COLUMNS:
             self._check_column(schema, column)
         metadata = self._file.metadata
@@ -87,6 +89,8 @@ class PreferencePairs:
             text = _text(value, where)
             if text is None or not text.strip():
                 raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
+            if "\0" in text:
+                raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
             if max_chars is not None and len(text) > max_chars:
                 raise ConfigError(f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}")
             prompts.append(Prompt(row, text))

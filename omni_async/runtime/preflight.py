@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
 from omni_async.control.continuation import Continuation, LedgerState
 from omni_async.performance.profile import Payload, Profile, load_profile
@@ -173,13 +174,11 @@ def _check_model(config: Config, family: PipelineFamily) -> None:
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ConfigError(f"{key}: {path} is larger than {_LARGEST_JSON} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ConfigError:
-        raise
+        content = json.loads(read_file(path, _LARGEST_JSON).decode("utf-8"))
+    except TooLargeError as error:
+        raise ConfigError(f"{key}: {path} is {error.strerror}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
+        raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{key}: {path}: expected a JSON object")
     return content

@@ -208,7 +208,11 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
     missing = tmp_path / "nothing.yaml"
     binary = tmp_path / "image.yaml"
     binary.write_bytes(b"\x89PNG\xff\xfe")
-    for path, said in ((missing, "no such file"), (tmp_path, "cannot be read: Is a directory"), (binary, "cannot be read: 'utf-8' codec")):
+    for path, said in (
+        (missing, "no such file"),
+        (tmp_path, "cannot be read: it is a folder, not a file"),
+        (binary, "cannot be read: 'utf-8' codec"),
+    ):
         with pytest.raises(ConfigError) as caught:
             load(path)
         assert str(caught.value).startswith(f"{path}: {said}")

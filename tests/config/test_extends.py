@@ -92,7 +92,7 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
         ({"own": "extends: nowhere.yaml\n"}, "nowhere.yaml: no such file"),
         ({"own": "extends: [base.yaml]\n"}, "own.yaml: extends: expected the path of a recipe, got ['base.yaml']"),
         ({"own": "extends: 3\n"}, "own.yaml: extends: expected the path of a recipe, got 3"),
-        ({"own": "extends: .\n"}, "cannot be read: Is a directory"),
+        ({"own": "extends: .\n"}, "cannot be read: it is a folder, not a file"),
         ({"own": 'extends: "a\\0b"\n'}, "cannot be read: embedded null byte"),
         ({"own": "extends: base.yaml\n", "base": "- a\n"}, "base.yaml: expected a mapping of sections, got list"),
         ({"own": "extends: base.yaml\n", "base": "model: [\n"}, "base.yaml:2:1: not valid YAML"),

@@ -270,9 +270,17 @@ def test_what_is_no_parquet_is_refused(tmp_path, content):
         PreferencePairs(str(path))
 
 
-@pytest.mark.parametrize("name", ["nowhere.parquet", "", "\0", "https://localhost:1/pairs.parquet"])
-def test_a_file_that_is_not_there_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match=r"^data\.preferences: no such file: "):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere.parquet", "no such file: "),
+        ("", ".* cannot be read as parquet: it is a folder, not a file$"),
+        ("\0", ".* cannot be read as parquet: embedded null byte$"),
+        ("https://localhost:1/pairs.parquet", "no such file: "),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused(tmp_path, name, why):
+    with pytest.raises(ConfigError, match=rf"^data\.preferences: {why}"):
         PreferencePairs(f"{tmp_path}/{name}" if "://" not in name else name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,11 @@ def refusal(folder: Path, content: str | bytes, name: str = "prompts.txt", max_c
         read(folder, content, name, max_chars)
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+def nested(levels: int) -> str:
+    """A line whose object is the first of so many levels."""
+    return '{"prompt": "x", "note": ' + "[" * (levels - 1) + "{}" + "]" * (levels - 1) + "}"
 
 
 def test_a_text_file_is_a_prompt_a_line_without_the_empty_ones(tmp_path):
@@ -62,7 +68,15 @@ def test_a_long_prompt_is_refused_with_its_line_and_the_key_that_allows_more(tmp
         ('{"prompt": ""}', 'expected an object with a non-empty string "prompt"'),
         ('{"prompt": 7}', 'expected an object with a non-empty string "prompt"'),
         ('{"prompt": "x", "target": 7}', "target: expected a string, got 7"),
-        ("[" * 100_000, "not valid JSON"),
+        ("[" * 100_000, "not valid JSON: nested more than 50 levels deep"),
+        (nested(900), "nested more than 50 levels deep"),
+        (nested(50), "nested more than 50 levels deep"),
+        ('{"prompt": "x", "prompt": "y"}', "key 'prompt' given twice"),
+        ('{"prompt": "x", "of": {"a": 1, "b": [{"a": 1, "a": 2}]}}', "key 'a' given twice"),
+        ('{"prompt": "half \\ud800"}', "half a surrogate pair"),
+        ('{"prompt": "x", "note": "\\udc00"}', "invalid utf-16 surrogate pair"),
+        ('{"prompt": "x\\u0000"}', "holds the character U+0000"),
+        ('{"prompt": "x", "target": "\\u0000"}', "holds the character U+0000"),
     ],
 )
 def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
@@ -75,9 +89,43 @@ def test_a_broken_json_line_is_refused_with_its_number(tmp_path, line, why):
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^validation\.prompts: no such file: .*nowhere\.txt$"):
         load_prompts(str(tmp_path / "nowhere.txt"), "validation.prompts", 10)
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it is a folder, not a file"):
         load_prompts(str(tmp_path), "data.prompts", 10)
-    assert "cannot be read" in refusal(tmp_path, b"caf\xe9\n")
+    assert "prompts.txt:2: not UTF-8 text: byte 0xe9: " in refusal(tmp_path, b"fine\ncaf\xe9\n")
+    assert "prompts.txt:1: holds the character U+0000" in refusal(tmp_path, b"a\0b\n")
+
+
+def test_metadata_may_be_nested_and_hold_colons(tmp_path):
+    [deep] = read(tmp_path, nested(49), "p.jsonl")
+    assert deep.metadata.keys() == {"note"}
+    assert read(tmp_path, '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")[0].metadata == {"of": {"a": {"a": 1}}}
+
+
+@pytest.mark.parametrize("name", ["UPPER.JSONL", "Mixed.JsonL"])
+def test_suffixes_are_read_in_any_case(tmp_path, name):
+    assert read(tmp_path, '{"prompt": "a cat"}', name)[0].text == "a cat"
+    assert read(tmp_path, "a cat", "PROMPTS.TXT")[0].text == "a cat"
+
+
+@pytest.mark.parametrize(("name", "got"), [("p.csv", ".csv"), ("p.json", ".json"), ("p.txt.gz", ".gz"), ("prompts", "no suffix")])
+def test_a_format_without_a_reader_is_refused_with_those_that_have_one(tmp_path, name, got):
+    message = refusal(tmp_path, "prompt\na cat\n", name)
+    assert message.endswith(f"{name}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got {got}")
+
+
+def test_what_a_check_misses_in_a_prompt_is_said_with_its_line(tmp_path):
+    (tmp_path / "p.txt").write_text("with a cat\n\nwithout\n")
+    checks = [lambda prompt: None, lambda prompt: None if "cat" in prompt.text else f"no cat in {prompt.text!r}"]
+    with pytest.raises(ConfigError, match=r"^data\.prompts: .*p\.txt:3: no cat in 'without'$"):
+        load_prompts(str(tmp_path / "p.txt"), "data.prompts", 50, checks)
+
+
+def test_a_million_prompts_are_read_in_seconds(tmp_path):
+    line = '{"prompt": "a sign that says \\"open\\"", "target": "open", "language": "en", "n": 1}\n'
+    (tmp_path / "p.jsonl").write_text(line * 100_000)
+    started = time.process_time()
+    assert len(load_prompts(str(tmp_path / "p.jsonl"), "data.prompts", 50, [lambda prompt: None])) == 100_000
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\x1c"])

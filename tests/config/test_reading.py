@@ -1,0 +1,80 @@
+"""What stands where a file should be: every reader of a user's files refuses it at once, in one line, instead of waiting for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from omni_async.cli import main
+from omni_async.config import ConfigError, load
+from omni_async.config.reading import TooLargeError, open_file, read_file, require_file
+from omni_async.performance.profile import load_profile
+from omni_async.runtime.preferences import PreferencePairs
+from omni_async.runtime.prompts import load_prompts
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def _link_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+_KINDS = [
+    pytest.param(_make_folder, "a folder", id="folder"),
+    pytest.param(_make_pipe, "a named pipe", id="pipe"),
+    pytest.param(_make_socket, "a socket", id="socket"),
+    pytest.param(_link_device, "a device", id="device"),
+]
+_READERS = {
+    "prompts.txt": lambda path: load_prompts(str(path), "data.prompts", 50),
+    "pairs.parquet": lambda path: PreferencePairs(str(path)),
+    "profile.json": lambda path: load_profile(str(path)),
+    "recipe.yaml": load,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("make", "kind"), _KINDS)
+@pytest.mark.parametrize("name", _READERS)
+def test_what_is_no_file_is_refused_at_once_with_what_it_is(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ConfigError) as refused:
+        _READERS[name](tmp_path / name)
+    assert f"{name}" in str(refused.value) and f"it is {kind}, not a file" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.timeout(20)
+def test_a_recipe_may_not_extend_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "base.yaml")
+    (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
+    assert main(["check", str(tmp_path / "own.yaml")]) == 2
+    assert capsys.readouterr().err == f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file\n"
+
+
+def test_files_are_read_through_links_and_up_to_a_size(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert read_file(tmp_path / "link") == b"12345" == read_file(tmp_path / "link", 5)
+    with open_file(tmp_path / "file") as file:
+        assert file.read() == b"12345"
+    with pytest.raises(TooLargeError) as refused:
+        read_file(tmp_path / "file", 4)
+    assert refused.value.strerror == "larger than 4 bytes"
+    with pytest.raises(FileNotFoundError):
+        require_file(tmp_path / "nowhere")
