@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong configuration or usage (one messag
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ A run leaves a folder in run.dir (default: runs/) with its configuration, ledger
 """
 
 _CHECK = """\
-Validate a recipe, its prompt files, its checkpoint folder and its scorers without starting anything, and print it with every default
-filled in. Scorers are loaded and score a synthetic picture (not with --no-probe). What is printed is a recipe itself (credentials are masked):
+Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its scorers' parameters and
+what they need of each prompt. Scorers are loaded and score a synthetic picture (not with --no-probe). Then print the recipe with every default
+filled in. What is printed is a recipe itself (credentials are masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
@@ -143,7 +145,8 @@ def _train(config: Config) -> int:
 def _check(config: Config, probe: bool) -> int:
     from omni_async.runtime.preflight import preflight
 
-    inputs = preflight(config)
+    with contextlib.redirect_stdout(sys.stderr):  # what a scorer's module prints is no part of the recipe
+        inputs = preflight(config)
     if probe:
         from omni_async.runtime.scorers import try_scorers
 

@@ -111,6 +111,16 @@ def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path
     assert yaml.safe_load(shown)["trainer"]["optimizer"]["name"] == "adamw"  # every default is there
 
 
+def test_what_a_scorers_module_prints_is_no_part_of_the_recipe_that_check_prints(tmp_path, monkeypatch, capsys):
+    (tmp_path / "printing_scorer.py").write_text("print('hello')\nclass X:\n    def score(self, images, prompts): return []\n")
+    monkeypatch.chdir(tmp_path)
+    write_world(tmp_path, reward={"scorers": [{"name": "printing_scorer:X"}]})
+    assert cli.main(["check", "recipe.yaml"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "hello\n"
+    assert yaml.safe_load(said.out)["reward"]["scorers"][0]["name"] == "printing_scorer:X"
+
+
 def test_the_recipes_we_ship_are_valid():
     recipes = list((ROOT / "recipes").rglob("*.yaml"))
     assert recipes

@@ -24,7 +24,7 @@ class TooLargeError(OSError):
 
 def require_file(path: str | Path) -> None:
     """OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file (links are followed)."""
-    _require_plain_file(os.stat(path), path)
+    _require_plain_file(Path(path).stat(), path)
 
 
 def open_file(path: str | Path) -> BinaryIO:

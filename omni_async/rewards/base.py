@@ -29,6 +29,10 @@ class Unbounded(ScoreError):
 class Scorer(Protocol):
     """A class attribute `concurrent = True` (by default it is false) declares that `score` may be called while another call of it is running, as
     that of a client of an HTTP server usually may: then a slow call is hedged after `reward.hedge_s`.
+
+    A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every prompt of the recipe before
+    anything is started. It returns what it misses in the prompt, as a text for the user, or None; `params` are the constructor's keyword
+    arguments, defaults included. It should import no torch: recipes are checked without.
     """
 
     name: str

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
@@ -21,7 +22,7 @@ from rapidfuzz.distance import Levenshtein
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import describe, require_images
 from omni_async.rewards.ctc import text_probability
-from omni_async.rewards.recogniser import Reading, Recogniser
+from omni_async.rewards.recogniser import HEIGHT, Reading, Recogniser
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -38,6 +39,16 @@ def wanted_text(prompt: Prompt) -> str | None:
         match = _QUOTED.search(prompt.text)
         text = (match[1] or match[2]) if match else ""
     return "".join(text.split()) or None
+
+
+def missing_text(prompt: Prompt) -> str | None:
+    """For `check_prompt` of scorers that read: what to write where there is no wanted text; None if there is."""
+    return None if wanted_text(prompt) is not None else 'the prompt has no `target` and no text in "double quotes" to look for'
+
+
+@cache
+def _alphabet() -> frozenset[str]:
+    return frozenset(Recogniser(threads=1, width=HEIGHT).alphabet[1:])
 
 
 class OcrScorer:
@@ -66,6 +77,16 @@ class OcrScorer:
                 self._silent.append(index)
             else:
                 self._entries[self._fold(character)].append(index)
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        """There must be a text to read, in characters that the recogniser knows."""
+        text = wanted_text(prompt)
+        if text is None or text.isascii():  # all of ASCII is known, and loading the alphabet takes a second
+            return missing_text(prompt)
+        known = _alphabet()
+        unknown = {c for c in text if c not in known and (params["case_sensitive"] or not known & {c.lower(), c.upper()})}
+        return f"the recogniser's alphabet lacks {''.join(sorted(unknown))!r}" if unknown else None
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         require_images(self.name, images, prompts)

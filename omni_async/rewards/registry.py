@@ -1,7 +1,8 @@
 """Scorers by name: what `reward.scorers[].name` may say, and how its `params` become constructor arguments.
 
 A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are the constructor's
-keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). Nothing is imported before `build`.
+keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A scorer's module is somebody else's code:
+whatever happens when it is imported is one line that says where.
 
 A parameter `env:NAME`, at any depth, is what the environment variable NAME holds where the scorer is built, so that a secret needs to stand in no
 recipe. What such a parameter or one named like a secret holds is masked in whatever the scorer raises.
@@ -9,11 +10,17 @@ recipe. What such a parameter or one named like a secret holds is masked in what
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
-from collections.abc import Iterator
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any, cast, get_type_hints
 
 import msgspec
@@ -23,6 +30,7 @@ from omni_async.config.redact import MASK, REFERENCE, SHORTEST, redact, redact_t
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.hiding import hiding
+from omni_async.types import Prompt
 
 ENTRY_POINT_GROUP = "omni_async.scorers"
 
@@ -30,6 +38,8 @@ _BUILT_IN = {
     "ocr": "omni_async.rewards.ocr:OcrScorer",
     "jpeg_size": "omni_async.rewards.jpeg_size:JpegSizeScorer",
 }
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_SHOWN_FOLDERS = 4
 
 
 class ScorerConfigError(ValueError):
@@ -47,26 +57,69 @@ def names() -> list[str]:
 
 
 def _load(name: str) -> type:
-    target = _table().get(name, name)
+    table = _table()
+    target = table.get(name, name)
     if ":" not in target:
         raise ScorerConfigError(f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'")
-    module, _, attribute = target.partition(":")
-    try:
-        loaded = EntryPoint(name=name, value=target, group=ENTRY_POINT_GROUP).load()
-    except ImportError as error:
-        raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: {error}") from error
-    except AttributeError as error:
-        found = [key for key, value in vars(import_module(module)).items() if isinstance(value, type) and value.__module__ == module]
-        raise ScorerConfigError(f"scorer {name!r}: module {module!r} has no {attribute!r}; it defines {', '.join(found)}") from error
+    if name not in table and not _OWN.fullmatch(target):
+        raise ScorerConfigError(f"scorer {name!r}: expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)")
+    point = EntryPoint(name=name, value=target, group=ENTRY_POINT_GROUP)
+    loaded: Any = _imported(name, point.module)
+    for attribute in point.attr.split("."):
+        if not hasattr(loaded, attribute):
+            found = [key for key, value in vars(loaded).items() if isinstance(value, type) and value.__module__ == point.module]
+            defined = f"it defines {', '.join(found)}" if found else "it defines no class"
+            raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
+        loaded = getattr(loaded, attribute)
     if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
         raise ScorerConfigError(f"scorer {name!r}: {target!r} is not a class with a method `score(images, prompts)`")
     return loaded
 
 
+def _imported(name: str, module: str) -> ModuleType:
+    """ScorerConfigError whatever the module does instead of being imported: what it ends with, and where."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: there is no {error.name!r} in {_searched()}") from None
+        problem: BaseException = error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (somebody else's code; KeyboardInterrupt stays the user's)
+        problem = error
+    text = str(problem) or "no reason given"
+    raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_place(problem)}") from None
+
+
+def _place(error: BaseException) -> str:
+    """` (file:line)` of the innermost line that is not Python's own import machinery."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return ""  # its text says so
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _searched() -> str:
+    """The folders that modules are looked for in, for people: without those of Python itself."""
+    python = Path(os.__file__).parent
+    found = dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip"))
+    shown = [folder for folder in found if folder != str(python) and not folder.startswith(str(python / "lib-dynload"))]
+    more = f" and {len(shown) - _SHOWN_FOLDERS} more folders of the Python path" if len(shown) > _SHOWN_FOLDERS else ""
+    return ", ".join(shown[:_SHOWN_FOLDERS]) + more
+
+
+def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, Any]]:
+    """The constructor's signature, and the types of its parameters."""
+    try:
+        return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]  # only read
+    except Exception as error:  # noqa: BLE001 (annotations are code, of somebody else)
+        why = f"{type(error).__name__}: {error}; names in them must be there at run time, not under TYPE_CHECKING alone"
+        raise ScorerConfigError(f"scorer {name!r}: the annotations of its constructor cannot be evaluated: {why}") from None
+
+
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
     """`params` converted to the types of the constructor's keyword arguments."""
-    hints = get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]  # only its signature is read
-    signature = inspect.signature(scorer)
+    signature, hints = _signature(name, scorer)
     allowed = {key: hints.get(key, Any) for key, p in signature.parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     converted: dict[str, Any] = {}
     for key, value in params.items():
@@ -79,6 +132,8 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
         except msgspec.ValidationError as error:
             why = redact_text(str(error), secrets_in({key: given}))
             raise ScorerConfigError(f"{where}: {why}, got {redact({key: value})[key]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise ScorerConfigError(f"{where}: a recipe cannot give a {allowed[key]}: {error}") from None
     missing = [key for key in allowed if key not in converted and signature.parameters[key].default is inspect.Parameter.empty]
     if missing:
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
@@ -119,6 +174,33 @@ def secrets_of(config: schema.Scorer) -> frozenset[str]:
 def check(config: schema.Scorer) -> None:
     """Raise `ScorerConfigError` if `build` would, without loading any model (the scorer's module is imported)."""
     _arguments(config.name, _load(config.name), config.params)
+
+
+def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
+    """What the scorer says it misses in a prompt, if it has a `check_prompt` to say so; see `Scorer`. ScorerConfigError where that is unusable."""
+    scorer = _load(config.name)
+    declared = inspect.getattr_static(scorer, "check_prompt", None)
+    if declared is None:
+        return None
+    if not isinstance(declared, classmethod | staticmethod):
+        raise ScorerConfigError(
+            f"scorer {config.name!r}: check_prompt must be a classmethod or staticmethod: prompts are checked before a scorer is built"
+        )
+    signature, _ = _signature(config.name, scorer)
+    bound = signature.bind(**_arguments(config.name, scorer, config.params))
+    bound.apply_defaults()
+    ask, params, secrets = cast(Any, scorer).check_prompt, bound.arguments, secrets_of(config)
+
+    def check(prompt: Prompt) -> str | None:
+        try:
+            missing = ask(prompt, params)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (somebody else's code)
+            missing = f"check_prompt failed: {type(error).__name__}: {error}{_place(error)}"
+        if not isinstance(missing, str | None):
+            missing = f"check_prompt returned a {type(missing).__name__}, expected what is missing as text, or None"
+        return None if missing is None else f"scorer {config.name!r}: {redact_text(missing, secrets)}"
+
+    return check
 
 
 def is_concurrent(config: schema.Scorer) -> bool:

@@ -24,7 +24,7 @@ from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
-from omni_async.runtime.prompts import load_prompts
+from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt
 
@@ -67,18 +67,29 @@ def preflight(config: Config) -> RunInputs:
         raise ConfigError(str(error)) from None
     require_trainable(config)
     _check_placement(config)
-    for number, scorer in enumerate(config.reward.scorers):
-        try:
-            scorers.check(scorer)
-        except ValueError as error:
-            raise ConfigError(f"reward.scorers.{number}: {error}") from None
+    checks = _check_scorers(config)
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave it out")
     _check_model(config, family)
     longest = config.data.max_prompt_chars
-    validation = load_prompts(config.validation.prompts, "validation.prompts", longest) if config.validation else []
-    return _from_checkpoint(RunInputs(config, family, prompts=tuple(_prompts(config)), validation_prompts=tuple(validation)))
+    prompts = _prompts(config, checks)
+    validation = load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
+    return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
+
+
+def _check_scorers(config: Config) -> list[PromptCheck]:
+    """What they ask of every prompt."""
+    asked: list[PromptCheck] = []
+    for number, scorer in enumerate(config.reward.scorers):
+        try:
+            scorers.check(scorer)
+            check = scorers.prompt_check(scorer)
+        except ValueError as error:
+            raise ConfigError(f"reward.scorers.{number}: {error}") from None
+        if check is not None:
+            asked.append(check)
+    return asked
 
 
 def _from_checkpoint(inputs: RunInputs) -> RunInputs:
@@ -143,7 +154,7 @@ def _check_memory(config: Config, payload: Payload) -> None:
         )
 
 
-def _prompts(config: Config) -> list[Prompt]:
+def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
     longest = config.data.max_prompt_chars
     if config.data.preferences is not None:
         from omni_async.runtime.preferences import PreferencePairs
@@ -151,7 +162,7 @@ def _prompts(config: Config) -> list[Prompt]:
         return PreferencePairs(config.data.preferences).prompts(longest)
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
-    return load_prompts(config.data.prompts, "data.prompts", longest)
+    return load_prompts(config.data.prompts, "data.prompts", longest, checks)
 
 
 def _check_model(config: Config, family: PipelineFamily) -> None:

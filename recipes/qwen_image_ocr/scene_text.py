@@ -19,7 +19,7 @@ from rapidfuzz.distance import Levenshtein
 
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import describe, require_images
-from omni_async.rewards.ocr import wanted_text
+from omni_async.rewards.ocr import missing_text, wanted_text
 from omni_async.types import Prompt, Score
 
 
@@ -41,6 +41,10 @@ class SceneTextScorer:
             }
         )
         logging.getLogger("RapidOCR").setLevel(logging.ERROR)
+
+    @staticmethod
+    def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
+        return missing_text(prompt)
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         require_images(self.name, images, prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -56,6 +57,16 @@ def _file_for_folder(folder: Path) -> str:
     return f"run.dir={folder / 'taken'}"
 
 
+def _prompts_without_targets(folder: Path) -> str:
+    (folder / "prompts.txt").write_text('a sign that says "open"\na cat\n')
+    return "reward.scorers=[{name: ocr}]"
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "pipe.txt")
+    return f"data.prompts={folder / 'pipe.txt'}"
+
+
 def _append(folder: Path, text: str) -> None:
     path = folder / "recipe.yaml"
     path.write_text(path.read_text() + text)
@@ -74,6 +85,10 @@ def _override(text: str) -> Callable[[Path], str]:
         pytest.param(
             _override("weights.publish_every=3"), ("staleness.max_updates", "publish_every - 1 = 2"), id="staleness < publish_every - 1"
         ),
+        pytest.param(
+            _prompts_without_targets, ("data.prompts", "prompts.txt:2", "'ocr'", "no `target`"), id="a prompt that a scorer cannot score"
+        ),
+        pytest.param(_pipe, ("data.prompts", "pipe.txt", "a named pipe, not a file"), id="a pipe for prompts"),
         pytest.param(_other_architecture, ("model.path", "FluxPipeline", "QwenImagePipeline"), id="wrong architecture"),
         pytest.param(_no_checkpoint, ("model.path", "model_index.json"), id="no checkpoint"),
         pytest.param(_file_for_folder, ("run.dir", "taken"), id="run directory is a file"),

@@ -87,6 +87,29 @@ def test_missing_and_unwritable_targets_name_the_prompt() -> None:
         scorer().score([draw("1")], [prompt("🦆")])
 
 
+@pytest.mark.parametrize(
+    ("asked", "missing"),
+    [
+        (prompt("4 2"), None),
+        (prompt(None, 'a sign "y"'), None),
+        (prompt("日本"), None),
+        (prompt(None, "a cat"), 'no `target` and no text in "double quotes"'),
+        (prompt("  "), 'no `target` and no text in "double quotes"'),
+        (prompt("a 🦆"), "alphabet lacks '🦆'"),
+    ],
+)
+def test_what_cannot_be_read_of_a_prompt_is_known_before_there_is_an_image(asked: Prompt, missing: str | None) -> None:
+    said = OcrScorer.check_prompt(asked, {"case_sensitive": False})
+    assert said is None if missing is None else said is not None and missing in said
+
+
+def test_every_ascii_character_can_be_read() -> None:
+    """`check_prompt` relies on it."""
+    text = "".join(map(chr, range(33, 127)))
+    image = draw("1")
+    assert len(scorer().score([image], [prompt(text)])) == 1
+
+
 @pytest.mark.parametrize("image", [np.zeros((64, 64, 3), np.float32), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)])
 def test_other_images_are_refused(image: np.ndarray) -> None:
     with pytest.raises(ScoreError, match=r"sample 1 .*expected a uint8 image"):

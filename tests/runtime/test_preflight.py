@@ -246,3 +246,19 @@ def test_looking_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_every_scorer_sees_every_prompt(tmp_path, section):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "target": "7"}\n\n{"prompt": "a cat", "note": {"target": "7"}}\n')
+    (tmp_path / "fine.txt").write_text('a sign that says "open"\n')
+    sections = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {section: {"prompts": "p.jsonl"}}
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": "ocr"}]}, **sections))
+    assert message.startswith(f"{section}.prompts: ") and "p.jsonl:3: scorer 'ocr': the prompt has no `target`" in message
+
+
+def test_a_scorer_module_that_exits_is_one_line_under_its_key(tmp_path, monkeypatch):
+    (tmp_path / "exiting_scorer.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "exiting_scorer:X"}]}))
+    assert message.startswith("reward.scorers.0: scorer 'exiting_scorer:X': cannot import 'exiting_scorer': SystemExit")
