@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from omni_async.accelerator import require_accelerator
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
@@ -41,7 +42,7 @@ class Pairs(Protocol):
 
 
 class PreferenceReader:
-    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus is 0 or there is none."""
+    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus is 0."""
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class PreferenceReader:
 
         device = self._device
         if device is None:
-            accelerator = torch.accelerator.current_accelerator(True) if self._config.placement.rollout.gpus > 0 else None
-            device = accelerator or torch.device("cpu")
+            gpus = self._config.placement.rollout.gpus
+            device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else torch.device("cpu")
         self._codec = self._policy.load_codec(getattr(torch, self._config.model.dtype)).to(device)
         self._conditioning = ConditioningCache(self._codec)
 

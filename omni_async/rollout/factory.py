@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
 from omni_async.performance.profile import Profile
 from omni_async.policy import PipelineFamily
@@ -40,7 +41,8 @@ def build_engine(config: Config, engine_name: str, family: PipelineFamily, profi
         case "diffusers":
             from omni_async.rollout.diffusers_engine import DiffusersEngine
 
-            device = "cpu" if config.placement.rollout.gpus == 0 else None
+            gpus = config.placement.rollout.gpus
+            device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else "cpu"
             return DiffusersEngine(
                 engine_name, family.load_policy(config.model.path), dtype=_dtype(config), max_batch=rollout.max_batch, device=device
             )

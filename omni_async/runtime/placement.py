@@ -36,6 +36,22 @@ class Seating:
     def cpus(self) -> int:
         return math.ceil(sum(bundle.cpus for bundle in self.bundles))
 
+    @property
+    def gpus(self) -> float:
+        return sum(bundle.gpus for bundle in self.bundles)
+
+
+def role_names(config: Config) -> dict[str, list[str]]:
+    """The actors of a job by role, worker 0 first."""
+    workers = 0 if config.data.preferences is not None else config.reward.workers
+    ranks = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
+    return {
+        "control": ["coordinator"],
+        "rollout": list(config.engine_names),
+        "reward": [f"reward-{worker}" for worker in range(workers)],
+        "trainer": ["trainer", *(f"trainer-{rank}" for rank in range(1, ranks))],
+    }
+
 
 def seating(config: Config, roles: dict[str, list[str]]) -> Seating:
     """`roles` are the actors' names under `control`, `rollout`, `reward` and `trainer`, worker 0 first."""

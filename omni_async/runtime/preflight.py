@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
+from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
@@ -24,6 +27,7 @@ from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
+from omni_async.runtime.placement import role_names, seating
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt
@@ -113,6 +117,35 @@ def _check_placement(config: Config) -> None:
             raise ConfigError(
                 f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use more workers"
             )
+    _require_accelerators(config)
+
+
+def _require_accelerators(config: Config) -> None:
+    """Where this machine is all there is, and it has fewer than the roles ask for."""
+    asking = {role: gpus for role in ("rollout", "reward", "trainer") if (gpus := getattr(config.placement, role).gpus) > 0}
+    in_process = config.run.runtime == "inprocess"
+    if not asking or (not in_process and _joins_a_cluster(config)):
+        return
+    found = most_accelerators()
+    # In one process all roles use the same one.
+    needed = min(1.0, *asking.values()) if in_process else seating(config, role_names(config)).gpus
+    if found is None or needed <= found[0]:
+        return
+    have, why = found
+    names = role_names(config)
+    asked = ", ".join(f"{role} {len(names[role])} x {gpus:g}" for role, gpus in asking.items())
+    elsewhere = "" if in_process else ", or name a cluster that has them with run.ray_address"
+    raise ConfigError(
+        f"placement.{next(iter(asking))}.gpus: accelerators are asked for ({asked}), but this machine has {have or 'none'} ({why}); "
+        f"lower placement.*.gpus (0 is the CPU) or the numbers of workers{elsewhere}"
+    )
+
+
+def _joins_a_cluster(config: Config) -> bool:
+    """Whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this process has one already."""
+    if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
+        return True
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:

@@ -22,7 +22,7 @@ from omni_async.control.waiting import first_of
 from omni_async.runtime import roles
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import place_of
-from omni_async.runtime.placement import Seat, Seating, seating
+from omni_async.runtime.placement import Seat, Seating, role_names, seating
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import StartError, connect
 from omni_async.runtime.ray_processes import Whereabouts, end_process
@@ -48,7 +48,7 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
         self._group: PlacementGroup | None = None
-        self._seating: Seating = seating(inputs.config, self._role_names())
+        self._seating: Seating = seating(inputs.config, role_names(inputs.config))
         self._owns_ray = False
 
     @property
@@ -73,7 +73,7 @@ class RayCluster:
         offline = config.data.preferences is not None
         readers = [self._spawn_reader(name) for name in config.engine_names] if offline else []
         producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
-        names = self._role_names()
+        names = role_names(config)
         rewarders = [self._spawn_rewarder(name) for name in names["reward"]]
         others = [self._spawn(name, partial(_rank, rank, self._inputs)) for rank, name in enumerate(names["trainer"]) if rank > 0]
         folders = str(self._run.checkpoints), str(self._run.weights)
@@ -88,31 +88,31 @@ class RayCluster:
                 raise  # a role's own
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
-    def _role_names(self) -> dict[str, list[str]]:
-        config = self._inputs.config
-        workers = 0 if config.data.preferences is not None else config.reward.workers
-        return {
-            "control": ["coordinator"],
-            "rollout": list(config.engine_names),
-            "reward": [f"reward-{worker}" for worker in range(workers)],
-            "trainer": ["trainer", *(f"trainer-{rank}" for rank in range(1, roles.num_ranks(self._inputs)))],
-        }
-
     async def _reserve(self, bundles: Sequence[Resources]) -> None:
         if not bundles:
             return
         wanted = [{"CPU": r.cpus, **({"GPU": r.gpus} if r.gpus else {})} for r in bundles]
+        if self._owns_ray and self._inputs.config.run.ray_address is None:
+            self._require_room(wanted)  # no more will come
         self._group = placement_group(wanted, strategy="PACK")
         try:
             async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
                 await self._group.ready()
         except TimeoutError:
-            have = ray.cluster_resources()
-            need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
+            self._require_room(wanted)
+            raise StartError(
+                f"placement: there is no room for the run: {self._resources()}; wait for other jobs, or lower placement.*"
+            ) from None
+
+    def _require_room(self, wanted: list[dict[str, float]]) -> None:
+        """StartError if all machines together, were they free, are too small."""
+        have = ray.cluster_resources()
+        need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
+        if any(need[kind] > have.get(kind, 0) for kind in need):
             raise StartError(
                 f"placement: the run needs {need['CPU']:g} CPUs and {need['GPU']:g} GPUs, the cluster has "
                 f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g} in all; lower placement.* or the numbers of workers"
-            ) from None
+            )
 
     def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
         seat = self._seating.seats.get(place_of(name)) or self._seat_beside(name)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni_async.accelerator import require_accelerator
 from omni_async.actors.api import CoordinatorApi, ProducerApi, PublisherApi, RankApi, UpdateRule
 from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
 from omni_async.actors.plan import plan_updates
@@ -87,19 +88,16 @@ def build_publisher(
     return WeightPublisher(config, producers, coordinator, sender, clock or WallClock())
 
 
-def num_ranks(inputs: RunInputs) -> int:
-    """One emulated rank stands for all."""
-    return inputs.config.trainer.workers if inputs.profile is None else 1
-
-
 def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
     world_size = inputs.config.trainer.workers
 
     def build_engine() -> TrainEngine:
         from omni_async.training.engine import TrainEngine
 
-        device: Any = None
-        if inputs.config.placement.trainer.gpus == 0:
+        device: Any = None  # the one of this rank
+        if (gpus := inputs.config.placement.trainer.gpus) > 0:
+            require_accelerator("placement.trainer.gpus", gpus)
+        else:
             import torch
 
             device = torch.device("cpu")

@@ -6,8 +6,9 @@ import sys
 
 import msgspec
 import pytest
+import torch
 
-from omni_async.config.schema import Config
+from omni_async.config.schema import Config, Placement, Resources
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING
 from omni_async.policy import find_family
@@ -57,3 +58,10 @@ def test_an_engine_that_is_not_asked_for_is_not_imported() -> None:
         "print([m for m in ('torch', 'diffusers', 'vllm', 'vllm_omni') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_an_engine_that_was_given_an_accelerator_does_not_run_on_the_cpu_instead(checkpoint):
+    placed = msgspec.structs.replace(config("diffusers", checkpoint), placement=Placement(rollout=Resources(gpus=1)))
+    with pytest.raises(RuntimeError, match=r"placement\.rollout\.gpus: 1 asked for, but torch \S+ sees no accelerator here"):
+        build_engine(placed, "e0", find_family("qwen_image"))

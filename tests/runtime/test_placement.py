@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from omni_async.config.schema import Config, Resources
-from omni_async.runtime.placement import CONTROL, Seat, seating
+from omni_async.policy import find_family
+from omni_async.runtime.placement import CONTROL, Seat, role_names, seating
+from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.roles import build_rank
+from omni_async.store import LocalStore
 
 ROLES = {
     "control": ["coordinator"],
@@ -65,3 +71,26 @@ def test_emulated_devices_ask_for_nothing() -> None:
     assert seats.bundles == () and seats.cpus == 0
     assert set(seats.seats) == {name for names in ROLES.values() for name in names}
     assert set(seats.seats.values()) == {Seat(None, 0.0, 0.0, 1)}
+
+
+def test_every_worker_has_a_name_and_worker_0_of_the_trainer_is_the_trainer() -> None:
+    names = role_names(config({}, rollout={"workers": 2}, trainer={"workers": 3}))
+    assert names["rollout"] == ["rollout-0", "rollout-1"] and names["reward"] == ["reward-0"]
+    assert names["trainer"] == ["trainer", "trainer-1", "trainer-2"]
+
+
+def test_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
+    names = role_names(config({}, data={"preferences": "p.parquet"}, rollout={"workers": 2}))
+    assert names["rollout"] == ["reader"] and names["reward"] == []
+
+
+def test_one_emulated_rank_stands_for_all() -> None:
+    assert role_names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
+    inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
+    rank = build_rank(0, inputs, LocalStore())
+    with pytest.raises(RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"):
+        asyncio.run(rank.setup(None, None))

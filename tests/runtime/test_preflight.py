@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.control.continuation import Continuation
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
+from omni_async.runtime import preflight as module
 from omni_async.runtime.preflight import preflight
 
 
@@ -235,6 +237,58 @@ def test_accelerators_are_shared_one_at_a_time(tmp_path):
     message = refusal(write_world(tmp_path, placement=placement, staleness={"max_updates": 0}))
     assert message == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
     assert preflight(emulated(tmp_path, placement=placement, staleness={"max_updates": 0})).profile is not None
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> None:
+    monkeypatch.setattr(module, "most_accelerators", lambda: found)
+    monkeypatch.setattr(module, "_joins_a_cluster", lambda config: config.run.ray_address is not None)
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "trainer"])
+@pytest.mark.parametrize("runtime", ["inprocess", "ray"])
+def test_an_accelerator_where_there_is_none_is_refused(tmp_path, monkeypatch, role, runtime):
+    machine(monkeypatch, (0, "/dev has none"))
+    message = refusal(write_world(tmp_path, run={"runtime": runtime}, placement={role: {"gpus": 1}}))
+    assert message.startswith(
+        f"placement.{role}.gpus: accelerators are asked for ({role} 1 x 1), but this machine has none (/dev has none); "
+    )
+    assert "(0 is the CPU)" in message and ("run.ray_address" in message) == (runtime == "ray")
+
+
+def test_more_accelerators_than_there_are_is_refused_with_the_sum_by_role(tmp_path, monkeypatch):
+    machine(monkeypatch, (2, "/dev has so many"))
+    world = {"run": {"runtime": "ray"}, "rollout": {"workers": 3}}
+    message = refusal(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world))
+    assert "(rollout 3 x 0.5, trainer 1 x 1), but this machine has 2 (/dev has so many)" in message
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.25}, "trainer": {"gpus": 1}}, **world))
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world | {"rollout": {"workers": 2}}))
+
+
+def test_roles_of_one_process_share_an_accelerator(tmp_path, monkeypatch):
+    machine(monkeypatch, (1, "/dev has so many"))
+    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 1}, "trainer": {"gpus": 2}}))
+
+
+def test_accelerators_are_not_counted_where_that_cannot_be_known(tmp_path, monkeypatch):
+    asking = {"placement": {"trainer": {"gpus": 9}}}
+    machine(monkeypatch, None)
+    preflight(write_world(tmp_path, run={"runtime": "ray"}, **asking))
+    machine(monkeypatch, (0, "/dev has none"))
+    preflight(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}, **asking))
+    assert preflight(emulated(tmp_path, run={"runtime": "ray"}, **asking)).profile is not None
+
+
+def test_a_cluster_is_joined_by_the_recipe_or_by_rays_own_variable(tmp_path, monkeypatch):
+    config = write_world(tmp_path, run={"runtime": "ray"})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert not module._joins_a_cluster(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert module._joins_a_cluster(config)
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert module._joins_a_cluster(write_world(tmp_path, run={"runtime": "ray", "ray_address": "auto"}))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert module._joins_a_cluster(config)
 
 
 def test_looking_imports_no_torch(tmp_path):

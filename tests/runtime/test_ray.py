@@ -265,6 +265,18 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
     ray.util.remove_placement_group(cluster._group)
 
 
+def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
+    cluster = make_cluster(tmp_path)
+    cluster._owns_ray = True
+
+    async def main() -> None:
+        with pytest.raises(StartError, match="the run needs 1 CPUs and 99 GPUs, the cluster has 4 and"):
+            await cluster._reserve([Resources(cpus=1, gpus=99)])
+
+    asyncio.run(main())
+
+
 def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
 

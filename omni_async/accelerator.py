@@ -1,0 +1,55 @@
+"""Which accelerators this machine has: what can be known in a moment, without a driver or torch, and what torch says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_NVIDIA = re.compile(r"nvidia\d+")
+# Devices of makers whose count says little by itself: AMD and integrated graphics (dri), Intel, Gaudi and others (accel), Ascend, WSL.
+_OTHERS = re.compile(r"kfd|dri|accel\d*|davinci.*|dxg|hl\d+")
+_HIDES_ALL = ("", "-1", "NoDevFiles")
+
+
+def most_accelerators(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """At most so many, and why, as CUDA and Ray count them; None: only a driver knows. Takes no time: no torch, no Ray, no driver is asked."""
+    try:
+        names = [entry.name for entry in devices.iterdir()]
+    except OSError:
+        return None
+    if any(_OTHERS.fullmatch(name) for name in names):
+        return None
+    found = sum(_NVIDIA.fullmatch(name) is not None for name in names)
+    if not found:
+        return 0, f"{devices} has none"
+    if _torch().endswith("+cpu"):
+        return 0, f"torch {_torch()} is a build for CPUs"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found, f"{devices} has so many"
+    shown = [] if visible.strip() in _HIDES_ALL else visible.split(",")
+    return min(found, len(shown)), f"CUDA_VISIBLE_DEVICES={visible}"
+
+
+def require_accelerator(key: str, asked: float) -> torch.device:
+    """The accelerator that torch would use. RuntimeError, under `key`, if it sees none: what was meant for one would run on the CPU without a word."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        raise RuntimeError(f"{key}: {asked:g} asked for, but torch {torch.__version__} sees no accelerator here; 0 runs on the CPU")
+    return found
+
+
+def _torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""

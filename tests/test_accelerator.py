@@ -1,0 +1,69 @@
+"""How many accelerators there may be at most is known without a driver; where torch sees none, nothing falls back to the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from omni_async import accelerator
+from omni_async.accelerator import most_accelerators, require_accelerator
+
+
+@pytest.fixture(autouse=True)
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "_torch", lambda: "2.13.0+cu130")
+
+
+def devices(folder: Path, *names: str) -> Path:
+    for name in ("null", "nvidiactl", "nvidia-uvm", *names):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "environment", "count"),
+    [
+        ((), {}, 0),
+        ((), {"CUDA_VISIBLE_DEVICES": "0"}, 0),
+        (("nvidia0", "nvidia3"), {}, 2),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+    ],
+)
+def test_nvidia_devices_are_counted_as_far_as_they_are_visible(
+    tmp_path: Path, names: tuple[str, ...], environment: dict[str, str], count: int
+) -> None:
+    found = most_accelerators(devices(tmp_path, *names), environment)
+    assert found is not None and found[0] == count
+    if "CUDA_VISIBLE_DEVICES" in environment and names:
+        assert found[1] == f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']}"
+
+
+@pytest.mark.parametrize("name", ["kfd", "dri", "davinci0", "davinci_manager", "accel", "dxg"])
+def test_what_only_a_driver_can_tell_is_not_guessed(tmp_path: Path, name: str) -> None:
+    assert most_accelerators(devices(tmp_path, name, "nvidia0"), {}) is None
+    assert most_accelerators(tmp_path / "nowhere", {}) is None
+
+
+def test_a_torch_for_cpus_uses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "_torch", lambda: "2.13.0+cpu")
+    assert most_accelerators(devices(tmp_path, "nvidia0"), {}) == (0, "torch 2.13.0+cpu is a build for CPUs")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
+def test_what_torch_does_not_see_is_not_replaced_by_the_cpu() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"^placement\.trainer\.gpus: 0\.5 asked for, but torch \S+ sees no accelerator here; 0 runs on the CPU$"
+    ):
+        require_accelerator("placement.trainer.gpus", 0.5)
+
+
+def test_counting_imports_no_torch() -> None:
+    program = "import sys; from omni_async.accelerator import most_accelerators; most_accelerators(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "False"
