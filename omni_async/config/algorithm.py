@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
-from omni_async.config.section import Positive, Section
+from omni_async.config.section import LARGEST, Positive, Section, most
 from omni_async.config.section import doc as _doc
 
 
@@ -19,9 +18,9 @@ class Advantage(Section, kw_only=True, frozen=True):
         Literal["global", "group", "none"], _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all.")
     ] = "global"
     ddof: Annotated[Literal[0, 1], _doc("1: unbiased variance (VeRL-Omni); 0: population variance (flow_grpo).")] = 1
-    eps: Annotated[float, _doc("Keeps the division by a small std finite; see eps_form.", ge=0)] = 1e-4
+    eps: Annotated[float, _doc("Keeps the division by a small std finite; see eps_form.", ge=0, most=LARGEST)] = 1e-4
     eps_form: Annotated[Literal["added", "floor"], _doc("`added`: divide by std + eps; `floor`: by max(std, eps).")] = "added"
-    clip_max: Annotated[float, _doc("Advantages are clamped to +-clip_max.", gt=0)] = 5.0
+    clip_max: Annotated[float, _doc("Advantages are clamped to +-clip_max.", gt=0, most=LARGEST)] = 5.0
     aggregate: Annotated[
         Literal["rewards", "advantages", "gdpo"],
         _doc(
@@ -116,7 +115,7 @@ def automatic_correction(max_updates: int) -> Correction:
 
 
 class Mix(Section, kw_only=True, frozen=True):
-    log_ratio_coef: Annotated[float, _doc("Weight of half the squared mean log-ratio, MixGRPO's KL term.", ge=0)] = 0.0
+    log_ratio_coef: Annotated[float, _doc("Weight of half the squared mean log-ratio, MixGRPO's KL term.", ge=0, most=LARGEST)] = 0.0
 
 
 class Guard(Section, kw_only=True, frozen=True):
@@ -130,7 +129,7 @@ class Guard(Section, kw_only=True, frozen=True):
 
 
 class Dppo(Section, kw_only=True, frozen=True):
-    kappa_max: Annotated[float, _doc("Rows drift no further than this KL per latent element.", gt=0)] = 1e-5
+    kappa_max: Annotated[float, _doc("Rows drift no further than this KL per latent element.", gt=0, most=LARGEST)] = 1e-5
     kappa_max_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample; wins over kappa_max.")] = None
     width: Annotated[
         Literal["transition", "unit"], _doc("KL with the transition's own variance, or with variance 1 (VeRL-Omni: add_kl_coefficient).")
@@ -138,7 +137,7 @@ class Dppo(Section, kw_only=True, frozen=True):
 
 
 class Nft(Section, kw_only=True, frozen=True):
-    beta: Annotated[float, _doc("Mixes current and old velocity into the positive and negative policies.", gt=0)] = 1.0
+    beta: Annotated[float, _doc("Mixes current and old velocity into the positive and negative policies.", gt=0, most=LARGEST)] = 1.0
     adv_mode: Annotated[
         Literal["all", "positive_only", "negative_only", "one_only", "binary"], _doc("Which part of the advantage counts.")
     ] = "all"
@@ -160,11 +159,11 @@ class Awm(Section, kw_only=True, frozen=True):
         "exp_first"
     )
     advantage_max: Annotated[Positive | None, _doc("Rescale advantages from +-clip_max to +-this; null leaves them.")] = 1.0
-    clip_range: Annotated[float, _doc("PPO clip range; the log-ratio is of order 1 here, so 1 hardly clips.", gt=0)] = 1.0
-    ema_coef: Annotated[float, _doc("Weight of the pull to the moving average (needs trainer.ema).", ge=0)] = 0.0
-    ema_coef_end: Annotated[Annotated[float, Meta(ge=0)] | None, _doc("Reached linearly at the last update; null keeps it constant.")] = (
-        None
-    )
+    clip_range: Annotated[float, _doc("PPO clip range; the log-ratio is of order 1 here, so 1 hardly clips.", gt=0, most=LARGEST)] = 1.0
+    ema_coef: Annotated[float, _doc("Weight of the pull to the moving average (needs trainer.ema).", ge=0, most=LARGEST)] = 0.0
+    ema_coef_end: Annotated[
+        Annotated[float, most(LARGEST, ge=0)] | None, _doc("Reached linearly at the last update; null keeps it constant.")
+    ] = None
     kl_form: Annotated[Literal["velocity", "elbo"], _doc("`velocity`: squared velocity difference; `elbo`: that over 2 std^2.")] = (
         "velocity"
     )
@@ -174,7 +173,7 @@ class Awm(Section, kw_only=True, frozen=True):
 
 
 class Dpo(Section, kw_only=True, frozen=True):
-    beta: Annotated[float, _doc("Strength of the preference.", gt=0)] = 2000.0
+    beta: Annotated[float, _doc("Strength of the preference.", gt=0, most=LARGEST)] = 2000.0
     loss: Annotated[Literal["sigmoid", "hinge", "ipo"], _doc("What is done with the margin.")] = "sigmoid"
     halved: Annotated[bool, _doc("Use beta / 2 (flow_grpo, VeRL-Omni) instead of beta (diffusers).")] = True
 
@@ -183,14 +182,14 @@ class Forward(Section, kw_only=True, frozen=True):
     """Objectives that noise final latents themselves: at which sigmas."""
 
     draws: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, most(10_000, ge=1)] | None,
         _doc("Noise draws per sample; null: timestep_fraction of the sampling steps. More than there are sigmas repeat them."),
     ] = None
     sigmas: Annotated[
         Literal["schedule", "schedule_wo_first", "logit_normal"],
         _doc("The sampler's own sigmas in random order, with or without the first; or stratified logit-normal."),
     ] = "schedule"
-    shift: Annotated[float, _doc("Shift of `logit_normal` sigmas.", gt=0)] = 3.0
+    shift: Annotated[float, _doc("Shift of `logit_normal` sigmas.", gt=0, most=LARGEST)] = 3.0
 
 
 class Algorithm(Section, kw_only=True, frozen=True):
@@ -202,7 +201,7 @@ class Algorithm(Section, kw_only=True, frozen=True):
         Positive | None,
         _doc("The same on L, the log-ratio of the whole sample in nats: [-c, c], whatever the resolution, the transition and the step."),
     ] = None
-    kl_coef: Annotated[float, _doc("Weight of the KL (or squared velocity difference) to the reference policy.", ge=0)] = 0.0
+    kl_coef: Annotated[float, _doc("Weight of the KL (or squared velocity difference) to the reference policy.", ge=0, most=LARGEST)] = 0.0
     kl_form: Annotated[
         Literal["published", "exact", "mean"],
         _doc(

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 
 from omni_async.config.schema import Config
 
+_MOST_LIVE_GROUPS = 100_000
+_LEAST_SHARE = 0.0001  # of a CPU or an accelerator
+
 
 def _window(c: Config) -> Iterator[str]:
     if c.rollout.sde is None:
@@ -30,6 +33,25 @@ def _data(c: Config) -> Iterator[str]:
         return
     if c.data.prompts is None and c.data.preferences is None:
         yield "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline diffusion_dpo"
+
+
+def _live_groups(c: Config) -> Iterator[str]:
+    live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
+    if live > _MOST_LIVE_GROUPS:
+        yield (
+            f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most {_MOST_LIVE_GROUPS} are "
+            f"kept track of; lower one of them"
+        )
+
+
+def _placement(c: Config) -> Iterator[str]:
+    for role in ("rollout", "reward", "trainer"):
+        cpus, gpus = getattr(c.placement, role).cpus, getattr(c.placement, role).gpus
+        if gpus > 1 and gpus != int(gpus):
+            yield f"placement.{role}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a whole number, got {gpus:g}"
+        for kind, asked in (("cpus", cpus), ("gpus", gpus)):
+            if 0 < asked < _LEAST_SHARE:
+                yield f"placement.{role}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got {asked:g}"
 
 
 def _exact(c: Config) -> Iterator[str]:
@@ -95,7 +117,18 @@ def _runtime(c: Config) -> Iterator[str]:
             yield f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use runtime: ray"
 
 
-_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (_data, _window, _exact, _publishing, _batches, _reward, _algorithm, _runtime)
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _data,
+    _window,
+    _live_groups,
+    _placement,
+    _exact,
+    _publishing,
+    _batches,
+    _reward,
+    _algorithm,
+    _runtime,
+)
 
 
 def check(config: Config) -> str | None:

@@ -27,17 +27,28 @@ def _strip(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
     return annotation, []
 
 
-def describe(annotation: Any) -> str:
-    """The allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`."""
+def _shown(bound: Any) -> str:
+    """1000000.0 as 1000000, 1e+12 as 1e12."""
+    return f"{bound:.12g}".replace("e+", "e") if isinstance(bound, float) else str(bound)
+
+
+def _bound(meta: msgspec.Meta, key: str, word: str) -> str:
+    why = (meta.extra or {}).get("why")
+    return f"of {why}" if key == "pattern" and why else f"{word} {_shown(getattr(meta, key))}"
+
+
+def describe(annotation: Any, value: Any = None) -> str:
+    """The allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`. Bounds that only keep absurd values out
+    are named where `value` may have left them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
-    bounds = [f"{word} {getattr(m, key)}" for m in metas for key, word in _BOUNDS if getattr(m, key) is not None]
+    bounds = [_bound(m, key, word) for m in metas for key, word in _BOUNDS if _matters(m, key, value)]
     if origin is Literal:
         text = "one of " + ", ".join(repr(a) for a in args)
     elif origin in (Union, types.UnionType):
-        text = " or ".join(describe(a) for a in args)
+        text = " or ".join(describe(a, value) for a in args)
     elif origin is tuple:
-        text = f"list of {describe(args[0])}" if args[-1] is Ellipsis else f"list of {len(args)} {describe(args[0])}"
+        text = f"list of {describe(args[0], value)}" if args[-1] is Ellipsis else f"list of {len(args)} {describe(args[0], value)}"
     elif base is type(None):
         text = "null"
     elif origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
@@ -50,6 +61,23 @@ def describe(annotation: Any) -> str:
 def description(annotation: Any) -> str:
     """The documentation attached to a field, or an empty string."""
     return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
+
+
+def _matters(meta: msgspec.Meta, key: str, value: Any) -> bool:
+    if getattr(meta, key) is None:
+        return False
+    if not (meta.extra or {}).get("generous"):
+        return True
+    return _is_above(meta, value) if key == "le" else key != "pattern" or isinstance(value, str)
+
+
+def _is_above(meta: msgspec.Meta, value: Any) -> bool:
+    return isinstance(value, int | float) and meta.le is not None and value > meta.le
+
+
+def reason(annotation: Any, value: Any) -> str:
+    """Why `value` is too large; empty where the bound says it all."""
+    return next((str(why) for m in _strip(annotation)[1] if (why := (m.extra or {}).get("why")) and _is_above(m, value)), "")
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:

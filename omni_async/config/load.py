@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -14,17 +15,18 @@ import msgspec
 import yaml
 
 from omni_async.config.checks import check
-from omni_async.config.describe import annotation_at, describe, fields_of, struct_of
+from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 
-# Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory.
-_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume", "emulation.profile")
+# Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory. But for run.dir.
+_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume", "emulation.profile", "run.dir")
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
+_LONGEST_NAME = 255  # bytes of a file's name
 _LONGEST_MESSAGE = 2000
 _LONGEST_NUMBER = 1000  # characters
 _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
@@ -166,8 +168,15 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
             return  # the name of a shipped profile
         if path == "checkpoint.resume" and here[last] == "auto":
             return
+        if path == "run.dir":
+            folder = Path()  # runs go where the command is started
+            if not here[last].startswith("~"):
+                return
         try:
-            here[last] = str((folder / Path(here[last]).expanduser()).resolve())
+            resolved = (folder / Path(here[last]).expanduser()).resolve()
+            if long := [name for name in resolved.parts if len(os.fsencode(name)) > _LONGEST_NAME]:
+                raise ValueError(f"a name in it has {len(os.fsencode(long[0]))} bytes, file systems take {_LONGEST_NAME}")
+            here[last] = str(resolved)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{path}: expected a path, got {_shown(here[last])}: {error}") from None
 
@@ -220,8 +229,10 @@ def _explain(error: msgspec.ValidationError, tree: Any) -> str:
         key = [*path, missing[1]]
         return f"{'.'.join(key)}: required, expected {describe(annotation_at(Config, key))}"
     annotation = annotation_at(Config, path)
-    expected = describe(annotation) if annotation is not None else text.lower()
-    return f"{'.'.join(path) or 'the file'}: expected {expected}, got {_shown(_at(tree, path))}"
+    found = _at(tree, path)
+    expected = describe(annotation, found) if annotation is not None else text.lower()
+    why = reason(annotation, found)
+    return f"{'.'.join(path) or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {_shown(found)}"
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

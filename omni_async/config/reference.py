@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -46,5 +47,5 @@ def _row(path: str, annotation: Any, default: Any) -> str:
     else:
         value = list(default) if isinstance(default, tuple) else default
         shown = f"`{yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}`"
-    allowed = describe(annotation).replace("|", "\\|")
+    allowed = describe(annotation, math.inf).replace("|", "\\|")
     return f"| `{path}` | {allowed} | {shown} | {description(annotation)} |"

@@ -12,40 +12,66 @@ import msgspec
 from msgspec import Meta
 
 from omni_async.config.algorithm import Algorithm, Correction, automatic_correction
-from omni_async.config.section import Positive, Section
+from omni_async.config.section import (
+    A_PROCESS_EACH,
+    IN_A_GROUP,
+    LARGEST,
+    MOST_SECONDS,
+    MOST_STEPS,
+    MOST_UPDATES,
+    MOST_WORKERS,
+    SCHEDULERS,
+    Plain,
+    Positive,
+    Section,
+    most,
+)
 from omni_async.config.section import doc as _doc
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
+Seconds = Annotated[float, most(MOST_SECONDS, gt=0)]
+Step = Annotated[int, most(MOST_STEPS)]
 
 
 class Run(Section, kw_only=True, frozen=True):
-    name: Annotated[str, _doc("First part of the run id and the MLflow run name.", pattern=r"^[A-Za-z0-9._-]{1,80}$")] = "run"
+    name: Annotated[
+        str,
+        _doc(
+            "First part of the run id and the MLflow run name.",
+            "letters, digits, '.', '_' and '-', at most 80 and beginning with a letter, a digit or '_'",
+            pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,79}\Z",
+        ),
+    ] = "run"
     seed: Annotated[int, _doc("Seeds prompt order, SDE windows and every sample's noise.", ge=0, lt=2**31)] = 0
-    dir: Annotated[str, _doc("Where run folders go, relative to the working directory.", min_length=1)] = "runs"
+    dir: Annotated[Plain, _doc("Where run folders go, relative to the working directory.")] = "runs"
     runtime: Annotated[
         Literal["ray", "inprocess"], _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop.")
     ] = "ray"
-    ray_address: Annotated[str | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
-    startup_timeout_s: Annotated[float, _doc("How long actors, and what their engines start, may take to come up.", gt=0)] = 600.0
-    health_timeout_s: Annotated[float, _doc("How long an actor may not answer before it counts as hung, is killed and replaced.", gt=0)] = (
-        60.0
-    )
+    ray_address: Annotated[Plain | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
+    startup_timeout_s: Annotated[
+        float, _doc("How long actors, and what their engines start, may take to come up.", gt=0, most=MOST_SECONDS)
+    ] = 600.0
+    health_timeout_s: Annotated[
+        float, _doc("How long an actor may not answer before it counts as hung, is killed and replaced.", gt=0, most=MOST_SECONDS)
+    ] = 60.0
     restarts: Annotated[
         int,
         _doc(
             "How often within an hour each part that was lost (killed, hung, its machine gone) comes back before the run gives up; 0: any loss "
             "ends the run.",
             ge=0,
+            most=1000,
         ),
     ] = 5
     closing_timeout_s: Annotated[
-        float, _doc("How long the update under way and the last checkpoint may take once a run is over or interrupted.", gt=0)
+        float,
+        _doc("How long the update under way and the last checkpoint may take once a run is over or interrupted.", gt=0, most=MOST_SECONDS),
     ] = 1800.0
 
 
 class Lora(Section, kw_only=True, frozen=True):
-    rank: Annotated[int, _doc("Rank of the update.", ge=1)] = 32
-    alpha: Annotated[float, _doc("Scale: the update is multiplied by alpha / rank.", gt=0)] = 64.0
+    rank: Annotated[int, _doc("Rank of the update.", "no layer is that wide", ge=1, most=16_384)] = 32
+    alpha: Annotated[float, _doc("Scale: the update is multiplied by alpha / rank.", gt=0, most=LARGEST)] = 64.0
     target_modules: Annotated[tuple[str, ...], _doc("Names (suffixes) of the linear layers that get adapters.", min_length=1)] = (
         "to_q",
         "to_k",
@@ -56,26 +82,28 @@ class Lora(Section, kw_only=True, frozen=True):
 
 class Model(Section, kw_only=True, frozen=True):
     pipeline: Annotated[str, _doc("Model family, a name of the entry-point group `omni_async.pipelines`.")] = "qwen_image"
-    path: Annotated[str, _doc("Checkpoint folder in diffusers layout; relative paths start at the recipe's folder.")]
+    path: Annotated[Plain, _doc("Checkpoint folder in diffusers layout; relative paths start at the recipe's folder.")]
     dtype: Annotated[Literal["float32", "bfloat16"], _doc("Dtype of the engines' weights, and of the trainer's compute.")] = "float32"
     lora: Annotated[Lora | None, _doc("Train adapters instead of all weights.")] = None
 
 
 class Data(Section, kw_only=True, frozen=True):
     prompts: Annotated[
-        str | None, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")
+        Plain | None, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")
     ] = None
     preferences: Annotated[
-        str | None,
+        Plain | None,
         _doc("Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating: offline diffusion_dpo."),
     ] = None
     shuffle: Annotated[bool, _doc("A new seeded order every epoch.")] = True
-    max_prompt_chars: Annotated[int, _doc("Longer prompts are refused before anything starts.", ge=1)] = 4000
+    max_prompt_chars: Annotated[
+        int, _doc("Longer prompts are refused before anything starts.", "a line of a prompt file has no more", ge=1, most=2**20)
+    ] = 4000
 
 
 class WindowConfig(Section, kw_only=True, frozen=True):
-    size: Annotated[int, _doc("Number of consecutive trained (noisy) steps.", ge=1)] = 2
-    range: Annotated[tuple[int, int], _doc("The window lies in [lo, hi): its start is one of lo..hi-size.")] = (0, 5)
+    size: Annotated[int, _doc("Number of consecutive trained (noisy) steps.", SCHEDULERS, ge=1, most=MOST_STEPS)] = 2
+    range: Annotated[tuple[Step, Step], _doc("The window lies in [lo, hi): its start is one of lo..hi-size.")] = (0, 5)
     schedule: Annotated[
         Literal["uniform", "random", "progressive", "decay", "exp_decay"],
         _doc(
@@ -84,11 +112,11 @@ class WindowConfig(Section, kw_only=True, frozen=True):
             "ever shorter at later positions."
         ),
     ] = "uniform"
-    updates_per_position: Annotated[int, _doc("Updates a sliding window stays at its first position.", ge=1)] = 25
-    stride: Annotated[int, _doc("Steps a sliding window moves by.", ge=1)] = 1
+    updates_per_position: Annotated[int, _doc("Updates a sliding window stays at its first position.", ge=1, most=MOST_UPDATES)] = 25
+    stride: Annotated[int, _doc("Steps a sliding window moves by.", ge=1, most=MOST_STEPS)] = 1
     at_end: Annotated[Literal["roll_back", "stay"], _doc("After the last position: start over, or stay there.")] = "roll_back"
-    decay_rate: Annotated[float, _doc("`exp_decay`: rate k per position beyond `decay_from`.", gt=0)] = 0.1
-    decay_from: Annotated[int, _doc("`exp_decay`: the first position that is left sooner.", ge=0)] = 0
+    decay_rate: Annotated[float, _doc("`exp_decay`: rate k per position beyond `decay_from`.", gt=0, most=1000)] = 0.1
+    decay_from: Annotated[int, _doc("`exp_decay`: the first position that is left sooner.", ge=0, most=MOST_STEPS)] = 0
 
 
 class Sde(Section, kw_only=True, frozen=True):
@@ -98,24 +126,28 @@ class Sde(Section, kw_only=True, frozen=True):
 
 
 class Emulated(Section, kw_only=True, frozen=True):
-    step_s: Annotated[float, _doc("Seconds of one denoising step of a batch.", ge=0)] = 0.01
-    per_sample_s: Annotated[float, _doc("Seconds each further sample of the batch adds to a step.", ge=0)] = 0.0
-    decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0)] = 0.0
+    step_s: Annotated[float, _doc("Seconds of one denoising step of a batch.", ge=0, most=MOST_SECONDS)] = 0.01
+    per_sample_s: Annotated[float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)] = 0.0
+    decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0, most=MOST_SECONDS)] = 0.0
 
 
 class Rollout(Section, kw_only=True, frozen=True):
     engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("What draws the samples.")] = "vllm_omni"
-    workers: Annotated[int, _doc("Number of engines, one producer actor each.", ge=1)] = 1
-    group_size: Annotated[int, _doc("Samples per prompt group.", ge=1)] = 8
-    height: Annotated[int, _doc("Image height in pixels.", ge=16, multiple_of=16)] = 512
-    width: Annotated[int, _doc("Image width in pixels.", ge=16, multiple_of=16)] = 512
-    num_inference_steps: Annotated[int, _doc("Denoising steps N of a training sample.", ge=2)] = 10
-    true_cfg_scale: Annotated[float, _doc("Classifier-free guidance; 1 switches it off.", ge=1)] = 1.0
+    workers: Annotated[int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    group_size: Annotated[int, _doc("Samples per prompt group.", IN_A_GROUP, ge=1, most=10_000)] = 8
+    height: Annotated[int, _doc("Image height in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
+    width: Annotated[int, _doc("Image width in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
+    num_inference_steps: Annotated[int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)] = 10
+    true_cfg_scale: Annotated[float, _doc("Classifier-free guidance; 1 switches it off.", ge=1, most=1000)] = 1.0
     negative_prompt: Annotated[str, _doc("The unconditional branch's prompt when true_cfg_scale > 1.")] = " "
-    max_inflight: Annotated[int, _doc("Samples one engine holds at a time (running and queued).", ge=1)] = 16
-    max_batch: Annotated[int, _doc("Samples one denoising step computes together.", ge=1)] = 16
-    timeout_s: Annotated[float, _doc("Longest a sample may take before the engine counts as hung.", gt=0)] = 600.0
-    retries: Annotated[int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0)] = 2
+    max_inflight: Annotated[
+        int, _doc("Samples one engine holds at a time (running and queued).", "an engine holds them all in memory", ge=1, most=100_000)
+    ] = 16
+    max_batch: Annotated[
+        int, _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000)
+    ] = 16
+    timeout_s: Annotated[float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)] = 600.0
+    retries: Annotated[int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0, most=1000)] = 2
     share_initial_noise: Annotated[bool, _doc("Samples of a group start from the same noise (lowers reward variance).")] = False
     sde: Annotated[
         Sde | None, _doc("How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone.")
@@ -125,32 +157,46 @@ class Rollout(Section, kw_only=True, frozen=True):
 
 class Scorer(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("A registered scorer; `omni-async list` shows them.")]
-    weight: Annotated[float, _doc("Factor in the weighted sum (weights are not normalised).")] = 1.0
+    weight: Annotated[float, _doc("Factor in the weighted sum (weights are not normalised).", ge=-1e6, most=1e6)] = 1.0
     params: Annotated[dict[str, Any], _doc("The scorer's own options.")] = msgspec.field(default_factory=dict)
 
 
 class Reward(Section, kw_only=True, frozen=True):
-    workers: Annotated[int, _doc("Number of reward workers.", ge=1)] = 1
-    batch: Annotated[int, _doc("Most samples a worker scores at once; it never waits to fill a batch.", ge=1)] = 8
+    workers: Annotated[int, _doc("Number of reward workers.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    batch: Annotated[
+        int,
+        _doc(
+            "Most samples a worker scores at once; it never waits to fill a batch.", "a worker holds them all in memory", ge=1, most=100_000
+        ),
+    ] = 8
     streaming: Annotated[
         bool,
         _doc("Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step loop does."),
     ] = True
-    timeout_s: Annotated[float, _doc("Longest one call of a scorer may take.", gt=0)] = 60.0
+    timeout_s: Annotated[float, _doc("Longest one call of a scorer may take.", gt=0, most=MOST_SECONDS)] = 60.0
     hedge_s: Annotated[
-        Positive | None,
+        Seconds | None,
         _doc(
             "A second call is made beside one that takes longer, and the first answer counts: for scorers that are `concurrent`. null: never."
         ),
     ] = None
-    retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0)] = 3
+    retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0, most=1000)] = 3
     backoff_s: Annotated[
         float,
-        _doc("Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles every time.", ge=0),
+        _doc(
+            "Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles every time.",
+            ge=0,
+            most=MOST_SECONDS,
+        ),
     ] = 1.0
-    backoff_max_s: Annotated[float, _doc("Longest such pause.", gt=0)] = 30.0
+    backoff_max_s: Annotated[float, _doc("Longest such pause.", gt=0, most=MOST_SECONDS)] = 30.0
     outage_s: Annotated[
-        float, _doc("How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are rejected.", ge=0)
+        float,
+        _doc(
+            "How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are rejected.",
+            ge=0,
+            most=MOST_SECONDS,
+        ),
     ] = 600.0
     max_abs: Annotated[
         float,
@@ -172,7 +218,13 @@ class Reward(Section, kw_only=True, frozen=True):
 
 class Staleness(Section, kw_only=True, frozen=True):
     max_updates: Annotated[
-        int, _doc("S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.", ge=0)
+        int,
+        _doc(
+            "S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.",
+            "S + 1 updates' groups are admitted at once, and what a policy made a thousand updates ago teaches nothing",
+            ge=0,
+            most=1000,
+        ),
     ] = 2
     exact: Annotated[
         bool,
@@ -184,9 +236,13 @@ class Staleness(Section, kw_only=True, frozen=True):
 
 
 class Buffer(Section, kw_only=True, frozen=True):
-    trajectories: Annotated[int, _doc("Samples being generated or waiting for a score, over all engines.", ge=1)] = 64
-    groups: Annotated[int, _doc("Admitted groups the trainer has not taken yet.", ge=1)] = 16
-    window: Annotated[int, _doc("The trainer takes any ready group among the oldest `window`; 1 is strict admission order.", ge=1)] = 1
+    trajectories: Annotated[
+        int, _doc("Samples being generated or waiting for a score, over all engines.", "they all lie in memory", ge=1, most=1_000_000)
+    ] = 64
+    groups: Annotated[int, _doc("Admitted groups the trainer has not taken yet.", "they all lie in memory", ge=1, most=100_000)] = 16
+    window: Annotated[
+        int, _doc("The trainer takes any ready group among the oldest `window`; 1 is strict admission order.", ge=1, most=100_000)
+    ] = 1
 
 
 class Weights(Section, kw_only=True, frozen=True):
@@ -198,24 +254,24 @@ class Weights(Section, kw_only=True, frozen=True):
         ),
     ] = "object_store"
     payload: Annotated[Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")] = "full"
-    publish_every: Annotated[int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1)] = 1
+    publish_every: Annotated[int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1, most=1001)] = 1
     swap: Annotated[
         Literal["step", "request", "drain"],
         _doc("When engines switch: between two denoising steps, between samples, or when all leased samples are done."),
     ] = "step"
-    bucket_mb: Annotated[int, _doc("Size of the flat buckets.", ge=1)] = 256
-    timeout_s: Annotated[float, _doc("Longest an engine may take to stage and swap a version.", gt=0)] = 600.0
+    bucket_mb: Annotated[int, _doc("Size of the flat buckets.", "a bucket is one piece of memory on either side", ge=1, most=65_536)] = 256
+    timeout_s: Annotated[float, _doc("Longest an engine may take to stage and swap a version.", gt=0, most=MOST_SECONDS)] = 600.0
 
 
 class Optimizer(Section, kw_only=True, frozen=True):
     name: Annotated[Literal["adamw", "sgd"], _doc("Optimizer.")] = "adamw"
-    lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0)] = 3e-4
+    lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0, most=1000)] = 3e-4
     betas: Annotated[tuple[Beta, Beta], _doc("AdamW's betas.")] = (0.9, 0.999)
-    eps: Annotated[float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0)] = 1e-8
-    weight_decay: Annotated[float, _doc("Decoupled weight decay.", ge=0)] = 1e-4
+    eps: Annotated[float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0, most=1)] = 1e-8
+    weight_decay: Annotated[float, _doc("Decoupled weight decay.", ge=0, most=1000)] = 1e-4
     momentum: Annotated[float, _doc("SGD's momentum.", ge=0, lt=1)] = 0.0
     schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = "constant"
-    warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0)] = 0
+    warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0, most=MOST_UPDATES)] = 0
     max_grad_norm: Annotated[Positive | None, _doc("Clip the gradient's global norm; null leaves it.")] = 1.0
 
 
@@ -224,18 +280,28 @@ class Ema(Section, kw_only=True, frozen=True):
     warmup: Annotated[
         Literal["ratio", "linear"], _doc("Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM).")
     ] = "ratio"
-    every: Annotated[int, _doc("Optimizer steps between averages.", ge=1)] = 8
+    every: Annotated[int, _doc("Optimizer steps between averages.", ge=1, most=MOST_UPDATES)] = 8
 
 
 class Trainer(Section, kw_only=True, frozen=True):
     backend: Annotated[
         Literal["auto", "fsdp2", "plain"], _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise.")
     ] = "auto"
-    workers: Annotated[int, _doc("Trainer ranks; each group's samples are dealt over them.", ge=1)] = 1
-    updates: Annotated[int, _doc("Policy updates in this run.", ge=1)] = 100
-    groups_per_update: Annotated[int, _doc("P: prompt groups per update.", ge=1)] = 4
-    steps_per_update: Annotated[int, _doc("Optimizer steps an update is cut into.", ge=1)] = 1
-    micro_batch_size: Annotated[int, _doc("Rows (sample x trained step) per forward and backward on one rank.", ge=1)] = 8
+    workers: Annotated[int, _doc("Trainer ranks; each group's samples are dealt over them.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    updates: Annotated[int, _doc("Policy updates in this run.", ge=1, most=MOST_UPDATES)] = 100
+    groups_per_update: Annotated[
+        int, _doc("P: prompt groups per update.", "the groups of an update are alive at once", ge=1, most=10_000)
+    ] = 4
+    steps_per_update: Annotated[int, _doc("Optimizer steps an update is cut into.", ge=1, most=10_000)] = 1
+    micro_batch_size: Annotated[
+        int,
+        _doc(
+            "Rows (sample x trained step) per forward and backward on one rank.",
+            "their activations are in memory at once",
+            ge=1,
+            most=100_000,
+        ),
+    ] = 8
     streaming: Annotated[
         Literal["auto", "on", "off"],
         _doc("Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is exact."),
@@ -247,19 +313,24 @@ class Trainer(Section, kw_only=True, frozen=True):
 
 class Validation(Section, kw_only=True, frozen=True):
     every: Annotated[
-        int, _doc("Updates between validation rounds; the first (version 0) and the last version are always validated.", ge=1)
+        int,
+        _doc(
+            "Updates between validation rounds; the first (version 0) and the last version are always validated.", ge=1, most=MOST_UPDATES
+        ),
     ] = 20
-    prompts: Annotated[str, _doc("Prompts never trained on.")]
-    samples_per_prompt: Annotated[int, _doc("Seeds per prompt.", ge=1)] = 1
-    num_inference_steps: Annotated[int, _doc("Denoising steps, noise 0.", ge=1)] = 20
+    prompts: Annotated[Plain, _doc("Prompts never trained on.")]
+    samples_per_prompt: Annotated[int, _doc("Seeds per prompt.", ge=1, most=10_000)] = 1
+    num_inference_steps: Annotated[int, _doc("Denoising steps, noise 0.", SCHEDULERS, ge=1, most=MOST_STEPS)] = 20
     share: Annotated[float, _doc("Most of an engine's places validation may take while training samples wait.", gt=0, le=1)] = 0.5
 
 
 class Checkpoint(Section, kw_only=True, frozen=True):
-    every: Annotated[int, _doc("Updates between checkpoints (one is always written at the end and on interruption).", ge=1)] = 20
-    keep: Annotated[int, _doc("Newest checkpoints kept.", ge=1)] = 3
+    every: Annotated[
+        int, _doc("Updates between checkpoints (one is always written at the end and on interruption).", ge=1, most=MOST_UPDATES)
+    ] = 20
+    keep: Annotated[int, _doc("Newest checkpoints kept.", ge=1, most=MOST_UPDATES)] = 3
     resume: Annotated[
-        str | None,
+        Plain | None,
         _doc(
             "`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one, and say what was "
             "passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from it."
@@ -269,19 +340,19 @@ class Checkpoint(Section, kw_only=True, frozen=True):
 
 class Mlflow(Section, kw_only=True, frozen=True):
     enabled: Annotated[bool, _doc("Log to MLflow.")] = True
-    tracking_uri: Annotated[str | None, _doc("Null: a local sqlite file, `mlflow.db`, in run.dir.")] = None
-    experiment: Annotated[str, _doc("Experiment name.", min_length=1)] = "omni_async"
+    tracking_uri: Annotated[Plain | None, _doc("Null: a local sqlite file, `mlflow.db`, in run.dir.")] = None
+    experiment: Annotated[Plain, _doc("Experiment name.")] = "omni_async"
 
 
 class Tracking(Section, kw_only=True, frozen=True):
     mlflow: Annotated[Mlflow, _doc("MLflow.")] = msgspec.field(default_factory=Mlflow)
-    images_every: Annotated[int, _doc("Updates between image grids.", ge=1)] = 10
+    images_every: Annotated[int, _doc("Updates between image grids.", ge=1, most=MOST_UPDATES)] = 10
     images: Annotated[int, _doc("Images in a grid.", ge=1, le=256)] = 16
 
 
 class Resources(Section, kw_only=True, frozen=True):
-    cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", gt=0)] = 1.0
-    gpus: Annotated[float, _doc("Accelerators of one actor.", ge=0)] = 0.0
+    cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", "no machine has so many", gt=0, most=10_000)] = 1.0
+    gpus: Annotated[float, _doc("Accelerators of one actor.", "no machine has so many", ge=0, most=1000)] = 0.0
 
 
 class Placement(Section, kw_only=True, frozen=True):
@@ -300,7 +371,7 @@ class Placement(Section, kw_only=True, frozen=True):
 
 class Emulation(Section, kw_only=True, frozen=True):
     profile: Annotated[
-        str, _doc("Service times and payload sizes to replay: a `profile.json` of a run, or the name of a shipped profile.", min_length=1)
+        Plain, _doc("Service times and payload sizes to replay: a `profile.json` of a run, or the name of a shipped profile.")
     ]
     time_scale: Annotated[float, _doc("Factor on every service time: 0.01 turns 100 s into 1 s.", gt=0, le=1000)] = 1.0
     payload_scale: Annotated[float, _doc("Factor on every payload's size.", ge=0, le=1000)] = 1.0

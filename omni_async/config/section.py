@@ -8,12 +8,34 @@ import msgspec
 from msgspec import Meta
 
 
-def doc(text: str, **bounds: Any) -> Meta:
-    """A field's documentation and bounds."""
-    return Meta(description=text, **bounds)
+def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
+    """A field's documentation and bounds. `most` is an upper bound that messages name only to whoever is above it. `why` there is one, or
+    what a pattern allows, in words."""
+    extra = {"why": why, "generous": most is not None}
+    return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 
 
-Positive = Annotated[float, Meta(gt=0)]
+def most(bound: float, **bounds: Any) -> Meta:
+    """Bounds of a value inside a field, `bound` above as `doc`'s `most`."""
+    return Meta(le=bound, extra={"generous": True}, **bounds)
+
+
+# Every number is bounded above: what is absurd is a slip of the finger, and is said before it fills the memory or waits for ever.
+MOST_SECONDS = 1e6  # more than eleven days
+MOST_UPDATES = 10_000_000
+MOST_WORKERS = 10_000
+MOST_STEPS = 1000
+LARGEST = 1e12  # of coefficients and thresholds, where a large one switches something off
+
+A_PROCESS_EACH = "each is a process"
+SCHEDULERS = "the schedulers of diffusion models know 1000 timesteps"
+IN_A_GROUP = "all samples of a group are alive at once"
+
+# What a terminal obeys, or a file name cannot hold, is in no path, address or name.
+_PLAIN = {"why": "1 to 4096 characters, no line ends or control codes", "generous": True}
+Plain = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,4096}\Z", extra=_PLAIN)]
+
+Positive = Annotated[float, most(LARGEST, gt=0)]
 
 
 class Section(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

@@ -62,6 +62,7 @@ class RunInputs:
 
 def preflight(config: Config) -> RunInputs:
     """Raises ConfigError, one line, naming the key."""
+    _check_run_dir(config.run.dir)
     if config.emulation is not None:
         require_trainable(config)
         return _from_checkpoint(_emulated(config, config.emulation))
@@ -80,6 +81,18 @@ def preflight(config: Config) -> RunInputs:
     prompts = _prompts(config, checks)
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
+
+
+def _check_run_dir(folder: str) -> None:
+    """Whether run folders can be made there, as far as that shows without making one."""
+    wanted = Path(folder).absolute()
+    try:
+        found = next(path for path in (wanted, *wanted.parents) if path.exists())
+        problem = "is not a folder" if not found.is_dir() else "" if os.access(found, os.W_OK | os.X_OK) else "is not writable"
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {error.strerror or error}") from None
+    if problem:
+        raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {found} {problem}")
 
 
 def _check_scorers(config: Config) -> list[PromptCheck]:

@@ -316,3 +316,26 @@ def test_a_scorer_module_that_exits_is_one_line_under_its_key(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "exiting_scorer:X"}]}))
     assert message.startswith("reward.scorers.0: scorer 'exiting_scorer:X': cannot import 'exiting_scorer': SystemExit")
+
+
+def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_looking(tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(module.os, "access", lambda path, mode: path != tmp_path / "locked")
+    for folder, why in (
+        ("taken/runs", "taken is not a folder"),
+        ("x" * 300, "File name too long"),
+        ("locked/a/runs", "locked is not writable"),
+    ):
+        message = refusal(write_world(tmp_path, run={"dir": str(tmp_path / folder)}))
+        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ") and message.endswith(why)
+    preflight(write_world(tmp_path, run={"dir": str(tmp_path / "new" / "runs")}))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.prompts", "validation.prompts", "checkpoint.resume", "emulation.profile"])
+@pytest.mark.parametrize("name", ["", "x" * 300, "prompts.txt/below", "a/" * 300 + "b.json"])
+def test_a_path_that_leads_nowhere_is_one_line_under_its_key(tmp_path, key, name):
+    with pytest.raises(ConfigError, match=f"^{key}: ") as refused:
+        preflight(write_world(tmp_path, overrides=(f"{key}={tmp_path}/{name}",)))
+    assert "\n" not in str(refused.value)
