@@ -80,6 +80,7 @@ def preflight(config: Config) -> RunInputs:
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
     validation = load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
+    _require_accelerators(config)  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
 
 
@@ -130,7 +131,6 @@ def _check_placement(config: Config) -> None:
             raise ConfigError(
                 f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use more workers"
             )
-    _require_accelerators(config)
 
 
 def _require_accelerators(config: Config) -> None:

@@ -1,0 +1,148 @@
+"""What the documentation prints can be typed: its commands are run as printed where that is a matter of a second, and their recipes and overrides are
+checked where it is not; its Python runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_async import cli
+from omni_async.config import load
+from omni_async.rewards import registry
+from omni_async.types import Prompt
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
+EMULATED = "recipes/emulated/qwen_image_lora_h800.yaml"
+# What stands for something of the reader's.
+STAND_INS = {"RECIPE": EMULATED, "P": "qwen_image_lora_h800", "N": "5", "my_recipe.yaml": "recipes/quickstart/quickstart.yaml"}
+# Recipes that need what is not in the repository: weights, a data set that is built, accelerators.
+NEED_MORE = ("recipes/qwen_image_ocr/", "diffusion_dpo_offline", "gpus=")
+SLOW = ("--updates 1000", "--sweep")
+
+
+def blocks(page: Path, languages: str) -> Iterator[str]:
+    """The fenced code of a page in one of the languages (`|` between them)."""
+    for match in re.finditer(rf"^ *```(?:{languages})\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+        yield textwrap.dedent(match[1])
+
+
+def commands() -> Iterator[Any]:
+    """The words after `omni-async` of every command line, and what the page says that it prints."""
+    for page in PAGES:
+        for block in blocks(page, "|bash|sh|console"):
+            lines = block.replace("\\\n", " ").splitlines()
+            for number, line in enumerate(lines):
+                if not re.match(r"(\$ )?(\S*/)?omni-async ", line):
+                    continue
+                words = shlex.split(line.removeprefix("$ "), comments=True)
+                shown = lines[number + 1 :] if line.startswith("$") else []
+                given = [STAND_INS.get(word, word) for word in words[1:]]
+                yield pytest.param(given, shown, id=f"{page.stem}: {' '.join(words[1:])}"[:90])
+
+
+COMMANDS = list(commands())
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the repository's recipes, to start commands in, and the scorer that the documentation writes."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "brightness.py").write_text(snippet("# brightness.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    sys.modules.pop("brightness", None)
+
+
+def snippet(beginning: str) -> str:
+    """The Python of the getting-started page that begins so."""
+    [found] = [block for block in blocks(ROOT / "docs" / "getting-started.md", "python") if block.startswith(beginning)]
+    return found
+
+
+def test_the_documentation_shows_every_command() -> None:
+    shown = {parameters.values[0][0] for parameters in COMMANDS}
+    assert {"train", "check", "simulate", "tune", "bench", "status", "scale", "stop"} <= shown
+    assert len(COMMANDS) > 20
+
+
+@pytest.mark.parametrize(("words", "shown"), COMMANDS)
+def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid(
+    words: list[str], shown: list[str], workplace: Path
+) -> None:
+    options = cli._parse(words)
+    recipe = getattr(options, "recipe", None)
+    if recipe is not None and not any("expected" in line or line.startswith("omni-async: ") for line in shown):
+        load(recipe, options.overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [p for p in COMMANDS if p.values[0][0] in ("train", "check") and not any(n in " ".join(p.values[0]) for n in NEED_MORE)],
+)
+def test_what_is_trained_in_the_documentation_passes_check(
+    words: list[str], shown: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["check", *words[1:]])
+    said = capsys.readouterr().err
+    if shown:
+        assert words[0] == "check" and code == 2
+        assert " ".join(said.split()) == " ".join(" ".join(shown).split())
+    else:
+        assert (code, said) == (0, "")
+
+
+_SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulate" and not any(s in " ".join(p.values[0]) for s in SLOW)}
+
+
+@pytest.mark.parametrize("words", sorted(_SIMULATED), ids=" ".join)
+def test_a_documented_simulation_runs(words: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and "images/s" in said.out
+
+
+def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace: Path) -> None:
+    config = SimpleNamespace(name="brightness:Brightness", params={"target": 0.2})
+    grey = np.full((8, 8, 3), 51, np.uint8)
+    [score] = registry.build(config).score([grey], [Prompt(0, "x")])  # type: ignore[arg-type]
+    assert score.value == pytest.approx(1.0) and score.parts == {"mean": pytest.approx(0.2)}
+    place: dict[str, Any] = {}
+    exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), place)
+    ask = place["Demanding"].check_prompt
+    assert ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"' and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
+
+
+def test_the_documented_model_family_is_one() -> None:
+    place: dict[str, Any] = {}
+    exec(snippet("# my_package/my_model/__init__.py"), place)
+    assert place["FAMILY"].name == "my_model"
+
+
+def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
+    """From a checkpoint of the quickstart's last update, whose weights are here those it began with plus one."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+
+    program = snippet("import omni_async  # first")
+    [folder] = re.findall(r'"(runs/<run-id>/checkpoints/update-\d+/tensors)"', program)
+    assert int(re.findall(r"update-(\d+)", folder)[0]) == load("recipes/quickstart/quickstart.yaml").trainer.updates
+    begun = QwenImageTransformer2DModel.from_pretrained("recipes/quickstart/checkpoint", subfolder="transformer")
+    trained = {name: parameter.data + 1 for name, parameter in begun.named_parameters()}
+    writer = dcp.HuggingFaceStorageWriter(folder)
+    dcp.save({f"model.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True)
+    exec(program, {})
+    again = QwenImagePipeline.from_pretrained("trained").transformer
+    assert all(torch.equal(parameter, trained[name]) for name, parameter in again.named_parameters())
