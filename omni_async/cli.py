@@ -1,6 +1,6 @@
 """`omni-async`: the command line. Parsing, validation and messages only; everything heavy is imported once a command needs it.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong configuration or usage (one message, no traceback), 130 interrupted after a checkpoint.
+Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
+        _tell("left on Ctrl-C; nothing more is written")
         return 130
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`); nothing is wrong with the command.
@@ -126,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(config: Config) -> int:
     from omni_async.runtime.preflight import preflight
+    from omni_async.runtime.resume import nothing_to_do
 
+    if (done := nothing_to_do(config)) is not None:
+        return _say(done)
     inputs = preflight(config)
 
     from omni_async.runtime.train import EXIT_CODES, train
@@ -139,6 +143,9 @@ def _train(config: Config) -> int:
         return _refuse(str(error))
     if summary.status == "failed":
         _tell(f"the run failed: {summary.reason}")
+    if summary.unwritten:
+        _tell("not everything could be written: " + ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items()))
+        return 1
     return EXIT_CODES[summary.status]
 
 

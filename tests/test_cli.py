@@ -181,10 +181,17 @@ def test_wrong_usage_is_exit_code_2(arguments, capsys):
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1), ("interrupted", 130)])
 def test_how_a_run_ended_is_the_exit_code(recipe, monkeypatch, capsys, status, code):
-    ends(monkeypatch, SimpleNamespace(status=status, reason="EngineError: gone"))
+    ends(monkeypatch, SimpleNamespace(status=status, reason="EngineError: gone", unwritten={}))
     assert cli.main(["train", recipe]) == code
     told = capsys.readouterr().err
     assert told == ("omni-async: the run failed: EngineError: gone\n" if status == "failed" else "")
+
+
+@pytest.mark.parametrize("status", ["done", "interrupted"])
+def test_a_run_that_could_not_write_a_result_is_exit_code_1(recipe, monkeypatch, capsys, status):
+    ends(monkeypatch, SimpleNamespace(status=status, reason=None, unwritten={"trace.json": "No space left on device"}))
+    assert cli.main(["train", recipe]) == 1
+    assert capsys.readouterr().err == "omni-async: not everything could be written: trace.json (No space left on device)\n"
 
 
 def test_an_unusable_mlflow_is_exit_code_2(recipe, monkeypatch, capsys):

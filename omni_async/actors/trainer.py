@@ -54,6 +54,7 @@ class Trainer:
         self._checkpointer = Checkpointer(config, ranks, rule, coordinator, store, Path(checkpoints), self._tracer)
         self._objective = find_objective(config.algorithm.name)
         self._plan = plan_updates(config)
+        self._checkpoints = checkpoints
         self._version = 0
         self._hurry = False
         self._saved: int | None = None
@@ -68,6 +69,8 @@ class Trainer:
             self._version = state.version
             self._rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)
+            if _lies_in(resume, self._checkpoints):
+                self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
         # Means are not needed by every objective on steps, but they show how far the policy has drifted without sampling noise (kappa).
         means = ("means",) if self._objective.process == "transition" else ()
         await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
@@ -163,6 +166,10 @@ class Trainer:
     async def _save(self) -> None:
         await self._checkpointer.save(self._version)
         self._saved = self._version
+
+
+def _lies_in(checkpoint: str, folder: str) -> bool:
+    return Path(checkpoint).resolve().parent == Path(folder).resolve()
 
 
 def _free_port(host: str) -> int:

@@ -353,8 +353,14 @@ class Coordinator:
             self._groups.check()
         except ConservationError as error:
             self._outcome = ("failed", str(error))
-        if self.ledger.problem is not None and self._outcome[0] != "failed":
-            self._outcome = ("failed", self.ledger.problem)
+        problem = self.ledger.problem
+        if self._outcome[0] == "done":
+            try:
+                self._ledger_sync()  # where no update was left to make, nothing has made the lines of a former attempt void yet
+            except OSError as error:
+                problem = problem or f"the ledger cannot be written: {error}"
+        if problem is not None and self._outcome[0] != "failed":
+            self._outcome = ("failed", problem)
         status, reason = self._outcome
         self._log.add("ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()})
 

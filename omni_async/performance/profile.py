@@ -73,7 +73,8 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none or it is not one."""
+    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none, it is not one, or it says that
+    nothing takes time."""
     if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():
@@ -84,16 +85,30 @@ def load_profile(name: str) -> Profile:
         return _read(path)
 
 
+def encode_profile(profile: Profile) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
+
+
 def write_profile(path: Path, profile: Profile) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    path.write_bytes(encode_profile(profile))
+
+
+def is_empty(profile: Profile) -> bool:
+    """Whether every stage takes no time: nothing was measured."""
+    return not any(service.mean() for service in profile.stages().values())
 
 
 def _read(path: Path) -> Profile:
     try:
-        return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Profile)
+        profile = msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Profile)
     except TooLargeError as error:
         raise ConfigError(f"emulation.profile: {path}: {error.strerror}, so no profile") from None
     except OSError as error:
         raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None
+    if is_empty(profile):
+        raise ConfigError(
+            f"emulation.profile: {path}: every stage takes 0 s, as if nothing had been measured; give the profile of a run with updates"
+        )
+    return profile

@@ -1,19 +1,47 @@
-"""Ctrl-C and SIGTERM as an event that a run can wait for."""
+"""Ctrl-C and SIGTERM as events that a run can wait for: the first one ends it in order, a second Ctrl-C at once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# `timeout` and batch systems signal the process and then its group: what comes this soon is the same signal once more.
+_SAME_S = 0.3
+_FIRST = "ending in order: a checkpoint, then summary and timeline; Ctrl-C again leaves at once, without the checkpoint and the timeline"
+_SECOND = "leaving at once: a checkpoint that is not written by now is given up, and there is no timeline; the summary is written"
+
+
+class Interruption(asyncio.Event):
+    """Set when the run shall end in order; `at_once` when it shall not even do that. `tell` gets a line about what that means."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+        self._tell = tell
+        self._first: float | None = None
+
+    def signalled(self, number: int) -> None:
+        """A second Ctrl-C is at once, and a third is Python's own. SIGTERM comes from machines, which follow it with SIGKILL: more of it says
+        nothing new."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            self.set()
+            self._tell(_FIRST)
+        elif number == signal.SIGINT and now - self._first > _SAME_S:
+            self.at_once.set()
+            _leave()
+            self._tell(_SECOND)
 
 
 @contextlib.asynccontextmanager
-async def interrupts() -> AsyncIterator[asyncio.Event]:
-    """SIGINT and SIGTERM set the event; a second one falls through to Python's own handling."""
-    event = asyncio.Event()
+async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIterator[Interruption]:
+    """The event that SIGINT and SIGTERM set, as long as this lasts."""
+    event = Interruption(tell)
     listen(event)
     try:
         yield event
@@ -21,18 +49,13 @@ async def interrupts() -> AsyncIterator[asyncio.Event]:
         _leave()
 
 
-def listen(event: asyncio.Event) -> None:
-    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once the event is set."""
-    if event.is_set():
+def listen(event: Interruption) -> None:
+    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once everything is to end at once."""
+    if event.at_once.is_set():
         return
-
-    def ring() -> None:
-        event.set()
-        _leave()
-
     for number in _SIGNALS:
         with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
-            asyncio.get_running_loop().add_signal_handler(number, ring)
+            asyncio.get_running_loop().add_signal_handler(number, event.signalled, number)
 
 
 def _leave() -> None:

@@ -189,7 +189,11 @@ class Keeper:
             lost, (name, work) = name, replaced
             fault = Fault(found, lost, reason, name, self._clock.now() - found)
             self._tell(f"{name} is at work in place of {lost}, {fault.seconds:.1f} s after that was lost")
-            self._record(fault)
+            try:
+                self._record(fault)
+            except BaseException:
+                work.close()  # nobody will attend to it
+                raise
         if name in self._leaving:
             await self._workforce.lose(name, "it was not needed any more")
             self._present.pop(place, None)

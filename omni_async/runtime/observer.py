@@ -1,11 +1,14 @@
-"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a summary."""
+"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a summary.
+
+In the folder of an earlier attempt nothing changes before this one has an update to record: until then what would be written waits in memory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,10 +27,13 @@ from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.spans import SpanLog
-from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, summarise
+from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, is_done, summarise
 from omni_async.tracking.timeline import ROLES, busy_fractions
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Span
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Console figures look back this far: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
@@ -37,15 +43,33 @@ _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 
 
 class Observer:
-    """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was."""
+    """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was.
 
-    def __init__(self, config: Config, run: RunDirectory, console: Console, mlflow: MlflowSink | None, clock: Clock) -> None:
+    `resumed`: what this process goes on from, if the folder is an earlier attempt's. `owns` says whether the folder is this attempt's by now."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        console: Console,
+        mlflow: MlflowSink | None,
+        clock: Clock,
+        resumed: Continuation | None = None,
+    ) -> None:
         self._config = config
         self._run = run
         self._console = console
         self._mlflow = mlflow
         self._clock = clock
-        self.spans = SpanLog(run.spans, _RECENT_S)
+        self.owns = resumed is None
+        self.made = 0  # updates of this attempt, those included that were lost again
+        self._held: list[Callable[[], None]] = []
+        self._taken_over = asyncio.Event()
+        if self.owns:
+            self._taken_over.set()
+        self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
+        self._wall_before = run.wall_s(resumed.version) if resumed is not None else 0.0
+        self._untimed_images = resumed.images if resumed is not None and not self._wall_before else 0
         self._rewards: list[float] = []
         self._staleness: Counter[int] = Counter()
         self._finished: list[tuple[float, int]] = []
@@ -64,11 +88,15 @@ class Observer:
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
+        self._start = Continuation()
+        if resumed is not None:
+            self.recall(resumed)
 
     def recall(self, start: Continuation) -> None:
         """Take over what earlier attempts of the run had come to, as the checkpoint knows it. The spans of this process's attempts are all kept."""
         self.closing = asyncio.Event()
         self.ended = None
+        self._start = start
         ledger = start.ledger
         self._images_before = start.images
         self._paces.clear()
@@ -89,13 +117,38 @@ class Observer:
                 f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from that file is not"
             )
 
+    @property
+    def updates(self) -> int:
+        """That the run has made so far."""
+        return len(self._rewards)
+
+    def take_over(self) -> None:
+        """There is something to record: the folder and the MLflow run become this attempt's, with what was held. RunDirectoryError if they can't."""
+        if self.owns:
+            return
+        self._run.take_over(self._config, self._start.version, self._start.validated)
+        self.owns = True
+        self.spans.open()
+        if self._mlflow:
+            self._mlflow.begin()
+        held, self._held = self._held, []
+        for write in held:
+            write()
+        self._taken_over.set()
+
+    def _record(self, write: Callable[[], None]) -> None:
+        if self.owns:
+            write()
+        else:
+            self._held.append(write)
+
     def tell(self, text: str) -> None:
         self._console.note(text)
 
     def fault(self, fault: Fault) -> None:
         """Something was lost and is back."""
         self.faults.append(fault)
-        append_jsonl(self._run.faults, fault)
+        self._record(lambda: append_jsonl(self._run.faults, fault))
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
         """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
@@ -106,9 +159,13 @@ class Observer:
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def pictures_drawn(self, seconds: float) -> None:
-        """Until the pictures that are being drawn are done, `seconds` at most."""
-        if self._pictures:
-            await asyncio.wait(self._pictures, timeout=seconds)
+        """Until the pictures that are being drawn are done, `seconds` at most. None is kept of an attempt that has nothing else to record."""
+        pictures = {*self._pictures}
+        if not self.owns:
+            for picture in pictures:
+                picture.cancel()
+        if pictures:
+            await asyncio.wait(pictures, timeout=seconds)
 
     def _take(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
@@ -127,6 +184,8 @@ class Observer:
                 self.on_closing()
             case "ended":
                 self.ended = event.data
+                if event.data["status"] == "done" and (self._held or not is_done(self._run.summary)):
+                    self.take_over()  # no update was left to make, but the run was not done
         if event.pictures and self._config.emulation is None:  # emulated media are noise
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
             task = asyncio.create_task(self._picture(name, event, store))
@@ -141,6 +200,8 @@ class Observer:
             self._console.note(f"picture {task.get_name()} was not drawn: {type(error).__name__}: {error}")
 
     def _update(self, data: dict[str, Any]) -> None:
+        self.take_over()
+        self.made += 1
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
         self._last = {"conservation": data["conservation"], "images": data["images"]}
         self._rewards.append(reward)
@@ -161,6 +222,7 @@ class Observer:
             "images": data["images"],
             "images_per_s": rate,
             "update_s": data["finished"] - data["started"],
+            "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
             **{f"buffers/{name}": statistics["reserved"] for name, statistics in buffers.items() if "reserved" in statistics},
@@ -213,6 +275,10 @@ class Observer:
             "validation": None if validation is None else msgspec.to_builtins(validation),
         }
 
+    def wall_s(self, now: float) -> float:
+        """Seconds since all roles were up, those of earlier attempts added."""
+        return self._wall_before + max(0.0, now - self.started)
+
     def _images_per_s(self, now: float) -> float:
         """Over the recent past, or since the start of the run while that is shorter."""
         earlier = [(self.started, self._images_before), *(point for point in self._finished if point[0] < now - _RECENT_S)][-1]
@@ -232,17 +298,22 @@ class Observer:
             return
         self._validation.append(ValidationPoint(data["version"], value, parts))
         self._console.validation(data["version"], value, parts)
-        self._run.append_metrics(data["version"], {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()})
+        numbers = {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}
+        self._record(lambda: self._log(numbers, data["version"]))
+
+    def _log(self, numbers: dict[str, float], version: int) -> None:
+        self._run.append_metrics(version, numbers)
         if self._mlflow:
-            self._mlflow.log_metrics({f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}, data["version"])
+            self._mlflow.log_metrics(numbers, version)
 
     async def _picture(self, name: str, event: RunEvent, store: ObjectStore) -> None:
         arrays = await asyncio.gather(*(store.get(picture.media) for picture in event.pictures))
         items = [(np.asarray(array), caption(picture.prompt, picture.score)) for array, picture in zip(arrays, event.pictures, strict=True)]
-        await asyncio.to_thread(self._draw, name, items, event.data["version"])
+        grid = await asyncio.to_thread(image_grid, items)
+        await self._taken_over.wait()
+        await asyncio.to_thread(self._keep_picture, name, grid, event.data["version"])
 
-    def _draw(self, name: str, items: Sequence[tuple[np.ndarray, str]], version: int) -> None:
-        grid = image_grid(items)
+    def _keep_picture(self, name: str, grid: Image, version: int) -> None:
         grid.save(self._run.samples / f"{name}.png")
         if self._mlflow:
             self._mlflow.log_image(grid, name.split("-")[0], version)
@@ -264,7 +335,8 @@ class Observer:
             reject_reasons=ended.get("reasons"),
             validation=self._validation,
             peak_memory_bytes=peak_memory,
-            images_before=self._images_before,
+            wall_before=self._wall_before,
+            untimed_images=self._untimed_images,
             faults=len(self.faults),
         )
         if self._config.data.preferences is not None:  # nothing was rewarded

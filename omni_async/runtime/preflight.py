@@ -45,7 +45,7 @@ _WEIGHT_COPIES = 4
 @dataclass(frozen=True)
 class RunInputs:
     """A configuration that was looked at closely. `start` is what the checkpoint to resume from knows; `run` the folder of the run that goes on,
-    if it does so in its own.
+    if it does so in its own, and `untouched` says that nothing has been changed in there yet: nothing is before there is an update to record.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are for the console.
     """
@@ -56,6 +56,7 @@ class RunInputs:
     validation_prompts: tuple[Prompt, ...]
     start: Continuation = field(default_factory=Continuation)
     run: Path | None = None
+    untouched: bool = False
     profile: Profile | None = None
     notes: tuple[str, ...] = ()
 
@@ -120,7 +121,8 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
     start = point.state.control
     if point.run is None:
         start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
-    return dataclasses.replace(inputs, config=config, start=start, run=point.run, notes=(*inputs.notes, *passed, *point.notes))
+    notes = (*inputs.notes, *passed, *point.notes)
+    return dataclasses.replace(inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes)
 
 
 def _check_placement(config: Config) -> None:

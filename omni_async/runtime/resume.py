@@ -24,7 +24,7 @@ from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
 from omni_async.control.ledger_prefix import LedgerDamaged, require_prefix
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import read_status
+from omni_async.tracking.summary import read_ending, read_status
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
         )
     state, notes = _with_fitting_groups(config, state)
     return ResumePoint(folder, state, notes=(*notes, f"from {folder}, at update {state.version}"))
+
+
+def nothing_to_do(config: Config) -> str | None:
+    """What to tell whoever resumes a run that has made all its updates; None if it is another. Looks at the run's summary alone."""
+    resume = config.checkpoint.resume
+    if resume is None or resume == "auto":
+        return None
+    run, updates = RunDirectory(Path(resume)), config.trainer.updates
+    if read_ending(run.summary) != ("done", updates):
+        return None
+    return (
+        f"{run.path} is done, nothing to do: it has made its {updates} updates; trainer.updates=N, with N larger than {updates}, to go on"
+    )
 
 
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:

@@ -23,9 +23,11 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.control.clock import Clock, WallClock
 from omni_async.control.coordinator import Coordinator
+from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink
 from omni_async.runtime.preflight import RunInputs
 from omni_async.store import ObjectStore
+from omni_async.tracking.rundir import RunDirectory
 from omni_async.weights.transport import build_receiver, build_sender
 
 if TYPE_CHECKING:
@@ -41,7 +43,13 @@ def limit_threads(cpus: float) -> None:
 
 
 def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinator:
-    sink = JsonlSink(Path(ledger), inputs.start.ledger if inputs.run is not None else None)
+    def take_over() -> JsonlSink:
+        if inputs.untouched:
+            # Here as well as by the driver, who hears of the update only after a checkpoint may count it.
+            RunDirectory(Path(ledger).parent).void_metrics(inputs.start.version, inputs.start.validated)
+        return JsonlSink(Path(ledger), inputs.start.ledger if inputs.run is not None else None)
+
+    sink = HeldBackSink(take_over) if inputs.untouched else take_over()
     return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync)
 
 

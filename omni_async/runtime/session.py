@@ -22,6 +22,7 @@ from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import Request
 from omni_async.runtime.keeper import Keeper, Restarts
 from omni_async.runtime.observer import Observer
+from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Status
 
 # How long the coordinator gets to take the driver's last words and to tell the rest, and the last pictures to be drawn.
@@ -145,6 +146,6 @@ async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
 def describe(error: BaseException) -> str:
     if isinstance(error, TaskFailed) and error.__cause__ is not None:
         error = error.__cause__
-    if isinstance(error, PeerLost | WrongScorer):
+    if isinstance(error, PeerLost | RunDirectoryError | WrongScorer):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -23,31 +22,31 @@ from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
-from omni_async.control.waiting import Stopped, unless
-from omni_async.performance.measure import measure
-from omni_async.performance.profile import write_profile
+from omni_async.control.waiting import Stopped, is_cancelled, unless
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import ControlSocket
-from omni_async.runtime.interrupts import interrupts, listen
+from omni_async.runtime.interrupts import Interruption, interrupts, listen
 from omni_async.runtime.keeper import GaveUp, Restarts
 from omni_async.runtime.observer import Observer
 from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.results import Results
 from omni_async.runtime.resume import newest_of_run
 from omni_async.runtime.session import Ending, Session, describe
+from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.console import Console, for_stream
 from omni_async.tracking.faults import Fault
 from omni_async.tracking.memory import MemorySampler
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory
-from omni_async.tracking.summary import Summary, write_summary
-from omni_async.tracking.timeline import write_trace
+from omni_async.tracking.summary import Summary
 from omni_async.tracking.words import validation_curve
-from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
+# For a cluster to close, of a run that leaves at once.
+_SOON_S = 5.0
 
 
 def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
@@ -67,13 +66,8 @@ def train(inputs: RunInputs, console: Console | None = None) -> Summary:
     """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure is in the summary's
     status and reason."""
     config, clock = inputs.config, WallClock()
-    start = inputs.start
-    run = (
-        RunDirectory.create(config, clock)
-        if inputs.run is None
-        else RunDirectory.reopen(inputs.run, config, start.version, start.validated)
-    )
-    console = console or for_stream(sys.stdout, config.trainer.updates, start.version)
+    run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
+    console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
     console.phase(f"run {run.run_id}")
     for note in inputs.notes:
         console.phase(note)
@@ -95,6 +89,7 @@ class _Run:
         self._console = console
         self._memory = memory
         self._clock = WallClock()
+        self._began = self._clock.now()
         self._restarts = Restarts(inputs.config.run.restarts, self._clock)
         self._opening: asyncio.Task[MlflowSink] | None = None
         self._mlflow: MlflowSink | None = None
@@ -102,27 +97,38 @@ class _Run:
 
     async def to_its_end(self) -> Summary:
         config = self._config
-        async with interrupts() as interrupted:
+        async with interrupts(self._console.note) as interrupted:
             if config.tracking.mlflow.enabled:
                 self._opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None))
             async with ControlSocket(self._run.control) as control:
                 control.stop = interrupted.set
-                ending = await self._lives(interrupted, control)
+                try:
+                    ending = await unless(interrupted.at_once.wait(), self._lives(interrupted, control))
+                except Stopped:
+                    ending = Ending("interrupted", "at once, by a second Ctrl-C: no checkpoint was waited for, and there is no timeline")
             finished = self._clock.now()
             if isinstance(ending.cause, MlflowUnusableError):
                 raise ending.cause
-            if self._opening is not None and self._mlflow is None:  # a run that failed to start is recorded too, where that is possible
-                with contextlib.suppress(MlflowUnusableError):
-                    self._mlflow = await self._opening
-        observer = self._observer or Observer(config, self._run, self._console, self._mlflow, self._clock)
-        spans = observer.spans.all()
+            at_once = interrupted.at_once.is_set()
+            observer = self._observer or self._observe()
+            if observer.owns and self._mlflow is None and self._opening is not None:  # a run that failed to start is recorded too
+                with contextlib.suppress(MlflowUnusableError, TimeoutError):
+                    self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
+        results = Results(self._run, self._inputs, self._mlflow, at_once)
+        spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
-        _write(self._run, self._inputs, spans, summary, self._mlflow)
-        observer.spans.close()
-        self._console.close(_farewell(self._run, summary, self._mlflow))
+        wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
+        attempt = Attempt(self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.updates, wall_s)
+        summary = results.write(observer, summary, spans, attempt)
+        self._console.close(_farewell(self._run, observer, summary, self._mlflow))
         return summary
 
-    async def _lives(self, interrupted: asyncio.Event, control: ControlSocket) -> Ending:
+    def _observe(self) -> Observer:
+        """What this process makes of the folder, be it another's until there is something to record."""
+        resumed = self._inputs.start if self._inputs.untouched else None
+        return Observer(self._config, self._run, self._console, self._mlflow, self._clock, resumed)
+
+    async def _lives(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
         for life in count(1):
             ending = await self._live(inputs, life, interrupted, control, fault)
@@ -146,7 +152,7 @@ class _Run:
                 return Ending("interrupted", "before it was started again")
         raise AssertionError("unreachable")
 
-    async def _live(self, inputs: RunInputs, life: int, interrupted: asyncio.Event, control: ControlSocket, fault: Fault | None) -> Ending:
+    async def _live(self, inputs: RunInputs, life: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None) -> Ending:
         """On a cluster of its own. `fault`: what ended the life before."""
         ending = Ending()
         cluster: Cluster | None = None
@@ -165,8 +171,8 @@ class _Run:
                 self._mlflow = await self._opening
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
-                self._observer = Observer(self._config, self._run, self._console, self._mlflow, self._clock)
-                if inputs.run is not None:
+                self._observer = self._observe()
+                if inputs is not self._inputs:
                     self._observer.recall(inputs.start)
             if fault is not None:
                 self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
@@ -180,12 +186,10 @@ class _Run:
             if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError)):
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
-        control.answer = None
-        if cluster is not None:
-            try:
-                await cluster.close()
-            except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
-                logger.warning("the cluster was not closed: %s", error)
+        finally:
+            control.answer = None
+            if cluster is not None:
+                await _close(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
     def _from_last_checkpoint(self) -> RunInputs:
@@ -199,30 +203,33 @@ class _Run:
             raise CheckpointError(f"{self._run.path} has no checkpoint to go on from; the console says why")
         start = self._inputs.start if point is None else point.state.control
         resume = self._config.checkpoint.resume if point is None else str(point.folder)
-        self._run.void_metrics(start.version, start.validated)
+        untouched = self._inputs.untouched and not (self._observer is not None and self._observer.owns)
+        if not untouched:
+            self._run.void_metrics(start.version, start.validated)
         config = replace(self._config, checkpoint=replace(self._config.checkpoint, resume=resume))
-        return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path)
+        return dataclasses.replace(self._inputs, config=config, start=start, run=self._run.path, untouched=untouched)
 
 
 def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink:
     return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
 
 
-def _write(run: RunDirectory, inputs: RunInputs, spans: Sequence[Span], summary: Summary, mlflow: MlflowSink | None) -> None:
-    write_trace(run.trace, spans)
-    write_summary(run.summary, summary)
-    how = f", on emulated devices that replayed {inputs.profile.name}" if inputs.profile else ""
-    source = f"run {run.run_id}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
-    write_profile(run.profile, measure(spans, inputs.config, name=run.run_id, source=source))
-    if mlflow:
-        for path in (run.config_yaml, run.summary, run.profile, run.trace):
-            mlflow.log_artifact(path)
-        mlflow.finish(summary.status)
+async def _close(cluster: Cluster, seconds: float | None) -> None:
+    """`seconds`: how long a run that leaves at once waits for that."""
+    try:
+        async with asyncio.timeout(seconds):
+            await cluster.close()
+    except Exception as error:  # noqa: BLE001 (how the run ended is known, and more is lost if that is not written)
+        logger.warning("the cluster was not closed: %s", error or f"it takes longer than {seconds} s")
 
 
-def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
+def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
     """How it ended and where everything is, for a person who has just watched it happen."""
     reason = f" {summary.reason}" if summary.reason else ""
+    lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
+    if not observer.owns:
+        made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
+        return [f"{summary.status}{reason}: this attempt made no update; {run.path} is as it was, with {made}", *lost]
     lines = [f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s after loading"]
     if summary.validation:
         lines.append(validation_curve(summary.validation))
@@ -234,10 +241,12 @@ def _farewell(run: RunDirectory, summary: Summary, mlflow: MlflowSink | None) ->
         "profile": run.profile,
         "timeline": run.trace,
     }
-    lines += [f"  {name:<9} {path}" for name, path in places.items()]
+    lines += [f"  {name:<9} {path}" for name, path in places.items() if path.exists()]
+    lines += lost
     if summary.status != "done" and any(newest_first(run.checkpoints)):
         lines.append("            (the same command with checkpoint.resume=auto goes on with it)")
-    lines.append("            (open the timeline at https://ui.perfetto.dev)")
-    if mlflow:
+    if run.trace.exists():
+        lines.append("            (open the timeline at https://ui.perfetto.dev)")
+    if mlflow and mlflow.run_id:
         lines.append(f"  MLflow    {mlflow.ui_command}")
     return lines

@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it."""
+    """Write next to `path`, then rename over it. OSError if the bytes do not fit: a network's file system says so only when they are synchronised."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

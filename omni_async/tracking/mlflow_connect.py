@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,27 +34,62 @@ class MlflowUnusableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Connection:
+    """A place for runs, and the run of that name that is there already, if there is one. `shown`: the place's address without credentials."""
+
     client: MlflowClient
-    run_id: str
-    is_new: bool
-    ui_command: str
-    run_url: str
+    experiment: str
+    run_name: str
+    former: str | None
+    uri: str
+    shown: str
+
+    def begin(self) -> str:
+        """Set the former run going again, or start one; its id. Raises whatever the store raises."""
+        if self.former is not None:
+            self.client.update_run(self.former, status="RUNNING")
+            return self.former
+        run_id: str = self.client.create_run(self.experiment, run_name=self.run_name).info.run_id
+        return run_id
+
+    def run_url(self, run_id: str) -> str:
+        """Where the run is once the user interface is up."""
+        return f"{self.shown.rstrip('/') if self._is_server else _LOCAL_UI}/#/experiments/{self.experiment}/runs/{run_id}"
+
+    def ui_command(self, run_id: str) -> str:
+        """The shell command that shows the run, or the address to open if it lives on a server."""
+        return self.run_url(run_id) if self._is_server else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(self.shown)}"
+
+    @property
+    def _is_server(self) -> bool:
+        return self.uri.startswith(("http://", "https://"))
 
 
 def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
-    """A started run in `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with
-    artifacts in `<run_dir>/mlartifacts`. `goes_on`: the run of that name, where there is one."""
+    """To `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with artifacts in
+    `<run_dir>/mlartifacts`. `goes_on`: look for the run of that name; it stays as it is. MlflowUnusableError if that can't be done."""
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)
-    try:
+    with _refusals(shown):
         _probe(uri)
         if config.tracking_uri is None:
             run_dir.mkdir(parents=True, exist_ok=True)
         client = _client(uri)
         experiment = _experiment(client, config, run_dir)
-        former = _run_named(client, experiment, run_name) if goes_on else None
-        run_id: str = former or client.create_run(experiment, run_name=run_name).info.run_id
+        return Connection(client, experiment, run_name, _run_named(client, experiment, run_name) if goes_on else None, uri, shown)
+
+
+def begin(connection: Connection) -> str:
+    """The id of a run that has begun. MlflowUnusableError if that can't be done."""
+    with _refusals(connection.shown):
+        return connection.begin()
+
+
+@contextlib.contextmanager
+def _refusals(shown: str) -> Iterator[None]:
+    """Whatever a store raises becomes one clear error."""
+    try:
+        yield
     except MlflowUnusableError:
         raise
     except Exception as error:  # noqa: BLE001  # any store, any reason: it ends as one clear error
@@ -60,20 +97,12 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool =
         raise MlflowUnusableError(
             f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or tracking.mlflow.enabled=false"
         ) from None  # the original may quote credentials
-    server = uri.startswith(("http://", "https://"))
-    run_url = f"{shown.rstrip('/') if server else _LOCAL_UI}/#/experiments/{experiment}/runs/{run_id}"
-    ui_command = run_url if server else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(shown)}"
-    return Connection(client, run_id, former is None, ui_command, run_url)
 
 
 def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
-    """The newest run of that name, set going again."""
+    """The newest run of that name."""
     found = client.search_runs([experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1)
-    if not found:
-        return None
-    run_id: str = found[0].info.run_id
-    client.update_run(run_id, status="RUNNING")
-    return run_id
+    return str(found[0].info.run_id) if found else None
 
 
 def _mlflow_command() -> str:

@@ -1,6 +1,6 @@
 """MLflow, written by one background thread, so that training never waits for its database or its server.
 
-Connecting is the caller's: an unusable place raises there. Afterwards a failure of MLflow is a warning, once, and nothing more is sent:
+Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until `begin`. Afterwards a failure of MLflow is a warning, once, and nothing more is sent:
 tracking must not end a run, and everything is in the run folder as well. `finish` waits for what is queued.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from omni_async.config import schema
 from omni_async.config.redact import redact
-from omni_async.tracking.mlflow_connect import Connection, connect
+from omni_async.tracking.mlflow_connect import Connection, begin, connect
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,31 +36,46 @@ class MlflowSink:
     """One MLflow run. Calls return at once; they come from one thread, `finish` last."""
 
     def __init__(self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False) -> None:
-        """Start a run in `config.experiment`, or go on with the one of that name, whose parameters stay. `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`);
-        `params` may be nested. Raises `MlflowUnusableError`."""
+        """Start a run in `config.experiment`, or with `goes_on` find the one of that name, whose parameters stay, for `begin` to go on with.
+        `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`); `params` may be nested. Raises
+        `MlflowUnusableError`."""
         self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
-        self._run_id = self._connection.run_id
+        self._params = params
+        self._began = not goes_on
+        self._run_id = self._connection.former or ("" if goes_on else begin(self._connection))
         self._failed = False
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
-        if self._connection.is_new:
+        if self._began:
             self._put(lambda: self._send_params(params))
+
+    def begin(self) -> None:
+        """Set the run going, if it is not: before anything is logged. If there is none of that name (another database, say), one is made."""
+        if not self._began:
+            self._began = True
+            self._put(self._begin)
+
+    def _begin(self) -> None:
+        self._run_id = self._connection.begin()
+        if self._connection.former is None:
+            self._send_params(self._params)
 
     @property
     def run_id(self) -> str:
+        """Empty as long as there is none."""
         return self._run_id
 
     @property
     def ui_command(self) -> str:
         """The shell command that shows the run, or the address to open if it lives on a server."""
-        return self._connection.ui_command
+        return self._connection.ui_command(self._run_id)
 
     @property
     def run_url(self) -> str:
         """Where the run is once the user interface is up."""
-        return self._connection.run_url
+        return self._connection.run_url(self._run_id)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)  # MLflow's x axis is the real time, whatever clock the run has
@@ -75,8 +90,9 @@ class MlflowSink:
         self._put(lambda: self._client.log_artifact(self._run_id, str(path), folder))
 
     def finish(self, status: Literal["done", "interrupted", "failed"], timeout_s: float = 60.0) -> None:
-        """Send what is queued, then end the run; gives up, with a warning, after `timeout_s`."""
-        self._put(lambda: self._client.set_terminated(self._run_id, _STATUS[status]))
+        """Send what is queued, then end the run, unless it never began; gives up, with a warning, after `timeout_s`."""
+        if self._began:
+            self._put(lambda: self._client.set_terminated(self._run_id, _STATUS[status]))
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:

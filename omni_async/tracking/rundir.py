@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from omni_async.config.load import to_yaml
 from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
+from omni_async.tracking.attempts import read_attempts
 from omni_async.tracking.files import read_lines, write_atomic
 from omni_async.tracking.forks import keep_from_children
 
@@ -57,19 +59,27 @@ class RunDirectory:
         return run
 
     @classmethod
-    def reopen(cls, path: Path, config: Config, version: int, validated: int | None) -> RunDirectory:
-        """Go on in the folder of a run that stopped: its metrics after `version`, which are void, are moved to `metrics.jsonl.void`."""
+    def reopen(cls, path: Path) -> RunDirectory:
+        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`."""
         run = cls(path)
         try:
             run._claim()
-            run.summary.unlink(missing_ok=True)
-            run.void_metrics(version, validated)
-            write_atomic(run.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
         except RunDirectoryError:
             raise
         except OSError as error:
             raise RunDirectoryError(f"checkpoint.resume: cannot go on in {path}: {error.strerror or error}") from error
         return run
+
+    def take_over(self, config: Config, version: int, validated: int | None) -> None:
+        """The attempt that reopened the folder has something to record: its metrics after `version` are void (`void_metrics`), the summary of
+        the attempts before is put aside until there is another, and `config.yaml` is this attempt's."""
+        try:
+            write_atomic(self.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
+            self.void_metrics(version, validated)
+            if self.summary.exists():
+                self.summary.replace(self.former_summary)
+        except OSError as error:
+            raise RunDirectoryError(f"cannot go on in {self.path}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
         """Hold the folder until `release`, or until this process ends; its children do not. RunDirectoryError if another has it."""
@@ -111,12 +121,7 @@ class RunDirectory:
         valid: list[bytes] = []
         void: list[bytes] = []
         for line in read_lines(self.metrics):
-            try:
-                record = msgspec.json.decode(line, type=dict[str, Any])
-                counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                counts = False  # cut off
-            (valid if counts else void).append(line)
+            (valid if _record(line, version, validated) is not None else void).append(line)
         if void:
             with self.metrics.with_name(f"{self.metrics.name}.void").open("ab") as file:
                 file.writelines(void)
@@ -161,6 +166,15 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def former_summary(self) -> Path:
+        """Of the attempts before the one that is under way."""
+        return self.path / "summary.json.void"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile.json"
 
@@ -177,8 +191,9 @@ class RunDirectory:
         """Published versions, with `weights.transport: disk`."""
         return self.path / "weights"
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        return [msgspec.json.decode(line) for line in read_lines(self.metrics)]
+    def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
+        """Read all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave them."""
+        return [record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None]
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
         """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if it has."""
@@ -196,17 +211,41 @@ class RunDirectory:
                 gaps.append(f"more than one line of {what} {_few(repeated)}")
         return f"has {' and '.join(gaps)}" if gaps else None
 
+    def wall_s(self, version: int) -> float:
+        """Seconds that the run's attempts have taken up to `version`, as the metrics of that update say, or an attempt that ended there; 0 if
+        neither does."""
+        said = [line.get("wall_s") for line in self.read_metrics(version, None) if line["update"] == version]
+        said += [attempt.wall_s for attempt in read_attempts(self.attempts) if attempt.to_update == version]
+        return max((float(seconds) for seconds in said if isinstance(seconds, int | float)), default=0.0)
+
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
         """A line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
         append_jsonl(self.metrics, {"update": update, **metrics})
 
 
+def _record(line: bytes, version: float, validated: float | None) -> dict[str, Any] | None:
+    """None if the line was cut off, or is of an update or a validation round that is void."""
+    try:
+        record = msgspec.json.decode(line, type=dict[str, Any])
+        counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return record if counts else None
+
+
 def append_jsonl(path: Path, record: Any) -> None:
-    """Add one line, handed to the operating system before this returns."""
+    """Add one line, handed to the operating system before this returns. RunDirectoryError if it can't be, and nothing of it is there."""
     line = msgspec.json.encode(record) + b"\n"
     try:
         with path.open("ab", buffering=0) as file:
-            file.write(line)
+            end = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
+                raise
     except OSError as error:
         raise RunDirectoryError(f"cannot append to {path}: {error.strerror or error}") from error
 

@@ -1,6 +1,7 @@
 """A run's spans: on disk, where they may be as many as they like, and in memory only those of the recent past.
 
-`spans.jsonl` grows as they come, so a run that is killed leaves them too; a run that ends turns them into its timeline and removes it.
+`spans.jsonl` grows as they come, so a run that is killed leaves them too; a run that ends turns them into its timeline and removes it. A resumed run
+keeps them in memory until its first update: what lies there is an earlier attempt's.
 """
 
 from __future__ import annotations
@@ -12,24 +13,45 @@ from pathlib import Path
 
 import msgspec
 
+from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.types import Span
 
 
 class SpanLog:
-    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments."""
+    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments. `held`: the file is left alone until `open`."""
 
-    def __init__(self, path: Path, keep_s: float) -> None:
+    def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
         self._keep_s = keep_s
         self._recent: deque[Span] = deque()
         self._encoder = msgspec.json.Encoder(enc_hook=str)
-        path.unlink(missing_ok=True)
+        self._held: list[Span] | None = []
+        if not held:
+            self.open()
 
-    def add(self, spans: Sequence[Span]) -> None:
+    def open(self) -> None:
+        """Begin the file anew, with the spans that were held."""
+        held, self._held = self._held, None
+        self._path.unlink(missing_ok=True)
+        self._write(held or ())
+
+    def _write(self, spans: Sequence[Span]) -> None:
         if not spans:
             return
-        with self._path.open("ab") as file:
-            file.write(self._encoder.encode_lines(spans))
+        try:
+            with self._path.open("ab") as file:
+                file.write(self._encoder.encode_lines(spans))
+        except OSError as error:
+            raise RunDirectoryError(f"cannot append to {self._path}: {error.strerror or error}") from error
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """RunDirectoryError if they cannot be written."""
+        if not spans:
+            return
+        if self._held is None:
+            self._write(spans)
+        else:
+            self._held += spans
         self._recent.extend(Span(span.actor, span.kind, span.start, span.end) for span in spans)
         newest = max(span.end for span in spans)
         while self._recent and self._recent[0].end < newest - self._keep_s:
@@ -41,6 +63,8 @@ class SpanLog:
 
     def all(self) -> list[Span]:
         """Every one, in the order they came; but those whose line was cut off."""
+        if self._held is not None:
+            return [*self._held]
         if not self._path.exists():
             return []
         spans: list[Span] = []
@@ -52,4 +76,5 @@ class SpanLog:
 
     def close(self) -> None:
         """They are in the timeline now."""
-        self._path.unlink(missing_ok=True)
+        if self._held is None:
+            self._path.unlink(missing_ok=True)

@@ -39,9 +39,12 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """`images_per_s`: generated training images over wall time, by the whole job; divided by *all* its devices (trainer's and
-    reward workers' included) it is `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates.
-    `faults`: parts that were lost and came back in this process. `busy`: role -> {busy, backpressured, starved}. `staleness`: how many trained groups had each staleness.
+    """`wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over that time, by the whole
+    job; divided by *all* its devices (trainer's and reward workers' included) it is `images_per_s_per_device`. `first_reward` and `last_reward`:
+    means of the first and last 5 updates. `staleness`: how many trained groups had each staleness.
+
+    Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`, `peak_memory_bytes` and `faults` (parts
+    that were lost and came back). `unwritten`: file of the run folder -> why it could not be written at the end.
     """
 
     run: str
@@ -65,6 +68,7 @@ class Summary(msgspec.Struct, frozen=True):
     validation: tuple[ValidationPoint, ...]
     peak_memory_bytes: int | None
     faults: int = 0
+    unwritten: dict[str, str] = {}
 
 
 def summarise(
@@ -83,13 +87,15 @@ def summarise(
     reject_reasons: dict[str, int] | None = None,
     validation: Iterable[ValidationPoint] = (),
     peak_memory_bytes: int | None = None,
-    images_before: int = 0,
+    wall_before: float = 0.0,
+    untimed_images: int = 0,
     faults: int = 0,
 ) -> Summary:
-    """`images_before`: of `images`, those that an earlier life of the run made. `started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
-    number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none."""
-    wall = max(0.0, finished - started)
-    rate = (images - images_before) / wall if wall > 0 else 0.0
+    """`started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
+    number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none. `wall_before`: seconds of earlier
+    attempts. `untimed_images`: of `images`, those of earlier attempts of which nobody knows how long they took."""
+    wall = wall_before + max(0.0, finished - started)
+    rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = histogram(staleness)
     return Summary(
         run=run,
@@ -126,14 +132,27 @@ def read_summary(path: Path) -> Summary:
 
 class _Ending(msgspec.Struct):
     status: Status
+    updates: int = 0
+
+
+def read_ending(path: Path) -> tuple[Status, int] | None:
+    """Read how a run ended and how many updates it had made; None if there is no summary that says so."""
+    try:
+        ending = msgspec.json.decode(path.read_bytes(), type=_Ending)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return ending.status, ending.updates
 
 
 def read_status(path: Path) -> Status | None:
     """Read how a run ended; None if there is no summary that says so."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Ending).status
-    except (OSError, ValueError, RecursionError):
-        return None
+    ending = read_ending(path)
+    return None if ending is None else ending[0]
+
+
+def is_done(path: Path) -> bool:
+    """Whether there is a summary, and it says that the run is done."""
+    return read_status(path) == "done"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from omni_async import cli
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import load
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
+from omni_async.runtime import results, session
+from omni_async.runtime import train as runtime
+from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.train import train
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import read_summary
 from tests.e2e.emulation import write_recipe
-from tests.runtime.runtime_world import RememberingConsole
+from tests.e2e.runs import ENVIRONMENT
+from tests.runtime.runtime_world import Control, HandCluster, RememberingConsole, write_world
 
 QUICK = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=2", "run.restarts=2"]
 
@@ -32,6 +40,91 @@ def fill(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         return run
 
     monkeypatch.setattr(RunDirectory, "create", classmethod(on_a_full_disk))
+
+
+def obstruct(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """These files of the run folder cannot be put in their place."""
+    create = RunDirectory.create.__func__  # type: ignore[attr-defined]
+
+    def obstructed(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
+        run: RunDirectory = create(cls, config, clock)
+        for name in names:
+            (run.path / name / "in the way").mkdir(parents=True)
+        return run
+
+    monkeypatch.setattr(RunDirectory, "create", classmethod(obstructed))
+
+
+SHORT = ["emulation.time_scale=0.001", "trainer.updates=4"]
+RESULTS = {"summary.json", "profile.json", "trace.json", "attempts.jsonl"}
+
+
+@pytest.mark.parametrize("lost", sorted(RESULTS))
+def test_one_result_that_cannot_be_written_costs_no_other_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    obstruct(monkeypatch, lost)
+    assert cli.main(["train", str(write_recipe(tmp_path)), *SHORT]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"omni-async: not everything could be written: {lost} (Is a directory)\n"
+    assert f"not written: {lost} (Is a directory)" in said.out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert all((run / name).is_file() for name in RESULTS - {lost})
+    if lost != "summary.json":
+        summary = read_summary(run / "summary.json")
+        assert (summary.status, summary.unwritten) == ("done", {lost: "Is a directory"})
+    assert (run / "spans.jsonl").exists() == (lost == "trace.json"), "what the timeline would have been made of stays"
+
+
+def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = results.write_summary
+
+    def full(path: Path, summary: Any) -> None:
+        if path.with_name("spans.jsonl").exists():
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, summary)
+
+    monkeypatch.setattr(results, "write_summary", full)
+    summary = train(preflight(load(write_recipe(tmp_path), SHORT)), RememberingConsole())
+    assert (summary.status, summary.unwritten) == ("done", {})
+    assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
+
+
+def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
+    """The limit of the operating system on a file's size, which any of the files that grow may meet."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import main; sys.exit(main())"
+    arguments = ["train", str(write_recipe(tmp_path)), *QUICK, "checkpoint.every=1000"]
+    ended = subprocess.run([sys.executable, "-c", limit, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stdout + ended.stderr
+    first = ended.stderr.splitlines()[0]
+    assert first.startswith("omni-async: the run failed: ") and "File too large" in first
+    (run,) = (tmp_path / "runs").iterdir()
+    summary = read_summary(run / "summary.json")
+    assert summary.status == "failed" and summary.updates > 0
+
+
+def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, "faults.jsonl")
+    monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
+    lost = 0
+
+    async def engine(control: Control) -> None:
+        nonlocal lost
+        lost += 1
+        if lost == 1:
+            raise PeerLost("rollout-0 is gone: killed")
+        await control.over.wait()
+
+    async def trainer(control: Control) -> None:
+        await control.over.wait()
+
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, crew={"rollout-0": engine}))
+    summary = train(preflight(write_world(tmp_path)), RememberingConsole())
+    assert summary.status == "failed"
+    path = tmp_path / "runs" / summary.run / "faults.jsonl"
+    assert summary.reason == f"cannot append to {path}: No space left on device"
+    assert read_summary(path.with_name("summary.json")) == summary
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])

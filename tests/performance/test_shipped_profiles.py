@@ -9,9 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.profiles import PROFILES, RECIPES, REPRODUCED, Reproduced, law_s, shipped, table
-from omni_async.config import Config, load
+from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import num_devices
 from omni_async.performance.profile import Profile, load_profile, shipped_profiles, write_profile
+from omni_async.performance.service import ServiceTime
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.times import times_of
 
@@ -123,3 +124,11 @@ def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
     simulated = simulate(recipe(name), load_profile(name), updates=40)
     assert simulated.bound_fraction >= 0.95
     assert simulated.staleness_max == 2
+
+
+def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
+    """As an attempt that made no update would have measured it."""
+    nothing = ServiceTime()
+    write_profile(tmp_path / "empty.json", Profile(name="x", source="made up", generate=nothing, score=nothing, train=nothing))
+    with pytest.raises(ConfigError, match=r"emulation\.profile: .*empty\.json: every stage takes 0 s"):
+        load_profile(str(tmp_path / "empty.json"))

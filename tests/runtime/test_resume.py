@@ -163,7 +163,7 @@ def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
         assert point is not None and point.run == older
         assert "is running" in refusal(recipe(tmp_path, str(newer)))
         with pytest.raises(RunDirectoryError, match="is running"):
-            RunDirectory.reopen(newer, config, 1, None)
+            RunDirectory.reopen(newer)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(tmp_path: Path) -> None:
@@ -281,6 +281,11 @@ def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
         run.append_metrics(version, {"validation/reward": 0.5})
     with run.metrics.open("ab") as torn:
         torn.write(b'{"update": 4, "rew')
-    again = RunDirectory.reopen(run.path, config, 2, 0)
-    assert [(line["update"], "finished" in line) for line in again.read_metrics()] == [(1, True), (2, True), (0, False)]
+    expected = [(1, True), (2, True), (0, False)]
+    again = RunDirectory.reopen(run.path)
+    before = run.metrics.read_bytes()
+    assert [(line["update"], "finished" in line) for line in again.read_metrics(2, 0)] == expected
+    assert run.metrics.read_bytes() == before, "nothing changes before there is something to record"
+    again.take_over(config, 2, 0)
+    assert [(line["update"], "finished" in line) for line in map(msgspec.json.decode, run.metrics.read_bytes().splitlines())] == expected
     assert (run.path / "metrics.jsonl.void").read_bytes().count(b"\n") == 2

@@ -18,7 +18,7 @@ from runtime_world import Control, HandCluster, RememberingConsole, Role, write_
 
 from omni_async.control.supervisor import TaskFailed
 from omni_async.control.waiting import Stopped, first_of, unless
-from omni_async.performance.profile import load_profile
+from omni_async.runtime import interrupts as interrupting
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.interrupts import interrupts, listen
@@ -70,19 +70,44 @@ def test_every_status_has_its_exit_code():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_sets_the_event_and_the_second_is_pythons_again(number):
-    before = signal.getsignal(number)
+def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_would_skip(number):
+    said: list[str] = []
 
-    async def main() -> bool:
-        async with interrupts() as interrupted:
+    async def main() -> None:
+        async with interrupts(said.append) as interrupted:
             os.kill(os.getpid(), number)
             await asyncio.wait_for(interrupted.wait(), 5)
-            return signal.getsignal(signal.SIGINT) is signal.default_int_handler and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert not interrupted.at_once.is_set()
 
-    try:
-        assert run_loop(main())
-    finally:
-        signal.signal(number, before)
+    run_loop(main())
+    (line,) = said
+    assert "Ctrl-C again leaves at once, without the checkpoint and the timeline" in line
+
+
+def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
+    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+    said: list[str] = []
+
+    async def main() -> None:
+        async with interrupts(said.append) as interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(interrupted.wait(), 5)
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(interrupted.at_once.wait(), 5)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    run_loop(main())
+    assert "a checkpoint that is not written by now is given up" in said[1]
+
+
+def test_a_signal_that_comes_twice_in_a_moment_or_again_as_sigterm_is_one():
+    """`timeout` and batch systems signal the process, and then its group."""
+    interruption = interrupting.Interruption(lambda text: None)
+    interruption.signalled(signal.SIGINT)
+    interruption.signalled(signal.SIGINT)
+    interruption.signalled(signal.SIGTERM)
+    assert interruption.is_set() and not interruption.at_once.is_set()
 
 
 def test_outside_the_main_thread_nothing_is_installed_and_nothing_breaks():
@@ -180,13 +205,12 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypa
     assert {path.name for path in folder.iterdir()} >= {
         "config.yaml",
         "summary.json",
-        "profile.json",
+        "attempts.jsonl",
         "trace.json",
         "samples",
         "checkpoints",
     }
-    profile = load_profile(str(folder / "profile.json"))
-    assert profile.name == summary.run and profile.source.startswith(f"run {summary.run}, 0 updates; ")
+    assert not (folder / "profile.json").exists(), "nothing was measured"
     assert json.loads((folder / "trace.json").read_text())["traceEvents"] == []
     assert any(str(folder / "trace.json") in note for note in console.notes)
 
@@ -285,6 +309,42 @@ def test_ctrl_c_stops_the_run_in_order(tmp_path, monkeypatch):
     assert saved == ["checkpoint"]
 
 
+def test_a_second_ctrl_c_waits_for_nothing_and_still_leaves_a_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+
+    async def saves_for_ever(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await until_the_end(control)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    summary, console = play(tmp_path, monkeypatch, {"trainer": saves_for_ever}, {"publisher": forever})
+    assert summary.status == "interrupted" and summary.reason.startswith("at once, by a second Ctrl-C")
+    folder = tmp_path / "runs" / summary.run
+    assert (folder / "attempts.jsonl").read_bytes().count(b"\n") == 1 and not (folder / "trace.json").exists()
+    assert any("Ctrl-C again leaves at once" in note for note in console.notes)
+    assert any(note.startswith("leaving at once") for note in console.notes)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
+    monkeypatch.setattr(runtime, "_SOON_S", 0.01)
+
+    class Stuck(HandCluster):
+        async def start(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Stuck({}))
+    summary = train(preflight(write_world(tmp_path)), RememberingConsole())
+    assert summary.status == "interrupted"
+    assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
+
+
 def test_ctrl_c_without_a_checkpoint_to_show_for_it_is_a_failure(tmp_path, monkeypatch):
     async def trains(control: Control) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -343,7 +403,9 @@ def test_a_run_that_did_not_start_is_still_recorded_in_mlflow(tmp_path, monkeypa
         def log_artifact(self, path: Path) -> None:
             """Not looked at."""
 
-        def finish(self, status: str) -> None:
+        run_id = "1"
+
+        def finish(self, status: str, timeout_s: float) -> None:
             finished.append(status)
 
     class Broken(HandCluster):

@@ -124,12 +124,31 @@ def test_a_run_that_goes_on_is_the_same_run(runs: Path) -> None:
     first.finish("interrupted")
     again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-goes-on", {**PARAMS, "run": {"seed": 4}}, goes_on=True)
     assert again.run_id == first.run_id
-    assert client(runs).get_run(again.run_id).info.status == "RUNNING"
+    again.begin()
     again.log_metrics({"reward": 0.5}, step=2)
     again.finish("done")
     run = client(runs).get_run(again.run_id)
     assert run.info.status == "FINISHED" and run.data.params["run.seed"] == "3", "parameters cannot change"
     assert [(m.step, m.value) for m in client(runs).get_metric_history(again.run_id, "reward")] == [(1, 0.25), (2, 0.5)]
     new = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-never-seen", PARAMS, goes_on=True)
+    new.begin()
     new.finish("done")
     assert new.run_id != first.run_id and client(runs).get_run(new.run_id).data.params["run.seed"] == "3"
+
+
+def test_a_run_that_goes_on_is_running_once_it_has_begun_and_otherwise_stays_as_it_was(runs: Path) -> None:
+    first = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS)
+    first.finish("interrupted")
+    was_there = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
+    was_there.finish("failed")
+    assert client(runs).get_run(first.run_id).info.status == "KILLED"
+    nobody = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-of-nobody", PARAMS, goes_on=True)
+    nobody.finish("failed")
+    store = client(runs)
+    experiment = store.get_experiment_by_name("e")
+    assert experiment is not None and not store.search_runs([experiment.experiment_id], "attributes.run_name = 'run-of-nobody'")
+    again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
+    again.begin()
+    again._queue.put(None)
+    again._thread.join(30)
+    assert client(runs).get_run(first.run_id).info.status == "RUNNING"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,8 +12,10 @@ import yaml
 from omni_async.config import schema
 from omni_async.config.redact import redact, redact_text
 from omni_async.control.clock import ManualClock
+from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, append_jsonl
 from omni_async.types import LedgerEntry
+from tests.e2e.runs import ENVIRONMENT
 
 
 def config(folder: Path | str, tracking_uri: str | None = None) -> schema.Config:
@@ -70,6 +74,30 @@ def test_lines_are_appended(tmp_path: Path) -> None:
         {"update": 1, "loss": 0.25, "nan": None},
         {"update": 2, "loss": 0.5},
     ]
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    """Or the next line that fits would be lost with it."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))"
+    append = "from pathlib import Path; from omni_async.tracking.rundir import append_jsonl; append_jsonl(Path('x.jsonl'), {'a': 'b' * 9})"
+    append_jsonl(tmp_path / "x.jsonl", {"update": 1, "b": 2})
+    done = subprocess.run(
+        [sys.executable, "-c", f"{limit}; {append}"], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert "cannot append to x.jsonl: File too large" in done.stderr
+    append_jsonl(tmp_path / "x.jsonl", {"update": 2})
+    assert (tmp_path / "x.jsonl").read_bytes() == b'{"update":1,"b":2}\n{"update":2}\n'
+
+
+def test_seconds_of_earlier_attempts_are_those_that_led_to_the_version(tmp_path: Path) -> None:
+    run = RunDirectory.create(config(tmp_path), ManualClock(0))
+    assert run.wall_s(0) == 0.0
+    for update in (1, 2):
+        run.append_metrics(update, {"reward": None, "wall_s": 10.0 * update, "finished": 1.0})
+    append_jsonl(run.attempts, Attempt(0.0, 1.0, "interrupted", None, 0, 2, 23.0))
+    with run.attempts.open("ab") as torn:
+        torn.write(b'{"cut o')
+    assert (run.wall_s(1), run.wall_s(2), run.wall_s(3)) == (10.0, 23.0, 0.0)
 
 
 def test_a_run_is_running_until_it_is_released(tmp_path: Path) -> None:

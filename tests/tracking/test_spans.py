@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.spans import SpanLog
 from omni_async.types import Span
 
@@ -30,6 +33,25 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:-9] + b"\n" + lines[2])
     assert log.all() == [spans(0, 3)[0], spans(0, 3)[2]]
+
+
+def test_they_are_held_in_memory_until_the_file_is_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    SpanLog(path, keep_s=10.0).add(spans(0, 3))
+    before = path.read_bytes()
+    log = SpanLog(path, keep_s=10.0, held=True)
+    log.add(spans(5, 2))
+    log.close()
+    assert path.read_bytes() == before
+    assert log.all() == spans(5, 2) and len(log.recent(0.0)) == 2
+    log.open()
+    log.add(spans(7, 1))
+    assert log.all() == spans(5, 3) and path.read_bytes().count(b"\n") == 3
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone/spans\.jsonl: No such file or directory"):
+        SpanLog(tmp_path / "gone" / "spans.jsonl", keep_s=10.0).add(spans(0, 1))
 
 
 def test_another_process_begins_anew(tmp_path: Path) -> None:

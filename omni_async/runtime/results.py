@@ -1,0 +1,100 @@
+"""Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written costs no other.
+
+An attempt that has nothing to record leaves the results of the attempts before as they are: it adds its line to `attempts.jsonl`, and that is all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from omni_async.performance.measure import measure
+from omni_async.performance.profile import encode_profile, is_empty
+from omni_async.runtime.observer import Observer
+from omni_async.runtime.preflight import RunInputs
+from omni_async.tracking.attempts import Attempt
+from omni_async.tracking.files import write_atomic
+from omni_async.tracking.mlflow_sink import MlflowSink
+from omni_async.tracking.rundir import RunDirectory, append_jsonl
+from omni_async.tracking.summary import Summary, write_summary
+from omni_async.tracking.timeline import write_trace
+from omni_async.types import Span
+
+# For MLflow, of a run that leaves at once.
+_SOON_S = 3.0
+_IN_ORDER_S = 60.0
+
+
+class Results:
+    """What is written at the end into `run`. `at_once`: only what takes no time."""
+
+    def __init__(self, run: RunDirectory, inputs: RunInputs, mlflow: MlflowSink | None, at_once: bool) -> None:
+        self._run = run
+        self._inputs = inputs
+        self._mlflow = mlflow
+        self._at_once = at_once
+        self._unwritten: dict[str, str] = {}
+
+    def spans_of(self, observer: Observer) -> list[Span]:
+        """Every span of the attempt; none, and no timeline, if they cannot be read."""
+        spans: list[Span] = []
+        self._write(self._run.trace, lambda: spans.extend(observer.spans.all()))
+        return spans
+
+    def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
+        """The summary as it is on disk then, with what could not be written."""
+        if observer.owns and not self._write(self._run.summary, lambda: write_summary(self._run.summary, summary)):
+            observer.spans.close()  # which makes room: they are in memory
+            self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
+        self._write(self._run.attempts, lambda: append_jsonl(self._run.attempts, attempt))
+        if observer.owns and not self._at_once:
+            self._of_spans(observer, summary, spans)
+        if observer.owns and self._unwritten:
+            summary = replace(summary, unwritten={**self._unwritten})
+            self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
+        if observer.owns and self._run.summary.name not in self._unwritten:
+            self._run.former_summary.unlink(missing_ok=True)
+        self._end_mlflow(observer, summary)
+        return replace(summary, unwritten=self._unwritten)
+
+    def _of_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
+        """Those of an attempt that made updates take the place of an earlier one's."""
+        run = self._run
+        if observer.made and run.trace.name not in self._unwritten:
+            self._write(run.profile, lambda: self._write_profile(summary, spans))
+        if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
+            self._write(run.trace, lambda: write_trace(run.trace, spans))
+        if run.trace.name not in self._unwritten:
+            observer.spans.close()
+
+    def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
+        replayed = self._inputs.profile
+        how = f", on emulated devices that replayed {replayed.name}" if replayed else ""
+        source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
+        profile = measure(spans, self._inputs.config, name=summary.run, source=source)
+        if not is_empty(profile):
+            write_atomic(self._run.profile, encode_profile(profile))
+
+    def _write(self, path: Path, write: Callable[[], None]) -> bool:
+        """Whether that could be done."""
+        self._unwritten.pop(path.name, None)
+        try:
+            write()
+        except KeyboardInterrupt:
+            self._unwritten[path.name] = "skipped on Ctrl-C"
+        except Exception as error:  # noqa: BLE001 (whatever is wrong with one result, it is told, and the others are written)
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            self._unwritten[path.name] = (cause.strerror if isinstance(cause, OSError) else None) or f"{type(error).__name__}: {error}"
+        return path.name not in self._unwritten
+
+    def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
+        """A run of an attempt that has nothing to record never began there, and `finish` leaves it as it is."""
+        if self._mlflow is None:
+            return
+        run = self._run
+        for path in (run.config_yaml, run.summary, run.profile, run.trace):
+            if observer.owns and not self._at_once and path.exists() and path.name not in self._unwritten:
+                self._mlflow.log_artifact(path)
+        self._mlflow.finish(summary.status, _SOON_S if self._at_once else _IN_ORDER_S)

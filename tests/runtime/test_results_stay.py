@@ -1,0 +1,322 @@
+"""What a run has left is changed only by an attempt that has something to record: emulated runs in this process, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from runtime_world import HandCluster, RememberingConsole
+
+from omni_async import cli
+from omni_async.config import load
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.ledger import JsonlSink
+from omni_async.performance.profile import write_profile
+from omni_async.performance.service import ServiceTime
+from omni_async.runtime import train as runtime
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.train import train
+from omni_async.tracking import rundir
+from omni_async.tracking.attempts import read_attempts
+from omni_async.tracking.mlflow_connect import MlflowUnusableError
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.summary import Summary, read_summary
+from tests.e2e.emulation import PROFILE, write_recipe
+
+QUICK = ("emulation.time_scale=0.001", "trainer.updates=6", "checkpoint.every=2")
+
+
+class InterruptingConsole(RememberingConsole):
+    """Sends this process a SIGINT at a line: an update by its number, a phase by its beginning."""
+
+    def __init__(self, at: int | str | None) -> None:
+        super().__init__()
+        self._at = at
+
+    def phase(self, text: str) -> None:
+        super().phase(text)
+        if isinstance(self._at, str) and text.startswith(self._at):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def update(self, view: Any) -> None:
+        super().update(view)
+        if view["update"] == self._at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Job:
+    """One recipe, attempt after attempt."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.recipe, self.overrides = write_recipe(folder), (*QUICK, *overrides)
+        self.console = InterruptingConsole(None)
+
+    def attempt(self, *overrides: str, interrupt: int | str | None = None) -> Summary:
+        self.console = InterruptingConsole(interrupt)
+        resume = [f"checkpoint.resume={self.run.path}"] if self._runs() else []
+        return train(preflight(load(self.recipe, [*self.overrides, *resume, *overrides])), self.console)
+
+    def _runs(self) -> list[Path]:
+        return [*(self.recipe.parent / "runs").glob("emulated-*")]
+
+    @property
+    def run(self) -> RunDirectory:
+        (path,) = self._runs()
+        return RunDirectory(path)
+
+    def files(self) -> dict[str, bytes]:
+        """Everything but the line that says who was there."""
+        found = {path: path.read_bytes() for path in self.run.path.rglob("*") if path.is_file()}
+        return {str(path.relative_to(self.run.path)): content for path, content in found.items() if path != self.run.attempts}
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run.path / name).read_bytes().splitlines()]
+
+    def require_whole(self, updates: int, groups: int = 8) -> None:
+        """Every group ended in one line, every update was made once of its groups, and the metrics have a line of each."""
+        ledger = self.lines("ledger.jsonl")
+        assert sorted(line["group"] for line in ledger) == [*range(len(ledger))]
+        trained = [line["trained_version"] for line in ledger if line["event"] == "trained"]
+        assert sorted(trained) == sorted([*range(1, updates + 1)] * groups)
+        assert [line["update"] for line in self.lines("metrics.jsonl") if "finished" in line] == [*range(1, updates + 1)]
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Job:
+    """Stopped in the middle of its updates."""
+    job = Job(tmp_path)
+    assert job.attempt(interrupt=3).status == "interrupted"
+    return job
+
+
+def loading(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    """The next attempt is interrupted while it loads, or fails in it."""
+
+    class Loading(HandCluster):
+        async def start(self) -> None:
+            if error is not None:
+                raise error
+            os.kill(os.getpid(), signal.SIGINT)
+            await self.coordinator.over.wait()
+
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Loading({}))
+
+
+def test_an_attempt_that_is_interrupted_while_it_loads_leaves_a_line_and_changes_nothing_else(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, first = interrupted.files(), read_summary(interrupted.run.summary)
+    loading(monkeypatch)
+    summary = interrupted.attempt()
+    assert summary.status == "interrupted" and summary.updates == first.updates >= 3
+    assert interrupted.files() == before
+    ended, was_there = read_attempts(interrupted.run.attempts)
+    assert (ended.from_update, ended.to_update, ended.status) == (0, first.updates, "interrupted")
+    assert (was_there.from_update, was_there.to_update, was_there.reason) == (first.updates, first.updates, "before the first update")
+    assert ended.began < ended.ended <= was_there.began < was_there.ended
+    assert any("made no update" in note and "is as it was" in note for note in interrupted.console.notes)
+
+
+def test_an_attempt_that_fails_while_it_loads_changes_nothing_either(interrupted: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = interrupted.files()
+    loading(monkeypatch, RuntimeError("no room"))
+    assert interrupted.attempt().status == "failed"
+    assert interrupted.files() == before
+    assert read_attempts(interrupted.run.attempts)[-1].reason == "RuntimeError: no room"
+
+
+def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups under way are dropped, of which the ledger says nothing: they are made again."""
+    admit = Coordinator._admit
+
+    def admit_and_interrupt(coordinator: Coordinator) -> None:
+        admit(coordinator)
+        if coordinator.ledger.live:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = interrupted.files()
+    slow = replace(PROFILE, generate=ServiceTime(fixed_s=500.0))
+    write_profile(interrupted.recipe.with_name("slow.json"), slow)
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "_admit", admit_and_interrupt)
+        summary = interrupted.attempt(f"emulation.profile={interrupted.recipe.with_name('slow.json')}")
+    assert summary.status == "interrupted" and summary.counters.dropped > 0 and summary.conserved
+    assert interrupted.files() == before
+    assert interrupted.attempt().status == "done"
+    interrupted.require_whole(6)
+
+
+def test_a_run_that_is_gone_on_with_counts_all_its_attempts(interrupted: Job) -> None:
+    first = read_summary(interrupted.run.summary)
+    (first_line,) = read_attempts(interrupted.run.attempts)
+    summary = interrupted.attempt()
+    assert (summary.status, summary.updates, summary.conserved) == ("done", 6, True)
+    second_line = read_attempts(interrupted.run.attempts)[-1]
+    assert first_line.wall_s == first.wall_s < summary.wall_s == second_line.wall_s
+    assert summary.wall_s < first.wall_s + second_line.ended - second_line.began
+    assert summary.images_per_s == pytest.approx(summary.images / summary.wall_s)
+    walls = [line["wall_s"] for line in interrupted.lines("metrics.jsonl") if "finished" in line]
+    assert walls == sorted(walls) and walls[first.updates] > first.wall_s
+    interrupted.require_whole(6)
+    assert not interrupted.run.former_summary.exists() and not interrupted.run.spans.exists()
+
+
+def test_while_an_attempt_makes_updates_the_summary_of_those_before_is_kept_aside(interrupted: Job) -> None:
+    first = read_summary(interrupted.run.summary)
+    seen: list[tuple[bool, Summary]] = []
+
+    class Looking(RememberingConsole):
+        def update(self, view: Any) -> None:
+            seen.append((interrupted.run.summary.exists(), read_summary(interrupted.run.former_summary)))
+
+    overrides = [*interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]
+    train(preflight(load(interrupted.recipe, overrides)), Looking())
+    assert seen and all(one == (False, first) for one in seen)
+
+
+def test_a_finished_run_says_so_at_once_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path)
+    assert job.attempt().status == "done"
+    before, attempts = job.files(), job.run.attempts.read_bytes()
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
+    assert cli.main(["train", str(job.recipe), *job.overrides, f"checkpoint.resume={job.run.path}"]) == 0
+    said = capsys.readouterr()
+    assert "done, nothing to do" in said.out and "trainer.updates=N" in said.out and said.err == ""
+    assert job.files() == before and job.run.attempts.read_bytes() == attempts
+
+
+def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    first = job.attempt()
+    summary = job.attempt("trainer.updates=8")
+    assert (summary.status, summary.updates) == ("done", 8) and summary.wall_s > first.wall_s
+    job.require_whole(8)
+
+
+def test_a_finished_run_that_is_run_again_all_the_same_keeps_its_results(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.attempt()
+    before = job.files()
+    assert job.attempt().status == "done"
+    assert job.files() == before
+
+
+def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    done = job.attempt()
+    trace, profile = job.run.trace.read_bytes(), job.run.profile.read_bytes()
+    job.run.summary.unlink()
+    again = job.attempt()
+    assert read_summary(job.run.summary) == again
+    assert (again.status, again.updates, again.counters) == ("done", 6, done.counters)
+    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), "of the attempt that made the updates"
+
+
+def killed_at(moment: int, *overrides: str, job: Job) -> bool:
+    """An attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the folder; whether it came to
+    that."""
+    child = os.fork()
+    if child == 0:
+        try:
+            steps = 0
+
+            def step() -> None:
+                nonlocal steps
+                steps += 1
+                if steps == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            def stepwise(owner: Any, name: str) -> None:
+                work = getattr(owner, name)
+
+                def wrapped(*arguments: Any, **options: Any) -> Any:
+                    step()
+                    return work(*arguments, **options)
+
+                setattr(owner, name, wrapped)
+
+            for owner, name in (
+                (RunDirectory, "void_metrics"),
+                (RunDirectory, "take_over"),
+                (RunDirectory, "append_metrics"),
+                (JsonlSink, "__init__"),
+                (JsonlSink, "_write"),
+                (rundir, "write_atomic"),
+                (Path, "replace"),
+            ):
+                stepwise(owner, name)
+            job.attempt(*overrides)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(tmp_path: Path) -> None:
+    """The folder is of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be made void."""
+    job = Job(tmp_path, "trainer.groups_per_update=2")
+    assert killed_at(25, "checkpoint.every=1", job=job)
+    assert [path.name for path in job.run.checkpoints.glob("update-*")], "there is something to go on from"
+    folder, left = job.run.path, tmp_path / "left"
+    shutil.copytree(folder, left, ignore=shutil.ignore_patterns("control.sock"))
+    for moment in range(1, 16):
+        assert killed_at(moment, job=job)
+        assert job.attempt().status == "done"
+        job.require_whole(6, groups=2)
+        shutil.rmtree(folder)
+        shutil.copytree(left, folder)
+
+
+class Recorder:
+    """An MLflow sink's calls."""
+
+    run_id, ui_command = "1", "mlflow ui"
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def begin(self) -> None:
+        self._calls.append("begin")
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._calls.append("metrics")
+
+    def log_artifact(self, path: Path) -> None:
+        self._calls.append(path.name)
+
+    def finish(self, status: str, timeout_s: float) -> None:
+        self._calls.append(status)
+
+
+def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update(interrupted: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: Recorder(calls))
+    with monkeypatch.context() as patched:
+        loading(patched)
+        interrupted.attempt("tracking.mlflow.enabled=true")
+    assert calls == []
+    calls.clear()
+    interrupted.attempt("tracking.mlflow.enabled=true")
+    assert calls[:2] == ["begin", "metrics"] and calls[-5:] == ["config.yaml", "summary.json", "profile.json", "trace.json", "done"]
+
+
+def test_an_mlflow_that_cannot_be_used_changes_nothing_of_a_run_that_is_gone_on_with(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise MlflowUnusableError("tracking.mlflow: cannot use http://nowhere")
+
+    before = interrupted.files()
+    monkeypatch.setattr(runtime, "_open_mlflow", refuse)
+    with pytest.raises(MlflowUnusableError):
+        interrupted.attempt("tracking.mlflow.enabled=true")
+    assert interrupted.files() == before
