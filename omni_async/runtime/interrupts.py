@@ -34,8 +34,13 @@ class Interruption(asyncio.Event):
             self._tell(_FIRST)
         elif number == signal.SIGINT and now - self._first > _SAME_S:
             self.at_once.set()
-            _leave()
+            self.release_ctrl_c()
             self._tell(_SECOND)
+
+    def release_ctrl_c(self) -> None:
+        """From now on it is Python's own: it breaks off what is under way, the writing of the timeline say. SIGTERM still ends nothing: the second
+        one of `timeout` may come late."""
+        _leave(signal.SIGINT)
 
 
 @contextlib.asynccontextmanager
@@ -46,7 +51,7 @@ async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIt
     try:
         yield event
     finally:
-        _leave()
+        _leave(*_SIGNALS)
 
 
 def listen(event: Interruption) -> None:
@@ -58,7 +63,7 @@ def listen(event: Interruption) -> None:
             asyncio.get_running_loop().add_signal_handler(number, event.signalled, number)
 
 
-def _leave() -> None:
-    for number in _SIGNALS:
+def _leave(*numbers: signal.Signals) -> None:
+    for number in numbers:
         with contextlib.suppress(RuntimeError, ValueError):
             asyncio.get_running_loop().remove_signal_handler(number)

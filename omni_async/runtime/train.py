@@ -114,6 +114,11 @@ class _Run:
             if observer.owns and self._mlflow is None and self._opening is not None:  # a run that failed to start is recorded too
                 with contextlib.suppress(MlflowUnusableError, TimeoutError):
                     self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
+            interrupted.release_ctrl_c()
+            return self._write(ending, observer, finished, at_once)
+
+    def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
+        """What the run leaves, and the last words about it."""
         results = Results(self._run, self._inputs, self._mlflow, at_once)
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)

@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from omni_async.control.held_ledger import HeldBackSink
+from omni_async.control.continuation import LedgerState
 from omni_async.control.ledger import JsonlSink, Ledger
+from omni_async.control.ledger_prefix import encode_line, extend
 from omni_async.types import LedgerEntry, Terminal
 
 
@@ -33,8 +35,20 @@ def ledger(tmp_path: Path) -> Path:
     return path
 
 
+def counted(*entries: LedgerEntry) -> LedgerState:
+    """What a checkpoint says of these lines."""
+    lines, digest = [encode_line(one) for one in entries], ""
+    for line in lines:
+        digest = extend(digest, line)
+    return LedgerState(len(lines), {"trained": len(lines)}, size=sum(map(len, lines)), digest=digest)
+
+
+def two_lines(path: Path) -> JsonlSink:
+    return JsonlSink(path, counted(entry(0), entry(1)))
+
+
 def held(path: Path) -> HeldBackSink:
-    return HeldBackSink(lambda: JsonlSink(path, valid=2))
+    return HeldBackSink(lambda: two_lines(path))
 
 
 def test_groups_that_are_rejected_before_the_first_update_are_held_back(ledger: Path) -> None:
@@ -66,7 +80,7 @@ def test_a_disk_that_is_full_when_lines_are_to_be_written_costs_none_of_them(led
     def take_over() -> Any:
         if not room:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return JsonlSink(ledger, valid=2)
+        return two_lines(ledger)
 
     books = Ledger(HeldBackSink(take_over))
     for group in (2, 4, 5):

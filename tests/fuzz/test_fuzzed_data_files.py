@@ -165,7 +165,9 @@ def test_what_a_run_left_behind(finished: Finished, data: st.DataObject | None) 
         refused(error)
     assert listing(run) == before
     gc.collect()  # the one of the example before gives its lock back
-    RunDirectory.reopen(run, config, 3, None)
+    reopened = RunDirectory.reopen(run)
+    assert listing(run) == before, "until there is something to record"
+    reopened.take_over(config, 3, None)
     assert {name for name, content in listing(run).items() if before.get(name) != content} <= {
-        "metrics.jsonl", "metrics.jsonl.void", "config.yaml", "summary.json"
+        "metrics.jsonl", "metrics.jsonl.void", "config.yaml", "summary.json", "summary.json.void"
     }  # fmt: skip

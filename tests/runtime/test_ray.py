@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from omni_async.config.schema import Resources
 from omni_async.performance.profile import Profile, write_profile
-from omni_async.performance.service import NOTHING
+from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.runtime import ray_cluster
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
@@ -28,7 +28,7 @@ from omni_async.types import Prompt, SdeWindow
 from tests.runtime import ray_roles
 
 ray = pytest.importorskip("ray")
-_QUICK = Profile(name="quick", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
+_QUICK = Profile(name="quick", source="a test", generate=ServiceTime(unit_s=1e-6), score=NOTHING, train=NOTHING)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 

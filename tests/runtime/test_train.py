@@ -19,7 +19,7 @@ from runtime_world import Control, HandCluster, RememberingConsole, Role, write_
 from omni_async.control.supervisor import TaskFailed
 from omni_async.control.waiting import Stopped, first_of, unless
 from omni_async.runtime import interrupts as interrupting
-from omni_async.runtime import session
+from omni_async.runtime import results, session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.interrupts import interrupts, listen
 from omni_async.runtime.preflight import preflight
@@ -95,7 +95,6 @@ def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.wait_for(interrupted.at_once.wait(), 5)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     run_loop(main())
     assert "a checkpoint that is not written by now is given up" in said[1]
@@ -324,6 +323,26 @@ def test_a_second_ctrl_c_waits_for_nothing_and_still_leaves_a_summary(tmp_path, 
     assert (folder / "attempts.jsonl").read_bytes().count(b"\n") == 1 and not (folder / "trace.json").exists()
     assert any("Ctrl-C again leaves at once" in note for note in console.notes)
     assert any(note.startswith("leaving at once") for note in console.notes)
+
+
+def test_while_results_are_written_sigterm_changes_nothing_and_ctrl_c_skips_one(tmp_path, monkeypatch):
+    """The second SIGTERM of `timeout` may come late."""
+    os_signals = iter([signal.SIGTERM, signal.SIGINT])
+    for name in ("write_summary", "write_trace"):
+        real = getattr(results, name)
+
+        def signalled(*arguments: Any, real: Any = real) -> None:
+            if (number := next(os_signals, None)) is not None:
+                os.kill(os.getpid(), number)
+            real(*arguments)
+
+        monkeypatch.setattr(results, name, signalled)
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({"trainer": ends_well}))
+    console = RememberingConsole()
+    summary = train(preflight(write_world(tmp_path)), console)
+    assert (summary.status, summary.unwritten) == ("done", {"trace.json": "skipped on Ctrl-C"})
+    assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
+    assert "  not written: trace.json (skipped on Ctrl-C)" in console.notes
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_path, monkeypatch):
