@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.continuation import LedgerState
+from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.control.ledger_prefix import encode_line, extend
 from omni_async.types import LedgerEntry, Terminal
