@@ -20,19 +20,21 @@ def ray_session(configs: Sequence[Config]) -> Iterator[None]:
     if not on_ray:
         yield
         return
-    import ray
+    from omni_async.runtime.ray_local import prepare_driver
+
+    prepare_driver()  # before Ray is imported
 
     from omni_async.runtime.ray_connection import StartError, connect
 
     try:
-        started = connect(on_ray[0].run.ray_address, max(map(_cpus, on_ray)))
+        run = on_ray[0].run
+        connection = connect(run.ray_address, max(map(_cpus, on_ray)), run.startup_timeout_s)
     except StartError as error:
         raise ConfigError(str(error)) from error
     try:
         yield
     finally:
-        if started:
-            ray.shutdown()
+        connection.close()
 
 
 def _cpus(config: Config) -> int:

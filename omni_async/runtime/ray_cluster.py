@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,7 +26,7 @@ from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import place_of
 from omni_async.runtime.placement import Seat, Seating, role_names, seating
 from omni_async.runtime.preflight import RunInputs
-from omni_async.runtime.ray_connection import StartError, connect
+from omni_async.runtime.ray_connection import Connection, StartError, connect, in_thread
 from omni_async.runtime.ray_processes import Whereabouts, end_process
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.store import ObjectStore
@@ -33,6 +35,10 @@ from omni_async.tracking.rundir import RunDirectory
 _HEALTH_INTERVAL_S = 10.0
 # Resources that exist are handed out at once; the rest is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
+# For a cluster that is somebody else's to hear that we leave.
+_CLOSING_S = 30.0
+# For a start that is broken off.
+_STOPPING_S = 10.0
 
 T = TypeVar("T")
 
@@ -44,12 +50,17 @@ class RayCluster:
         self._inputs = inputs
         self._run = run
         self._life = life
-        self.store: ObjectStore = RayStore()
+        self.store: ObjectStore = _DriverStore()
         self._actors: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
         self._group: PlacementGroup | None = None
         self._seating: Seating = seating(inputs.config, role_names(inputs.config))
-        self._owns_ray = False
+        self._connection: Connection | None = None
+
+    @property
+    def _has_own_ray(self) -> bool:
+        """Whether Ray was started for this run, on this machine."""
+        return self._connection is not None and self._connection.started and self._connection.local is not None
 
     @property
     def coordinator(self) -> Any:
@@ -58,27 +69,28 @@ class RayCluster:
     # ---- coming up ----------------------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        starting = asyncio.ensure_future(asyncio.to_thread(connect, self._inputs.config.run.ray_address, self._seating.cpus))
+        run, stop = self._inputs.config.run, threading.Event()
+        starting = asyncio.ensure_future(
+            in_thread(partial(connect, run.ray_address, self._seating.cpus, run.startup_timeout_s, stop)),
+        )
         try:
-            self._owns_ray = await asyncio.shield(starting)
+            self._connection = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            self._owns_ray = await starting  # Ray cannot be stopped before it has started
+            stop.set()
+            await asyncio.wait([starting], timeout=_STOPPING_S)
+            if starting.done() and starting.exception() is None:
+                self._connection = starting.result()
             raise
 
     async def start(self) -> None:
-        """The actors side by side, then their models."""
+        """The actors side by side, then their models. PeerLost if Ray is lost meanwhile."""
+        await first_of(self._start(), self._watch_ray())
+
+    async def _start(self) -> None:
         await self._reserve(self._seating.bundles)
-        config, timeout = self._inputs.config, self._inputs.config.run.startup_timeout_s
-        self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
-        offline = config.data.preferences is not None
-        readers = [self._spawn_reader(name) for name in config.engine_names] if offline else []
-        producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
-        names = role_names(config)
-        rewarders = [self._spawn_rewarder(name) for name in names["reward"]]
-        others = [self._spawn(name, partial(_rank, rank, self._inputs)) for rank, name in enumerate(names["trainer"]) if rank > 0]
-        folders = str(self._run.checkpoints), str(self._run.weights)
-        trainer = self._spawn("trainer", partial(_trainer, self._inputs, others, producers, self.coordinator, *folders))
-        starting = asyncio.gather(trainer.start(), *(role.start() for role in [*readers, *producers.values(), *rewarders]))
+        timeout = self._inputs.config.run.startup_timeout_s
+        roles_to_start = await in_thread(self._spawn_all)
+        starting = asyncio.gather(*(role.start() for role in roles_to_start))
         try:
             async with asyncio.timeout(timeout) as deadline:
                 await starting
@@ -88,31 +100,36 @@ class RayCluster:
                 raise  # a role's own
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
+    def _spawn_all(self) -> list[Any]:
+        """Those that are to be told to start."""
+        config = self._inputs.config
+        self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
+        offline = config.data.preferences is not None
+        readers = [self._spawn_reader(name) for name in config.engine_names] if offline else []
+        producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
+        names = role_names(config)
+        rewarders = [self._spawn_rewarder(name) for name in names["reward"]]
+        others = [self._spawn(name, partial(_rank, rank, self._inputs)) for rank, name in enumerate(names["trainer"]) if rank > 0]
+        folders = str(self._run.checkpoints), str(self._run.weights)
+        trainer = self._spawn("trainer", partial(_trainer, self._inputs, others, producers, self.coordinator, *folders))
+        return [trainer, *readers, *producers.values(), *rewarders]
+
     async def _reserve(self, bundles: Sequence[Resources]) -> None:
         if not bundles:
             return
         wanted = [{"CPU": r.cpus, **({"GPU": r.gpus} if r.gpus else {})} for r in bundles]
-        if self._owns_ray and self._inputs.config.run.ray_address is None:
-            self._require_room(wanted)  # no more will come
-        self._group = placement_group(wanted, strategy="PACK")
+        if self._has_own_ray:
+            await in_thread(partial(_require_room, wanted))  # no more will come
+        group: PlacementGroup = await in_thread(partial(placement_group, wanted, strategy="PACK"))
+        self._group = group
         try:
             async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
-                await self._group.ready()
+                await group.ready()
         except TimeoutError:
-            self._require_room(wanted)
+            await in_thread(partial(_require_room, wanted))
             raise StartError(
-                f"placement: there is no room for the run: {self._resources()}; wait for other jobs, or lower placement.*"
+                f"placement: there is no room for the run: {await in_thread(_resources)}; wait for other jobs, or lower placement.*"
             ) from None
-
-    def _require_room(self, wanted: list[dict[str, float]]) -> None:
-        """StartError if all machines together, were they free, are too small."""
-        have = ray.cluster_resources()
-        need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
-        if any(need[kind] > have.get(kind, 0) for kind in need):
-            raise StartError(
-                f"placement: the run needs {need['CPU']:g} CPUs and {need['GPU']:g} GPUs, the cluster has "
-                f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g} in all; lower placement.* or the numbers of workers"
-            )
 
     def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
         seat = self._seating.seats.get(place_of(name)) or self._seat_beside(name)
@@ -131,7 +148,7 @@ class RayCluster:
         """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the run asked for at its start,
         not those of the machine: one more worker shares them."""
         resources = getattr(self._inputs.config.placement, "reward" if name.startswith("reward") else "rollout")
-        emulated, shared = self._inputs.config.emulation is not None, self._owns_ray and self._inputs.config.run.ray_address is None
+        emulated, shared = self._inputs.config.emulation is not None, self._has_own_ray
         cpus = 0.0 if emulated or shared else resources.cpus
         return Seat(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
 
@@ -160,7 +177,15 @@ class RayCluster:
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         watched = [name for name in self._actors if name == "coordinator" or name.startswith("trainer-")]
-        return {"publisher": self._proxy("trainer").run_publisher(), **{f"health of {name}": self._watch(name) for name in watched}}
+        health = {f"health of {name}": self._watch(name) for name in watched}
+        return {"Ray": self._watch_ray(), "publisher": self._proxy("trainer").run_publisher(), **health}
+
+    async def _watch_ray(self) -> None:
+        """PeerLost when Ray itself is gone."""
+        if self._connection is None:
+            await asyncio.Event().wait()  # it was not this cluster that connected
+            return
+        raise PeerLost(f"Ray is gone: {await self._connection.lost(self._inputs.config.run.health_timeout_s)}")
 
     async def _attended(self, name: str) -> None:
         """Until its work is done. PeerLost if it dies or hangs."""
@@ -215,7 +240,7 @@ class RayCluster:
     async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
         """StartError if it is not ready in time: there may be no room for it."""
         timeout = self._inputs.config.run.startup_timeout_s
-        worker = self._spawn_rewarder(name) if name.startswith("reward") else self._spawn_producer(name)
+        worker = await in_thread(partial(self._spawn_rewarder if name.startswith("reward") else self._spawn_producer, name))
         try:
             async with asyncio.timeout(timeout) as deadline:
                 await worker.start()
@@ -231,16 +256,14 @@ class RayCluster:
                     await self._proxy("trainer").dismiss(name)
                     await self.coordinator.engine_lost(name, "it did not join")
             if isinstance(error, TimeoutError) and deadline.expired():
-                raise StartError(f"{name} was not ready within run.startup_timeout_s = {timeout:g}: {self._resources()}") from None
+                raise StartError(
+                    f"{name} was not ready within run.startup_timeout_s = {timeout:g}: {await in_thread(_resources)}"
+                ) from None
             raise
         return self._attended(name)
 
     async def dismiss(self, name: str) -> None:
         await self._proxy(name).leave()
-
-    def _resources(self) -> str:
-        have, free = ray.cluster_resources(), ray.available_resources()
-        return ", ".join(f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", "GPU") if kind in have)
 
     async def _end(self, name: str) -> None:
         actor, where = self._actors.pop(name, None), self._where.pop(name, None)
@@ -250,14 +273,17 @@ class RayCluster:
             ray.kill(actor)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._close)
+        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it, which takes everything along."""
+        connection, self._connection = self._connection, None
+        if connection is None or not (connection.is_lost or (connection.started and connection.local)):
+            with contextlib.suppress(TimeoutError):  # nobody answers: whose cluster it is will find that out
+                async with asyncio.timeout(_CLOSING_S):
+                    await in_thread(self._free)
+        if connection is not None:
+            await in_thread(connection.close)
 
-    def _close(self) -> None:
-        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it."""
+    def _free(self) -> None:
         with contextlib.ExitStack() as then:  # each step is taken, whatever becomes of those before it: Ray itself may be broken
-            if self._owns_ray:
-                self._owns_ray = False
-                then.callback(ray.shutdown)
             group, self._group = self._group, None
             if group is not None:
                 then.callback(remove_placement_group, group)
@@ -275,6 +301,29 @@ class RayCluster:
             ending = [one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))]
             with ThreadPoolExecutor(max(1, len(ending))) as threads:
                 list(threads.map(end_process, ending))
+
+
+class _DriverStore(RayStore):
+    """Copies what it reads: giving memory of Ray's back to a Ray that is gone ends the process at once."""
+
+    async def get(self, reference: Any) -> Any:
+        return copy.deepcopy(await super().get(reference))
+
+
+def _require_room(wanted: list[dict[str, float]]) -> None:
+    """StartError if all machines together, were they free, are too small."""
+    have = ray.cluster_resources()
+    need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
+    if any(need[kind] > have.get(kind, 0) for kind in need):
+        raise StartError(
+            f"placement: the run needs {need['CPU']:g} CPUs and {need['GPU']:g} GPUs, the cluster has "
+            f"{have.get('CPU', 0):g} and {have.get('GPU', 0):g} in all; lower placement.* or the numbers of workers"
+        )
+
+
+def _resources() -> str:
+    have, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", "GPU") if kind in have)
 
 
 # What each actor builds, in its own process.

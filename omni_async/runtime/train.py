@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from itertools import count
 from pathlib import Path
@@ -54,9 +53,9 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
         from omni_async.runtime.inprocess import InProcessCluster
 
         return InProcessCluster(inputs, run)
-    # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is told there. Read when Ray
-    # is imported.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    from omni_async.runtime.ray_local import prepare_driver
+
+    prepare_driver()  # before Ray is imported
     from omni_async.runtime.ray_cluster import RayCluster
 
     return RayCluster(inputs, run, life)

@@ -13,7 +13,7 @@ def process_tree_pss(*pids: int) -> int:
     """Bytes of these processes and all their descendants, each counted once; those that end meanwhile count 0.
 
     Where PSS is not available (not Linux, or another user's process) the resident size stands in, which counts shared pages repeatedly.
-    Ray's daemons and workers are descendants of the process that called `ray.init()`; a cluster joined by address is not.
+    A local Ray's daemons and workers are descendants of the driver that started it; a cluster joined by address is not.
     """
     tree: dict[int, psutil.Process] = {}
     for pid in pids:

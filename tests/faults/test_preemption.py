@@ -25,7 +25,12 @@ DEADLINE_S = 30.0
 
 def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, str(recipe), *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+        [*COMMAND, str(recipe), *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
     )
 
 
@@ -39,11 +44,11 @@ def until(process: subprocess.Popen[str], beginning: str) -> None:
 
 
 def preempt(process: subprocess.Popen[str], line: str, after_s: float) -> None:
-    """SIGTERM `after_s` after it has said a line that begins so; it ends in time."""
+    """SIGTERM for its process group, as `timeout`, SLURM and systemd send it, `after_s` after it has said a line that begins so; it ends in time."""
     try:
         until(process, line)
         time.sleep(after_s)
-        os.kill(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         told = time.monotonic()
         said = process.communicate(timeout=DEADLINE_S)[0]
         assert process.returncode == 130, said
@@ -70,7 +75,7 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_go_while_it_loads_ends_in_order(checkpoint: str, tmp_path: Path) -> None:
-    """Ray has started by then, and would take the signal for itself."""
+    """Ray has started by then, and would take the signal for itself, and its processes would die of it."""
     preempt(start(write_small_recipe(tmp_path, checkpoint), "run.runtime=ray"), "loading engines", 1)
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())

@@ -21,7 +21,7 @@ from omni_async.runtime import ray_cluster
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
-from omni_async.runtime.ray_connection import StartError, connect
+from omni_async.runtime.ray_connection import StartError
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
@@ -268,24 +268,13 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
 def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
     cluster = make_cluster(tmp_path)
-    cluster._owns_ray = True
+    monkeypatch.setattr(RayCluster, "_has_own_ray", True)
 
     async def main() -> None:
         with pytest.raises(StartError, match="the run needs 1 CPUs and 99 GPUs, the cluster has 4 and"):
             await cluster._reserve([Resources(cpus=1, gpus=99)])
 
     asyncio.run(main())
-
-
-def test_a_ray_that_cannot_be_joined_is_a_start_error_that_names_the_key(monkeypatch):
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-
-    def refuses(**_: Any) -> None:
-        raise ConnectionError("nobody answers")
-
-    monkeypatch.setattr(ray, "init", refuses)
-    with pytest.raises(StartError, match=r"run\.ray_address: cannot start or join Ray at this machine: nobody answers"):
-        connect(None, 1)
 
 
 def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):

@@ -1,0 +1,183 @@
+"""Runs with a Ray of their own: its loss, a driver that goes without a word, a node that is lost, a store that is too small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from omni_async.performance.profile import Payload, write_profile
+from omni_async.runtime.ray_local import environment
+from tests.e2e.emulation import write_recipe
+from tests.e2e.runs import COMMAND, ENVIRONMENT
+from tests.faults.disturbed import Disturbed, profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def server(name: str) -> psutil.Process:
+    """Of the Ray that this process has started."""
+    (found,) = (child for child in psutil.Process().children(recursive=True) if child.name() == name)
+    return found
+
+
+def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_more(tmp_path: Path) -> None:
+    """The first Ray loses its global store, the second one its node's daemon."""
+
+    def disturb(run: Disturbed) -> None:
+        run.updated(4)
+        server("gcs_server").kill()
+        run.wait_for(lambda: len(run.faults) == 1)
+        run.updated(run.console.updates[-1]["update"] + 1)
+        server("raylet").kill()
+
+    run = Disturbed(tmp_path, profile("train", 0.05), run={"restarts": 1})
+    summary = run.run(disturb)
+    assert [fault.reason for fault in run.faults] == ["Ray is gone: its gcs_server ended"]
+    assert "again from update" in run.faults[0].replacement
+    assert summary.status == "failed" and summary.reason is not None
+    assert "Ray is gone: its raylet ended" in summary.reason and "as often as run.restarts allows" in summary.reason
+    assert json.loads((run.job.run / "summary.json").read_text())["status"] == "failed"
+    assert not (run.job.run / "control.sock").exists()
+    assert list((run.job.run / "checkpoints").glob("update-*")), "there is something to go on from"
+    assert not [child for child in psutil.Process().children(recursive=True) if "ray" in child.name()]
+
+
+def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_while_ray_starts_ends_in_order(tmp_path: Path) -> None:
+    """The signal goes to the whole process group, as from `timeout`, SLURM and systemd."""
+    recipe = write_recipe(tmp_path)
+    write_profile(tmp_path / "profile.json", profile("train", 0.05))
+    settings = ["run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto"]
+    left = until([*settings], recipe, "update 2/", signal.SIGKILL)
+    gone, alive = psutil.wait_procs(left, timeout=30)
+    assert len(gone) > 5 and not alive, [process.name() for process in alive]
+
+    left = until([*settings], recipe, "starting Ray", signal.SIGTERM)
+    _, alive = psutil.wait_procs(left, timeout=30)
+    assert not alive, [process.name() for process in alive]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "control.sock").exists()
+    assert (run / "checkpoints").exists()
+
+
+def until(settings: list[str], recipe: Path, beginning: str, number: int) -> list[psutil.Process]:
+    """Train until a line begins so, and signal the process group. What was running then."""
+    job = subprocess.Popen(
+        [*COMMAND, str(recipe), *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    assert job.stdout is not None
+    try:
+        said = []
+        for line in job.stdout:
+            said.append(line)
+            if line.startswith(beginning):
+                break
+        running = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, number)
+        rest = job.communicate(timeout=30)[0]
+        assert job.returncode == (130 if number == signal.SIGTERM else -number), "".join(said) + rest
+        return running
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
+    """More than fits is alive: 32 samples of 6 MB, for a store of 80 MB."""
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=80_000_000)
+    try:
+
+        def disturb(run: Disturbed) -> None:
+            run.updated(6)
+            run.stop()
+
+        made = profile("score", 0.2, Payload(trajectory=6_000_000, media=100_000, weights=1_000))
+        run = Disturbed(tmp_path, made, rollout={"workers": 1, "max_inflight": 32, "max_batch": 32}, reward={"workers": 1, "batch": 1})
+        run.require_whole(run.run(disturb))
+    finally:
+        ray.shutdown()
+
+
+PORT_RANGES = {"127.0.0.2": (21000, 21999), "127.0.0.3": (22000, 22999)}
+
+
+@contextlib.contextmanager
+def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil.Process]:
+    """A Ray node of this machine with an address of its own, as it would be started by hand. With `head` it joins that one."""
+    low, high = PORT_RANGES[address]
+    role = ["--address", head] if head else ["--head", "--port=6411", "--include-dashboard=false", "--temp-dir", str(folder)]
+    ports = [f"--min-worker-port={low}", f"--max-worker-port={high}", "--object-store-memory=100000000"]
+    command = [str(Path(sys.executable).with_name("ray")), "start", *role, "--node-ip-address", address, "--num-cpus=4", *ports]
+    started = subprocess.Popen(
+        [*command, "--disable-usage-stats", "--block"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout is not None
+        said = []
+        for line in started.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        assert said and "Ray runtime started" in said[-1], "".join(said)
+        threading.Thread(target=started.stdout.read, daemon=True).start()
+        yield psutil.Process(started.pid)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]:
+                process.kill()
+        started.wait()
+
+
+def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_second_node_and_of_the_head_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second node takes whatever Ray put there along, and the run goes on; the loss of the head ends it in order."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    address = "127.0.0.2:6411"
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short,
+        node("127.0.0.2", Path(short)) as head,
+        node("127.0.0.3", Path(short), address) as second,
+    ):
+
+        def disturb(run: Disturbed) -> None:
+            run.updated(2)
+            nodes = {where["node"] for where in run.parts().values()}
+            (lost,) = {one["NodeID"] for one in ray.nodes() if one["NodeManagerAddress"] == "127.0.0.3"}
+            assert lost in nodes, "Ray put nothing on the second node"
+            for process in [*second.children(recursive=True), second]:
+                process.kill()
+            run.wait_for(lambda: bool(run.faults), 90)
+            run.wait_for(lambda: all(where["node"] != lost for where in run.parts().values()), 90)
+            run.updated(run.console.updates[-1]["update"] + 2)
+            for process in [*head.children(recursive=True), head]:
+                process.kill()
+
+        own = {"ray_address": address, "restarts": 3}
+        run = Disturbed(tmp_path, profile("generate", 0.05), rollout={"workers": 4}, reward={"workers": 3}, run=own)
+        summary = run.run(disturb, 180)
+    assert summary.status == "failed" and summary.faults
+    assert not ray.is_initialized()
+    assert not (run.job.run / "control.sock").exists()
