@@ -11,6 +11,7 @@ import msgspec
 
 from omni_async.benchmark.machine import Machine
 from omni_async.config import ConfigError
+from omni_async.config.reading import TooLargeError, read_file
 from omni_async.performance.law import StageTimes
 from omni_async.tracking.files import write_atomic
 
@@ -126,9 +127,9 @@ def read_overlap(folder: Path) -> Overlap:
     """ConfigError, one line, where there is none."""
     path = folder / FILE_NAME if folder.is_dir() else folder
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ConfigError(f"{path}: larger than {_LARGEST_FILE} bytes, so no benchmark result")
-        return msgspec.json.decode(path.read_bytes(), type=Overlap)
+        return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Overlap)
+    except TooLargeError as error:
+        raise ConfigError(f"{path}: {error.strerror}, so no benchmark result") from None
     except OSError as error:
         raise ConfigError(f"{path}: no finished benchmark to report on: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

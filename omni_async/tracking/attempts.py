@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from omni_async.config.reading import read_file
 from omni_async.tracking.summary import Status
 
 
@@ -28,7 +29,7 @@ def read_attempts(path: Path) -> list[Attempt]:
     if not path.exists():
         return []
     attempts: list[Attempt] = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_file(path).split(b"\n"):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             attempts.append(msgspec.json.decode(line, type=Attempt))
     return attempts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
+
+from omni_async.config.reading import open_file
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -22,9 +23,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def read_lines(path: Path) -> list[bytes]:
     """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file. OSError if it is not one."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a file", str(path))  # a pipe would be waited for
-    if not path.exists():
+    try:
+        with open_file(path) as file:
+            return [*file]
+    except FileNotFoundError:
         return []
-    with path.open("rb") as file:
-        return [*file]

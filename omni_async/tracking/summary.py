@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from omni_async.config.reading import read_file
 from omni_async.config.redact import redact_text
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.metrics import histogram
@@ -127,7 +128,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def read_summary(path: Path) -> Summary:
-    return msgspec.json.decode(path.read_bytes(), type=Summary)
+    return msgspec.json.decode(read_file(path), type=Summary)
 
 
 class _Ending(msgspec.Struct):
@@ -138,7 +139,7 @@ class _Ending(msgspec.Struct):
 def read_ending(path: Path) -> tuple[Status, int] | None:
     """Read how a run ended and how many updates it had made; None if there is no summary that says so."""
     try:
-        ending = msgspec.json.decode(path.read_bytes(), type=_Ending)
+        ending = msgspec.json.decode(read_file(path), type=_Ending)
     except (OSError, ValueError, RecursionError):
         return None
     return ending.status, ending.updates

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.config.reading import read_file
 from omni_async.tracking import intervals
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.intervals import Interval
@@ -77,7 +78,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
 
 def read_trace(path: Path) -> list[Span]:
     """Every span of a run, from the file that `write_trace` made of them, to the microsecond."""
-    trace = msgspec.json.decode(path.read_bytes())
+    trace = msgspec.json.decode(read_file(path))
     origin = trace["otherData"]["origin_s"]
     actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     return [

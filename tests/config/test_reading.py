@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from omni_async.benchmark.result import read_overlap
 from omni_async.cli import main
 from omni_async.config import ConfigError, load
 from omni_async.config.reading import TooLargeError, open_file, read_file, require_file
 from omni_async.performance.profile import load_profile
 from omni_async.runtime.preferences import PreferencePairs
 from omni_async.runtime.prompts import load_prompts
+from omni_async.tracking.files import read_lines
+from omni_async.tracking.summary import read_status, read_summary
+from omni_async.tracking.timeline import read_trace
 
 
 def _make_folder(path: Path) -> None:
@@ -57,6 +61,20 @@ def test_what_is_no_file_is_refused_at_once_with_what_it_is(tmp_path: Path, name
         _READERS[name](tmp_path / name)
     assert f"{name}" in str(refused.value) and f"it is {kind}, not a file" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("read", [read_lines, read_summary, read_trace, read_overlap])
+def test_what_a_run_left_behind_is_not_waited_for_either(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "left.json")
+    with pytest.raises((OSError, ConfigError), match="it is a named pipe, not a file"):
+        read(tmp_path / "left.json")
+
+
+@pytest.mark.timeout(20)
+def test_a_run_whose_summary_is_a_pipe_has_no_known_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "summary.json")
+    assert read_status(tmp_path / "summary.json") is None
 
 
 @pytest.mark.timeout(20)
