@@ -191,7 +191,11 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
         if len(above) > _DEEPEST or any(value is outer for outer in above):
             raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str) and not _is_encodable(key):
+                raise ConfigError(f"{place or 'the file'}: half a surrogate pair is no character, got the key {_shown(key)}")
             _require_plain(item, (*path, str(key)), (*above, value), values)
+    elif isinstance(value, str) and not _is_encodable(value):
+        raise ConfigError(f"{place}: half a surrogate pair is no character, got {_shown(value)}")
     elif isinstance(value, float) and not math.isfinite(value):
         annotation = annotation_at(Config, [*path])
         raise ConfigError(f"{place}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}")
@@ -199,6 +203,15 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
         raise ConfigError(f"{place}: expected a number below 2**63, got one of {value.bit_length()} bits")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise ConfigError(f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}")
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether it can be written to a file: not with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _require_plain_at(file: Path, tree: dict[str, Any]) -> None:

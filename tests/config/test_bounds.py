@@ -121,3 +121,15 @@ def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: p
     (tmp_path / "recipe.yaml").write_text(MINIMAL + "run: {dir: ~/runs}\n")
     assert load(tmp_path / "recipe.yaml").run.dir == str(tmp_path / "runs")
     assert load_text(MINIMAL, "run.dir=elsewhere/runs").run.dir == "elsewhere/runs"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'rollout.negative_prompt="a \\ud800"',
+        'reward.scorers.0.params={a: ["\\udfff"]}',
+        'reward.scorers.0.params={"\\ud800": 1}',
+    ],
+)
+def test_a_text_that_no_file_can_hold_is_refused(override: str) -> None:
+    assert "half a surrogate pair is no character, got " in complaint(MINIMAL, override)
