@@ -111,8 +111,19 @@ def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path
     assert yaml.safe_load(shown)["trainer"]["optimizer"]["name"] == "adamw"  # every default is there
 
 
+def test_a_scorer_without_a_name_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nameless_scorer.py").write_text("class X:\n    def score(self, images, prompts): return []\n")
+    monkeypatch.chdir(tmp_path)
+    write_world(tmp_path, reward={"scorers": [{"name": "nameless_scorer:X"}]})
+    assert cli.main(["check", "recipe.yaml"]) == 2
+    said = "omni-async: reward.scorers: scorer 'nameless_scorer:X' has no attribute `name`, a short text for messages\n"
+    assert capsys.readouterr().err == said
+
+
 def test_what_a_scorers_module_prints_is_no_part_of_the_recipe_that_check_prints(tmp_path, monkeypatch, capsys):
-    (tmp_path / "printing_scorer.py").write_text("print('hello')\nclass X:\n    def score(self, images, prompts): return []\n")
+    (tmp_path / "printing_scorer.py").write_text(
+        "print('hello')\nfrom omni_async.rewards.jpeg_size import JpegSizeScorer\nclass X(JpegSizeScorer): pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     write_world(tmp_path, reward={"scorers": [{"name": "printing_scorer:X"}]})
     assert cli.main(["check", "recipe.yaml"]) == 0
