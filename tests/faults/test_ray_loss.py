@@ -98,6 +98,7 @@ def until(settings: list[str], recipe: Path, beginning: str, number: int) -> lis
         job.wait()
 
 
+@pytest.mark.thorough
 def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
     """More than fits is alive: 32 samples of 6 MB, for a store of 80 MB."""
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=80_000_000)
@@ -149,6 +150,7 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
         started.wait()
 
 
+@pytest.mark.thorough
 def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_second_node_and_of_the_head_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
