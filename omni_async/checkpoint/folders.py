@@ -31,10 +31,19 @@ def _aside(folder: Path) -> Path:
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
     """Where each of them lies: in its place, or still aside if the process was killed before another of its version was in that."""
+    found = _by_version(checkpoints)
+    yield from (found[version] for version in sorted(found, reverse=True))
+
+
+def newest_version(checkpoints: Path) -> int:
+    """The version of the newest, by its name; 0 if there is none."""
+    return max(_by_version(checkpoints), default=0)
+
+
+def _by_version(checkpoints: Path) -> dict[int, Path]:
     places = {int(match[1]): path for path in checkpoints.glob("update-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
     aside = {int(match[1]): path for path in checkpoints.glob(".update-*") if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()}
-    found = aside | places
-    yield from (found[version] for version in sorted(found, reverse=True))
+    return aside | places
 
 
 def require_whole(folder: Path) -> None:

@@ -45,7 +45,7 @@ _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 class Observer:
     """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was.
 
-    `resumed`: what this process goes on from, if the folder is an earlier attempt's. `owns` says whether the folder is this attempt's by now."""
+    `start`: what this process goes on from. `owns` says whether the folder is this attempt's by now, and not an earlier one's."""
 
     def __init__(
         self,
@@ -54,33 +54,31 @@ class Observer:
         console: Console,
         mlflow: MlflowSink | None,
         clock: Clock,
-        resumed: Continuation | None = None,
+        start: Continuation | None = None,
+        owns: bool = True,
     ) -> None:
         self._config = config
         self._run = run
         self._console = console
         self._mlflow = mlflow
         self._clock = clock
-        self.owns = resumed is None
+        self.owns = owns
         self.made = 0  # updates of this attempt, those included that were lost again
-        self._held: list[Callable[[], None]] = []
+        self._held_rounds: list[tuple[dict[str, float], int]] = []
         self._taken_over = asyncio.Event()
         if self.owns:
             self._taken_over.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
-        self._wall_before = run.wall_s(resumed.version) if resumed is not None else 0.0
-        self._untimed_images = resumed.images if resumed is not None and not self._wall_before else 0
+        start = start or Continuation()
+        self._wall_before = 0.0 if owns else run.wall_s(start.version)
+        self._untimed_images = 0 if self._wall_before else start.images
         self._rewards: list[float] = []
         self._staleness: Counter[int] = Counter()
         self._finished: list[tuple[float, int]] = []
-        self._version = 0
         self._latest: dict[str, float] = {}  # numbers of the newest update
         self._gradients = GradientWatch()
         self._validation: list[ValidationPoint] = []
         self._pictures: set[asyncio.Task[None]] = set()
-        self._images_before = 0
-        # What is to be told of a life that ends without its last word.
-        self._last: dict[str, Any] = {"conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0), "images": 0}
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.closing = asyncio.Event()
@@ -88,14 +86,14 @@ class Observer:
         self.faults: list[Fault] = []
         self.on_lost: Callable[[str, str], None] = lambda name, reason: None
         self.on_closing: Callable[[], None] = lambda: None
-        self._start = Continuation()
-        if resumed is not None:
-            self.recall(resumed)
+        self.recall(start)
 
     def recall(self, start: Continuation) -> None:
-        """Take over what earlier attempts of the run had come to, as the checkpoint knows it. The spans of this process's attempts are all kept."""
+        """Go back to what the run had come to, as the checkpoint knows it. Spans and faults of this process are all kept; rounds of validation that
+        were held are made again."""
         self.closing = asyncio.Event()
         self.ended = None
+        self._held_rounds.clear()
         self._start = start
         ledger = start.ledger
         self._images_before = start.images
@@ -105,7 +103,8 @@ class Observer:
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
-        self._last = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
+        # What is to be told of a life that ends without its last word.
+        self._last: dict[str, Any] = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
         self._rewards = [_number(reward) for reward in start.rewards]
         self._validation = [
             ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
@@ -118,9 +117,9 @@ class Observer:
             )
 
     @property
-    def updates(self) -> int:
-        """That the run has made so far."""
-        return len(self._rewards)
+    def version(self) -> int:
+        """The last update that was made; of a run that began with another's checkpoint, that one's included."""
+        return self._version
 
     def take_over(self) -> None:
         """There is something to record: the folder and the MLflow run become this attempt's, with what was held. RunDirectoryError if they can't."""
@@ -131,16 +130,12 @@ class Observer:
         self.spans.open()
         if self._mlflow:
             self._mlflow.begin()
-        held, self._held = self._held, []
-        for write in held:
-            write()
+        for fault in self.faults:
+            append_jsonl(self._run.faults, fault)
+        held, self._held_rounds = self._held_rounds, []
+        for numbers, version in held:
+            self._log(numbers, version)
         self._taken_over.set()
-
-    def _record(self, write: Callable[[], None]) -> None:
-        if self.owns:
-            write()
-        else:
-            self._held.append(write)
 
     def tell(self, text: str) -> None:
         self._console.note(text)
@@ -148,7 +143,8 @@ class Observer:
     def fault(self, fault: Fault) -> None:
         """Something was lost and is back."""
         self.faults.append(fault)
-        self._record(lambda: append_jsonl(self._run.faults, fault))
+        if self.owns:
+            append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
         """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
@@ -184,7 +180,7 @@ class Observer:
                 self.on_closing()
             case "ended":
                 self.ended = event.data
-                if event.data["status"] == "done" and (self._held or not is_done(self._run.summary)):
+                if event.data["status"] == "done" and (self._held_rounds or self.faults or not is_done(self._run.summary)):
                     self.take_over()  # no update was left to make, but the run was not done
         if event.pictures and self._config.emulation is None:  # emulated media are noise
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
@@ -299,7 +295,10 @@ class Observer:
         self._validation.append(ValidationPoint(data["version"], value, parts))
         self._console.validation(data["version"], value, parts)
         numbers = {f"validation/{name}": number for name, number in {"reward": value, **parts}.items()}
-        self._record(lambda: self._log(numbers, data["version"]))
+        if self.owns:
+            self._log(numbers, data["version"])
+        else:
+            self._held_rounds.append((numbers, data["version"]))
 
     def _log(self, numbers: dict[str, float], version: int) -> None:
         self._run.append_metrics(version, numbers)

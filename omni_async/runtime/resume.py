@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omni_async.checkpoint.errors import CheckpointError
-from omni_async.checkpoint.folders import newest_first, require_whole
+from omni_async.checkpoint.folders import newest_first, newest_version, require_whole
 from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import State, read_state
 from omni_async.config import Config, ConfigError
@@ -68,15 +68,17 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
 
 
 def nothing_to_do(config: Config) -> str | None:
-    """What to tell whoever resumes a run that has made all its updates; None if it is another. Looks at the run's summary alone."""
+    """What to tell whoever resumes a run that has made all its updates; None if it is another. Reads nothing but the run's summary."""
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
     run, updates = RunDirectory(Path(resume)), config.trainer.updates
-    if read_ending(run.summary) != ("done", updates):
+    status, made = read_ending(run.summary) or (None, 0)
+    # Updates count from the weights that the run began with, and trainer.updates from those of the run that it took them from.
+    if status != "done" or max(made, newest_version(run.checkpoints)) != updates:
         return None
     return (
-        f"{run.path} is done, nothing to do: it has made its {updates} updates; trainer.updates=N, with N larger than {updates}, to go on"
+        f"{run.path} is done, nothing to do: it is at update {updates}, the last; trainer.updates=N, with N larger than {updates}, to go on"
     )
 
 

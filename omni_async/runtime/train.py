@@ -109,7 +109,7 @@ class _Run:
             if isinstance(ending.cause, MlflowUnusableError):
                 raise ending.cause
             at_once = interrupted.at_once.is_set()
-            observer = self._observer or self._observe()
+            observer = self._observer or self._observe(self._inputs)
             if observer.owns and self._mlflow is None and self._opening is not None:  # a run that failed to start is recorded too
                 with contextlib.suppress(MlflowUnusableError, TimeoutError):
                     self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
@@ -122,15 +122,14 @@ class _Run:
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
-        attempt = Attempt(self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.updates, wall_s)
+        attempt = Attempt(self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s)
         summary = results.write(observer, summary, spans, attempt)
         self._console.close(_farewell(self._run, observer, summary, self._mlflow))
         return summary
 
-    def _observe(self) -> Observer:
+    def _observe(self, inputs: RunInputs) -> Observer:
         """What this process makes of the folder, be it another's until there is something to record."""
-        resumed = self._inputs.start if self._inputs.untouched else None
-        return Observer(self._config, self._run, self._console, self._mlflow, self._clock, resumed)
+        return Observer(self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched)
 
     async def _lives(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
@@ -175,9 +174,7 @@ class _Run:
                 self._mlflow = await self._opening
             self._console.phase("reading the first preference pairs" if offline else "generating the first samples")
             if self._observer is None:
-                self._observer = self._observe()
-                if inputs is not self._inputs:
-                    self._observer.recall(inputs.start)
+                self._observer = self._observe(inputs)
             if fault is not None:
                 self._observer.fault(msgspec.structs.replace(fault, seconds=self._clock.now() - fault.time))
             session = Session(self._config, cluster, self._observer, self._restarts, self._clock)

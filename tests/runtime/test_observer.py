@@ -18,6 +18,7 @@ from omni_async.control.clock import ManualClock
 from omni_async.control.continuation import Continuation
 from omni_async.control.events import Picture, RunEvent
 from omni_async.runtime.observer import Observer
+from omni_async.tracking.faults import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world
@@ -60,7 +61,7 @@ def observer(folder: Path, **sections: Any) -> tuple[Observer, RunDirectory, Rem
     return Observer(config, run, console, None, clock), run, console, clock
 
 
-def show(watcher: Observer, *events: RunEvent) -> None:
+def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
     """These events, then the end."""
 
     async def main() -> None:
@@ -68,7 +69,7 @@ def show(watcher: Observer, *events: RunEvent) -> None:
         control.log.add("phase", {"text": "before"})
         for event in events:
             control.log.add(event.kind, event.data, event.pictures)
-        control.end("done")
+        control.end(status)
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, PictureStore())
@@ -295,6 +296,21 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "buffers": {"slots": {"live": 0, "awaiting_publication": 0, "capacity": 4}, "trajectories": places, "replay": places},
     }
     return RunEvent("update", data)
+
+
+def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_its_first_update(tmp_path):
+    """The validation round is made again from the same checkpoint then; the fault stays."""
+    config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
+    run, start = RunDirectory.create(config, clock), Continuation(version=60, validated=59)
+    watcher = Observer(config, run, console, None, clock, start, owns=False)
+    validated = RunEvent("validation", {"version": 60, "parts": {"reward": 0.5}})
+    show(watcher, validated, status="failed")
+    watcher.recall(start)
+    watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "life 2", 3.0))
+    assert not run.metrics.exists() and not run.faults.exists()
+    show(watcher, validated, update(61, 5000.0, 5004.0))
+    assert [line["update"] for line in run.read_metrics()] == [60, 61]
+    assert len(read_faults(run.faults)) == 1
 
 
 def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):

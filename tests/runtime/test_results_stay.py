@@ -211,6 +211,24 @@ def test_a_finished_run_that_is_run_again_all_the_same_keeps_its_results(tmp_pat
     assert job.files() == before
 
 
+def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path)
+    job.attempt()
+    first, checkpoint = job.run.path, job.run.checkpoints / "update-000004"
+    recipe = [str(job.recipe), *job.overrides]
+    train(preflight(load(job.recipe, [*job.overrides, f"checkpoint.resume={checkpoint}"])), RememberingConsole())
+    (other,) = {*(tmp_path / "runs").glob("emulated-*")} - {first}
+    (attempt,) = read_attempts(RunDirectory(other).attempts)
+    assert (attempt.from_update, attempt.to_update) == (4, 6)
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
+    assert cli.main(["train", *recipe, f"checkpoint.resume={other}"]) == 0
+    assert "is done, nothing to do" in capsys.readouterr().out
+    assert cli.main(["train", *recipe, f"checkpoint.resume={other}", "trainer.updates=2"]) == 2
+    assert "beyond trainer.updates = 2" in capsys.readouterr().err
+
+
 def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(tmp_path: Path) -> None:
     job = Job(tmp_path)
     done = job.attempt()
