@@ -84,10 +84,14 @@ class Session:
                 async with asyncio.timeout(_LAST_EVENTS_S):
                     await coordinator.fail(describe(failure))
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
-        with contextlib.suppress(Exception):  # a coordinator that fails, or a driver that does, has nothing more to tell
+        unrecorded: RunDirectoryError | None = None
+        with contextlib.suppress(Exception):  # a coordinator that fails has nothing more to tell
             async with asyncio.timeout(_LAST_EVENTS_S):
                 await coordinator.conclude()
-                await watching
+                try:
+                    await watching
+                except RunDirectoryError as error:  # the disk may have become full by what the run told last
+                    unrecorded = error
         await observer.pictures_drawn(_PICTURES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
@@ -97,6 +101,8 @@ class Session:
             ending.because("failed", describe(failure), failure)
         if unfinished:
             ending.because("failed", unfinished)
+        if unrecorded:
+            ending.because("failed", describe(unrecorded), unrecorded)
         if ended["status"] != "done":
             ending.because(ended["status"], ended["reason"] or ended["status"])
 

@@ -30,9 +30,12 @@ class SpanLog:
             self.open()
 
     def open(self) -> None:
-        """Begin the file anew, with the spans that were held."""
+        """Begin the file anew, with the spans that were held. RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
-        self._path.unlink(missing_ok=True)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(f"cannot begin {self._path} anew: {error.strerror or error}") from error
         self._write(held or ())
 
     def _write(self, spans: Sequence[Span]) -> None:
@@ -70,7 +73,7 @@ class SpanLog:
         spans: list[Span] = []
         with self._path.open("rb") as file:
             for line in file:
-                with contextlib.suppress(msgspec.DecodeError):
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
                     spans.append(msgspec.json.decode(line, type=Span))
         return spans
 

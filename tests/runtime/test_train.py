@@ -28,6 +28,7 @@ from omni_async.runtime.train import train
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
+from omni_async.types import Span
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +278,21 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path, monkeyp
 
     summary, _ = play(tmp_path, monkeypatch, {"trainer": saves})
     assert (summary.status, summary.reason) == ("failed", "OSError: no space left on device")
+
+
+def test_what_cannot_be_recorded_after_the_last_update_is_a_failure_with_the_path(tmp_path, monkeypatch):
+    """A disk that becomes full while the run closes, say."""
+
+    async def ends(control: Control) -> None:
+        (run,) = (tmp_path / "runs").iterdir()
+        (run / "spans.jsonl").mkdir()
+        control.log.add("closing", {"status": "done", "reason": None})
+        control.log.add("spans", {"spans": [Span("trainer", "checkpoint", 1.0, 2.0)]})
+        control.end("done")
+
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": ends})
+    assert summary.status == "failed" and summary.reason is not None
+    assert summary.reason.startswith("cannot append to ") and "spans.jsonl" in summary.reason
 
 
 def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkeypatch):
