@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from omni_async.control.ledger_prefix import LedgerDamaged
 from omni_async.types import LedgerEntry
 
 
@@ -37,8 +38,12 @@ class HeldBackSink:
             self._hand_over()
 
     def _hand_over(self) -> LedgerSink:
+        """OSError if the lines cannot be written, also because the file is not the one that the attempt began from any more."""
         if self._sink is None:
-            self._sink = self._take_over()
+            try:
+                self._sink = self._take_over()
+            except LedgerDamaged as error:
+                raise OSError(str(error)) from None
         while self._held:
             self._sink(self._held.pop(0))  # one that could not be written is the sink's to write before the next
         return self._sink

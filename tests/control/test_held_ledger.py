@@ -74,6 +74,20 @@ def test_a_checkpoint_counts_only_lines_that_are_in_the_file(ledger: Path) -> No
     assert groups(ledger) == [0, 1, 2]
 
 
+def test_lines_that_were_changed_since_the_attempt_began_are_left_and_told(ledger: Path) -> None:
+    """By whoever edits them while it loads: the run ends with that reason, in order."""
+    sink = held(ledger)
+    books = Ledger(sink)
+    changed = ledger.read_bytes().replace(b"trained", b"Trained", 1)
+    ledger.write_bytes(changed)
+    books.admit(4)
+    books.end(entry(4))
+    assert books.problem is not None and "are not those that the checkpoint counts" in books.problem
+    with pytest.raises(OSError, match="are not those that the checkpoint counts"):
+        sink.sync()
+    assert ledger.read_bytes() == changed
+
+
 def test_a_disk_that_is_full_when_lines_are_to_be_written_costs_none_of_them(ledger: Path) -> None:
     room = False
 
