@@ -13,8 +13,9 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
+from omni_async.config.reading import require_file
 from omni_async.control.continuation import LedgerState
-from omni_async.control.ledger_prefix import LedgerDamaged, encode_line, extend, require_prefix
+from omni_async.control.ledger_prefix import encode_line, extend, require_prefix
 from omni_async.types import LedgerEntry
 
 
@@ -91,8 +92,8 @@ class JsonlSink:
     """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What could not be written is
     written before the next line.
 
-    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin with them. The others, of
-    updates that no checkpoint held, are moved to `<name>.void`.
+    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin with them, OSError if it is
+    not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
     """
 
     def __init__(self, path: str | Path, counted: LedgerState | None = None) -> None:
@@ -120,8 +121,7 @@ def _keep(path: Path, counted: LedgerState) -> None:
     require_prefix(path, counted)
     if not path.exists():
         return
-    if not path.is_file():
-        raise LedgerDamaged(f"{path} is not a file")
+    require_file(path)
     if path.stat().st_size > counted.size:
         with path.open("r+b") as file, path.with_name(f"{path.name}.void").open("ab") as void:
             file.seek(counted.size)

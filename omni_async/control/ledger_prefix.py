@@ -6,6 +6,7 @@ and whoever goes on with a run reads them once. Lines end in a line feed and in 
 
 from __future__ import annotations
 
+import contextlib
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from omni_async.config.reading import open_file
 from omni_async.control.continuation import LedgerState
 from omni_async.types import LedgerEntry
 
@@ -39,15 +41,12 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
         return
     if not counted.digest:
         raise LedgerDamaged(f"the checkpoint counts {counted.lines} lines of the ledger and does not say which")
-    if path.exists() and not path.is_file():
-        raise LedgerDamaged(f"{path} is not a file")
     lines, size, digest = 0, 0, ""
-    if path.exists():
-        with path.open("rb") as file:
-            for line in islice(file, counted.lines):
-                if not line.endswith(b"\n"):
-                    break  # cut off
-                lines, size, digest = lines + 1, size + len(line), extend(digest, line)
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+        for line in islice(file, counted.lines):
+            if not line.endswith(b"\n"):
+                break  # cut off
+            lines, size, digest = lines + 1, size + len(line), extend(digest, line)
     if lines < counted.lines:
         raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
     if (size, digest) != (counted.size, counted.digest):
@@ -58,7 +57,7 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
 def _first_damage(path: Path, lines: int) -> str | None:
     """What can be told from the lines alone; a digit that became another, or lines that changed places, cannot."""
     line_of: dict[int, int] = {}
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(islice(file, lines), 1):
             if not line.strip():
                 return f"line {number} is blank"

@@ -197,7 +197,7 @@ def _require_ledger(run: Path, state: State) -> None:
     except LedgerDamaged as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"the ledger cannot be read: {error}") from None
+        raise CheckpointError(f"the ledger cannot be read: {error.strerror or error}") from None
 
 
 def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str, ...]]:

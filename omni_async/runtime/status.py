@@ -87,7 +87,7 @@ def left_behind(folder: Path) -> LeftBehind:
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
         metrics = run.read_metrics()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
     rounds = [line for line in metrics if line.get("validation/reward") is not None]

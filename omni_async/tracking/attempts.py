@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from omni_async.config.reading import read_file
+from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Status
 
 
@@ -25,11 +25,9 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """In the order they ended; none if there is no file. A line that was cut off is none."""
-    if not path.exists():
-        return []
+    """In the order they ended; none if there is no file. A line that was cut off is none. OSError if it is not a file."""
     attempts: list[Attempt] = []
-    for line in read_file(path).split(b"\n"):
+    for line in read_lines(path):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             attempts.append(msgspec.json.decode(line, type=Attempt))
     return attempts

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config.load import to_yaml
+from omni_async.config.reading import open_file
 from omni_async.config.redact import redact
 from omni_async.config.schema import Config
 from omni_async.control.clock import Clock
@@ -60,14 +61,20 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`."""
+        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`. RunDirectoryError if another has it, or what is
+        read of it cannot be."""
         run = cls(path)
         try:
             run._claim()
+            for lines in (run.metrics, run.attempts):
+                if lines.exists():
+                    open_file(lines).close()
         except RunDirectoryError:
             raise
         except OSError as error:
-            raise RunDirectoryError(f"checkpoint.resume: cannot go on in {path}: {error.strerror or error}") from error
+            raise RunDirectoryError(
+                f"checkpoint.resume: cannot go on in {path}: {error.strerror or error} ({error.filename or path})"
+            ) from error
         return run
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
@@ -197,6 +204,8 @@ class RunDirectory:
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
         """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if it has."""
+        if not updates and not rounds:
+            return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         for line in read_lines(self.metrics):
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # it counts as missing

@@ -134,7 +134,7 @@ def test_a_ledger_that_is_gone_or_no_file_is_refused_at_once(tmp_path: Path) -> 
         require_prefix(path, KNOWN)
     os.mkfifo(path)  # nobody will ever write to it
     for counted in (KNOWN, LedgerState()):
-        with pytest.raises(LedgerDamaged, match="is not a file"):
+        with pytest.raises(OSError, match="a named pipe, not a file"):
             JsonlSink(path, counted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,9 +187,13 @@ def test_a_run_that_another_process_has_is_running_all_the_same(tmp_path, capsys
     ]
 
 
-def test_a_folder_whose_metrics_are_damaged_is_refused_in_one_line(tmp_path, capsys):
+@pytest.mark.parametrize("content", [b"{", b'{"run":"\xff"}', b"[" * 100_000, None])
+def test_a_folder_whose_summary_is_damaged_is_refused_in_one_line(tmp_path, capsys, content):
     folder = left(tmp_path / "run")
-    (folder / "summary.json").write_text("{")
+    if content is None:
+        os.mkfifo(folder / "summary.json")  # nobody will ever write to it
+    else:
+        (folder / "summary.json").write_bytes(content)
     assert main(["status", str(folder)]) == 2
     assert "its summary or metrics cannot be read" in capsys.readouterr().err
 

@@ -195,6 +195,17 @@ def test_a_finished_run_says_so_at_once_and_how_to_go_on(
     assert job.files() == before and job.run.attempts.read_bytes() == attempts
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
+def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(interrupted: Job, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    path = interrupted.run.path / name
+    path.unlink()
+    path.mkdir()
+    assert cli.main(["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]) == 2
+    assert capsys.readouterr().err == (
+        f"omni-async: checkpoint.resume: cannot go on in {interrupted.run.path}: it is a folder, not a file ({path})\n"
+    )
+
+
 def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
     job = Job(tmp_path)
     first = job.attempt()
