@@ -5,6 +5,7 @@ An attempt that has nothing to record leaves the results of the attempts before 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.summary import Summary, write_summary
 from omni_async.tracking.timeline import write_trace
 from omni_async.types import Span
+
+logger = logging.getLogger(__name__)
 
 # For MLflow, of a run that leaves at once.
 _SOON_S = 3.0
@@ -46,7 +49,8 @@ class Results:
     def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
         """The summary as it is on disk then, with what could not be written."""
         if observer.owns and not self._write(self._run.summary, lambda: write_summary(self._run.summary, summary)):
-            observer.spans.close()  # which makes room: they are in memory
+            if self._run.trace.name not in self._unwritten:
+                self._remove(observer.spans.close)  # which makes room: they are in memory
             self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
         self._write(self._run.attempts, lambda: append_jsonl(self._run.attempts, attempt))
         if observer.owns and not self._at_once:
@@ -55,7 +59,7 @@ class Results:
             summary = replace(summary, unwritten={**self._unwritten})
             self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
         if observer.owns and self._run.summary.name not in self._unwritten:
-            self._run.former_summary.unlink(missing_ok=True)
+            self._remove(lambda: self._run.former_summary.unlink(missing_ok=True))
         self._end_mlflow(observer, summary)
         return replace(summary, unwritten=self._unwritten)
 
@@ -67,7 +71,7 @@ class Results:
         if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
             self._write(run.trace, lambda: write_trace(run.trace, spans))
         if run.trace.name not in self._unwritten:
-            observer.spans.close()
+            self._remove(observer.spans.close)
 
     def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
         replayed = self._inputs.profile
@@ -76,6 +80,13 @@ class Results:
         profile = measure(spans, self._inputs.config, name=summary.run, source=source)
         if not is_empty(profile):
             write_atomic(self._run.profile, encode_profile(profile))
+
+    def _remove(self, remove: Callable[[], None]) -> None:
+        """What nobody needs any more; where that cannot be done it stays, and harms nobody."""
+        try:
+            remove()
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
 
     def _write(self, path: Path, write: Callable[[], None]) -> bool:
         """Whether that could be done."""

@@ -90,6 +90,25 @@ def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypa
     assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
 
 
+def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the kernel remounts a file system after an error: there even removing a file that is not there fails."""
+
+    def refused(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    def becomes_read_only(*_: Any) -> None:
+        for owner, name in ((results, "write_atomic"), (results, "write_trace"), (results, "append_jsonl"), (Path, "unlink")):
+            monkeypatch.setattr(owner, name, refused)
+        refused(Path("summary.json"))
+
+    monkeypatch.setattr(results, "write_summary", becomes_read_only)
+    console = RememberingConsole()
+    summary = train(preflight(load(write_recipe(tmp_path), SHORT)), console)
+    monkeypatch.undo()
+    assert (summary.status, summary.unwritten) == ("done", dict.fromkeys(RESULTS, "Read-only file system"))
+    assert (tmp_path / "runs" / summary.run / "spans.jsonl").is_file()
+
+
 def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
     """The limit of the operating system on a file's size, which any of the files that grow may meet."""
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import main; sys.exit(main())"
