@@ -7,7 +7,7 @@ import fcntl
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -223,9 +223,11 @@ class RunDirectory:
     def wall_s(self, version: int) -> float:
         """Seconds that the run's attempts have taken up to `version`, as the metrics of that update say, or an attempt that ended there; 0 if
         neither does."""
-        said = [line.get("wall_s") for line in self.read_metrics(version, None) if line["update"] == version]
-        said += [attempt.wall_s for attempt in read_attempts(self.attempts) if attempt.to_update == version]
-        return max((float(seconds) for seconds in said if isinstance(seconds, int | float)), default=0.0)
+        lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
+        made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
+        # An attempt that had ended by then came to another update of that number, which is void.
+        attempts = [one for one in read_attempts(self.attempts) if one.to_update == version and one.ended >= made]
+        return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
         """A line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
@@ -257,6 +259,10 @@ def append_jsonl(path: Path, record: Any) -> None:
                 raise
     except OSError as error:
         raise RunDirectoryError(f"cannot append to {path}: {error.strerror or error}") from error
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _few(numbers: Sequence[int]) -> str:

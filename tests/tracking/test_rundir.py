@@ -100,6 +100,14 @@ def test_seconds_of_earlier_attempts_are_those_that_led_to_the_version(tmp_path:
     assert (run.wall_s(1), run.wall_s(2), run.wall_s(3)) == (10.0, 23.0, 0.0)
 
 
+def test_an_attempt_whose_last_update_was_made_again_has_no_say_in_the_seconds(tmp_path: Path) -> None:
+    """The one that made it again was killed, and left no line."""
+    run = RunDirectory.create(config(tmp_path), ManualClock(0))
+    append_jsonl(run.attempts, Attempt(0.0, 100.0, "failed", None, 0, 2, 90.0))
+    run.append_metrics(2, {"reward": None, "wall_s": 40.0, "finished": 200.0})
+    assert run.wall_s(2) == 40.0
+
+
 def test_a_run_is_running_until_it_is_released(tmp_path: Path) -> None:
     run = RunDirectory.create(config(tmp_path), ManualClock(0))
     assert RunDirectory(run.path).is_running()
