@@ -1,7 +1,8 @@
 """MLflow, written by one background thread, so that training never waits for its database or its server.
 
-Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until `begin`. Afterwards a failure of MLflow is a warning, once, and nothing more is sent:
-tracking must not end a run, and everything is in the run folder as well. `finish` waits for what is queued.
+Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until `begin`. Afterwards a
+failure of MLflow is a warning, once, and nothing more is sent: tracking must not end a run, and everything is in the run folder as well.
+`finish` waits for what is queued.
 """
 
 from __future__ import annotations
