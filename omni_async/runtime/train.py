@@ -22,6 +22,7 @@ from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.waiting import Stopped, is_cancelled, unless
+from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import ControlSocket
 from omni_async.runtime.interrupts import Interruption, interrupts, listen
@@ -184,7 +185,7 @@ class _Run:
             ending.because("interrupted", "before the first update" if life == 1 else "while it was being started again")
         except Exception as error:
             ending.because("failed", describe(error), error)
-            if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError)):
+            if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)):
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
         finally:

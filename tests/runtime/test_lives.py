@@ -17,6 +17,7 @@ from omni_async.checkpoint.folders import finish, partial
 from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.control.continuation import Continuation
+from omni_async.rewards.base import WrongScorer
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.cluster import PeerLost
@@ -173,6 +174,16 @@ def test_a_life_that_does_not_come_up_is_tried_again_but_the_first_is_not(tmp_pa
     assert lives.summary.status == "done" and len(lives.inputs) == 3
     lives = Lives(tmp_path / "b", monkeypatch, Broken({}))
     assert lives.summary.reason == "RuntimeError: no room"
+
+
+def test_a_scorer_that_is_wrong_is_so_in_every_life(tmp_path, monkeypatch):
+    class Wrong(HandCluster):
+        async def start(self) -> None:
+            raise WrongScorer("scorer 'x': AttributeError: y")
+
+    lives = Lives(tmp_path, monkeypatch, trainer(dies_after(tmp_path)), Wrong({}), trainer(ends_well))
+    assert (lives.summary.status, lives.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
+    assert len(lives.inputs) == 2
 
 
 def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
