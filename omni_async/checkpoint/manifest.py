@@ -43,6 +43,7 @@ def check_manifest(folder: Path) -> None:
     """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads `folder` after this meets
     nothing but the files that the manifest names, and some that nobody reads."""
     try:
+        (folder / FILE).lstat()  # first: a wrong path may lead to a folder that holds half a disk, links and pipes included
         found = dict(_files(folder))
     except FileNotFoundError:
         found = {}

@@ -50,7 +50,9 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     if resume == "auto":
         return _newest_unfinished(config, [] if passed is None else passed)
     folder = Path(resume)
-    if (folder / "checkpoints").is_dir():
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint.resume: {folder} is not a folder" if folder.exists() else f"checkpoint.resume: no such folder: {folder}")
+    if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
             raise ConfigError(f"checkpoint.resume: {folder} is running; wait for its end, or stop it")
         return _of_run(config, folder)
@@ -182,12 +184,22 @@ def _usable(config: Config, folder: Path) -> State:
     ):
         if found != wanted:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
+    _require_same_devices(config, folder, state)
     steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
     if steps is not None and steps != state.version * per_update:  # schedules count optimizer steps, and updates by them
         raise CheckpointError(
             f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates, trainer.steps_per_update is {per_update}"
         )
     return state
+
+
+def _require_same_devices(config: Config, folder: Path, state: State) -> None:
+    """Emulated devices train nothing: their checkpoints, without weights, would take the places of trained ones, their numbers those of the run."""
+    trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
+    if trained and emulated:
+        raise CheckpointError(f"{folder} is of another job: it holds trained weights, and the recipe's devices are emulated (emulation)")
+    if not trained and not emulated:
+        raise CheckpointError(f"{folder} is of another job: it has no weights, because its devices were emulated; the recipe's are not")
 
 
 def _require_ledger(run: Path, state: State) -> None:

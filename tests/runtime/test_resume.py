@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from runtime_world import write_ledger, write_world
 
 from omni_async.checkpoint.folders import finish, folder_name, partial
@@ -41,7 +42,10 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
     return run
 
 
-def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None = None) -> Path:
+def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None = None, emulated: bool = False) -> Path:
+    """A trained one says how many optimizer steps its weights took; `emulated`: there are none."""
+    if not (state.engine or emulated):
+        state = replace(state, engine={"optimizer_steps": state.version})
     folder = run / "checkpoints" / folder_name(state.version)
     partial(folder).mkdir()
     for group, trajectories in (groups or {}).items():
@@ -186,6 +190,17 @@ def test_a_run_without_a_usable_checkpoint_is_refused_rather_than_begun_anew(tmp
     )
 
 
+def test_a_wrong_path_is_told_for_what_it_is(tmp_path: Path) -> None:
+    assert refusal(recipe(tmp_path, str(tmp_path / "gone"))) == f"checkpoint.resume: no such folder: {tmp_path / 'gone'}"
+    assert refusal(recipe(tmp_path, str(tmp_path / "recipe.yaml"))) == f"checkpoint.resume: {tmp_path / 'recipe.yaml'} is not a folder"
+    run = tmp_path / "world-20260101-000000"
+    run.mkdir()
+    (run / "latest").symlink_to(tmp_path)
+    assert "is not a whole checkpoint: it has no manifest.json" in refusal(recipe(tmp_path, str(run)))
+    (run / "config.yaml").touch()
+    assert f"{run} has no checkpoint to go on from (it has none)" in refusal(recipe(tmp_path, str(run))), "its checkpoints were removed"
+
+
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     run = run_of(recipe(tmp_path), "20260101-000000", 1, algorithm="diffusion_nft")
     assert "its algorithm.name is 'diffusion_nft', the recipe's is 'flow_grpo'" in refusal(recipe(tmp_path, str(run)))
@@ -243,6 +258,23 @@ def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: P
     checkpoint_of(run, State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
     assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(recipe(tmp_path, str(run)))
     assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
+
+
+def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_without_them(tmp_path: Path) -> None:
+    config, emulation = recipe(tmp_path), {"profile": "p.json"}
+    trained = run_of(config, "20260101-000000", 1, 2)
+    said = refusal(recipe(tmp_path, str(trained), emulation=emulation))
+    assert "it holds trained weights, and the recipe's devices are emulated" in said
+    passed: list[str] = []
+    assert find_resume_point(recipe(tmp_path, emulation=emulation), passed) is None and "it holds trained weights" in passed[0]
+    emulated = run_of(config, "20260102-000000")
+    folder = checkpoint_of(emulated, State(Continuation(3), config.model.pipeline, "flow_grpo"), emulated=True)
+    for place in (emulated, folder):
+        assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(place)))
+    point = find_resume_point(config)
+    assert point is not None and point.run == trained, "auto passes the emulated run over"
+    point = find_resume_point(recipe(tmp_path, emulation=emulation))
+    assert point is not None and point.run == emulated
 
 
 def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
