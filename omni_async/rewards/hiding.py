@@ -60,7 +60,7 @@ class Discreet:
     """The scorer, with what it raises made fit to be shown."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = scorer.name
+        self.name = getattr(scorer, "name", type(scorer).__name__)  # nothing that it is asked for: the recipe's name is what is shown
         self.concurrent = is_concurrent(scorer)
         self._scorer = scorer
         self._secrets = secrets

@@ -41,6 +41,11 @@ class TooFew:
         return [Score(value=0.0)]
 
 
+class Nameless:
+    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+        return [Score(value=1.0)] * len(images)
+
+
 def config(name: str, weight: float = 1.0, **params: object) -> schema.Scorer:
     return schema.Scorer(name=name, weight=weight, params=params)
 
@@ -62,6 +67,12 @@ def test_jpeg_size_is_what_pillow_writes() -> None:
 def test_one_scorer_keeps_its_parts() -> None:
     scores = WeightedScorer([config(f"{__name__}:Constant", weight=3.0, text="hi")]).score(IMAGES, PROMPTS)
     assert scores == [Score(value=6.0, parts={"part": 2.0}, text="hi", values=(2.0,))] * 3
+
+
+def test_a_scorer_goes_by_the_name_that_the_recipe_gives_it_whether_or_not_it_has_one() -> None:
+    nameless = f"{__name__}:Nameless"
+    [score, *_] = WeightedScorer([config(nameless), config("jpeg_size")]).score(IMAGES, PROMPTS)
+    assert score.parts[f"{nameless}/value"] == 1.0
 
 
 def test_several_scorers_are_weighed_and_prefixed() -> None:
@@ -99,7 +110,7 @@ def test_a_failed_score_never_becomes_a_number() -> None:
         (config("jpeg_size", quality=300), "parameter 'quality': Expected `int` <= 95, got 300"),
         (config("jpeg_size", sign="up"), "parameter 'sign': Invalid enum value 'up'"),
         (config("no_such_module:X"), "cannot import 'no_such_module'"),
-        (config(f"{__name__}:Nothing"), "has no 'Nothing'; it defines Constant, NanAtOne, TooFew"),
+        (config(f"{__name__}:Nothing"), "has no 'Nothing'; it defines Constant, NanAtOne, TooFew, Nameless"),
         (config(f"{__name__}:kilobytes"), "is not a class with a method `score"),
     ],
 )
