@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
-        command.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)")
     check.add_argument("--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture")
     commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
     docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
@@ -88,7 +89,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    """Run a command to its exit code. Without `arguments` it is this process's own, and all that is left for the process to do then is to end."""
+    code = _run(_parse(arguments))
+    if arguments is None:
+        # Python waits for threads first, that of a model which is still loading say. Nobody can catch a KeyboardInterrupt by then, and it would be
+        # shown as a mistake of Python's; everything is written, so Ctrl-C just ends the process.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))  # so that a scorer of your own, `my_module:MyScorer`, is found where you work
     try:
         match options.command:

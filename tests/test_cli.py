@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -111,19 +112,9 @@ def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path
     assert yaml.safe_load(shown)["trainer"]["optimizer"]["name"] == "adamw"  # every default is there
 
 
-def test_a_scorer_without_a_name_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "nameless_scorer.py").write_text("class X:\n    def score(self, images, prompts): return []\n")
-    monkeypatch.chdir(tmp_path)
-    write_world(tmp_path, reward={"scorers": [{"name": "nameless_scorer:X"}]})
-    assert cli.main(["check", "recipe.yaml"]) == 2
-    said = "omni-async: reward.scorers: scorer 'nameless_scorer:X' has no attribute `name`, a short text for messages\n"
-    assert capsys.readouterr().err == said
-
-
 def test_what_a_scorers_module_prints_is_no_part_of_the_recipe_that_check_prints(tmp_path, monkeypatch, capsys):
-    (tmp_path / "printing_scorer.py").write_text(
-        "print('hello')\nfrom omni_async.rewards.jpeg_size import JpegSizeScorer\nclass X(JpegSizeScorer): pass\n"
-    )
+    scores = "class X:\n    def score(self, images, prompts): return [Score(value=0.5)] * len(images)\n"
+    (tmp_path / "printing_scorer.py").write_text(f"print('hello')\nfrom omni_async.types import Score\n{scores}")
     monkeypatch.chdir(tmp_path)
     write_world(tmp_path, reward={"scorers": [{"name": "printing_scorer:X"}]})
     assert cli.main(["check", "recipe.yaml"]) == 0
@@ -190,6 +181,13 @@ def test_wrong_usage_is_exit_code_2(arguments, capsys):
     assert "usage: omni-async" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "check", "simulate", "tune"])
+def test_wrong_usage_names_what_is_missing_and_nothing_that_may_be_left_out(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command])
+    assert "key.path=value" not in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 1), ("interrupted", 130)])
 def test_how_a_run_ended_is_the_exit_code(recipe, monkeypatch, capsys, status, code):
     ends(monkeypatch, SimpleNamespace(status=status, reason="EngineError: gone", unwritten={}))
@@ -220,6 +218,25 @@ def test_a_run_folder_that_cannot_be_made_is_exit_code_2(recipe, tmp_path, capsy
 def test_ctrl_c_at_any_time_is_exit_code_130(recipe, monkeypatch):
     ends(monkeypatch, KeyboardInterrupt())
     assert cli.main(["train", recipe]) == 130
+
+
+def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
+    program = (
+        "import sys, threading, time\n"
+        "from omni_async import cli\n"
+        "def listing():\n"
+        "    threading.Thread(target=time.sleep, args=(30,)).start()\n"
+        "    threading._register_atexit(lambda: print('ending', flush=True))\n"  # as Python begins to wait for threads
+        "    return 0\n"
+        "cli._list = listing\n"
+        "sys.argv = ['omni-async', 'list']\n"
+        "sys.exit(cli.main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout.readline() == "ending\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == -signal.SIGINT
 
 
 def test_a_reader_that_goes_away_is_no_error(recipe):

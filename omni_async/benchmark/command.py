@@ -52,7 +52,7 @@ def add_bench(commands: Any) -> None:
     )
     add = overlap.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; with --report the folder of a benchmark")
-    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe in every arm (values are YAML)")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe in every arm (values are YAML)")
     add("--profile", metavar="P", help="replay this profile on emulated devices: a profile.json, or the name of a shipped one")
     add("--repeats", type=_positive, default=5, metavar="N", help="rounds, each with one run of every arm (default: 5)")
     length = overlap.add_mutually_exclusive_group()

@@ -32,14 +32,11 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
 def _built(label: str, config: schema.Scorer) -> Scorer:
     """WrongScorer, one line without the scorer's credentials, if it cannot be; ScorerConfigError if its parameters do not fit."""
     try:
-        scorer = registry.build(config)
+        return registry.build(config)
     except registry.ScorerConfigError:
         raise
     except BaseException as error:  # noqa: BLE001 (its constructor is foreign code, and may exit)
         raise WrongScorer(f"scorer {label!r} cannot be built: {one_line(told(error), 500)}") from None
-    if not isinstance(getattr(scorer, "name", None), str):
-        raise WrongScorer(f"scorer {label!r} has no attribute `name`, a short text for messages")
-    return scorer
 
 
 class Member(NamedTuple):

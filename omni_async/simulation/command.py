@@ -51,7 +51,7 @@ def add_simulate(commands: Any) -> None:
     )
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)")
     add("--profile", metavar="P", help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)")
     add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")

@@ -50,7 +50,7 @@ def add_tune(commands: Any) -> None:
     )
     add = tune.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add("overrides", nargs="*", metavar="key.path=value", help="change the recipe first; goes into the written file too")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help="change the recipe first; goes into the written file too")
     add("--devices", type=int, metavar="N", help="devices to deal to the roles")
     add("--profile", metavar="P", help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)")
     add("--keep", action="append", default=[], metavar="KEY", help="a key that stays as the recipe says; may be given several times")
