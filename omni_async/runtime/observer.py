@@ -65,6 +65,7 @@ class Observer:
         self.owns = owns
         self.made = 0  # updates of this attempt, those included that were lost again
         self._held_rounds: list[tuple[dict[str, float], int]] = []
+        self._untaken: deque[RunEvent] = deque()
         self._taken_over = asyncio.Event()
         if self.owns:
             self._taken_over.set()
@@ -150,9 +151,24 @@ class Observer:
         """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
         concluded = False
         while not concluded:
-            for event in await coordinator.events():
+            self._untaken.extend(await coordinator.events())
+            while self._untaken:
+                event = self._untaken.popleft()
                 self._take(event, store)
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
+
+    async def count(self, coordinator: RunControl) -> None:
+        """Until the coordinator has no more to tell, after `watch` failed because a file cannot grow say: what the ledger has by then counts in the
+        summary, too, though nothing more is recorded of it."""
+        concluded = False
+        while not concluded:
+            for event in [*self._untaken, *await coordinator.events()]:
+                concluded |= event.kind == "concluded"
+                if event.kind == "update" and self.owns:
+                    self._counted(event.data)
+                elif event.kind == "ended":
+                    self.ended = event.data
+            self._untaken.clear()
 
     async def pictures_drawn(self, seconds: float) -> None:
         """Until the pictures that are being drawn are done, `seconds` at most. None is kept of an attempt that has nothing else to record."""
@@ -197,13 +213,9 @@ class Observer:
 
     def _update(self, data: dict[str, Any]) -> None:
         self.take_over()
-        self.made += 1
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
-        self._last = {"conservation": data["conservation"], "images": data["images"]}
-        self._rewards.append(reward)
-        self._staleness.update(staleness)
+        self._counted(data)
         self._finished.append((data["finished"], data["images"]))
-        self._version = version
         self._paces.extend([(data["finished"], version)] if self._paces else [(data["started"], version - 1), (data["finished"], version)])
         while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
             del self._finished[0]
@@ -230,6 +242,13 @@ class Observer:
         if (warning := self._gradients.take(version, data["metrics"])) is not None:
             self._console.note(warning)
         self._show(version, numbers, data, busy)
+
+    def _counted(self, data: dict[str, Any]) -> None:
+        self.made += 1
+        self._last = {"conservation": data["conservation"], "images": data["images"]}
+        self._rewards.append(data["reward"])
+        self._staleness.update(data["staleness"])
+        self._version = data["version"]
 
     def _show(self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]) -> None:
         buffers, staleness = data["buffers"], data["staleness"]

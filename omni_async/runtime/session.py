@@ -84,14 +84,16 @@ class Session:
                 async with asyncio.timeout(_LAST_EVENTS_S):
                     await coordinator.fail(describe(failure))
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
-        unrecorded: RunDirectoryError | None = None
+        unrecorded: BaseException | None = None
         with contextlib.suppress(Exception):  # a coordinator that fails has nothing more to tell
             async with asyncio.timeout(_LAST_EVENTS_S):
                 await coordinator.conclude()
-                try:
-                    await watching
-                except RunDirectoryError as error:  # the disk may have become full by what the run told last
+                await asyncio.wait({watching})
+                error = None if watching.cancelled() else watching.exception()
+                if isinstance(error, RunDirectoryError):  # the disk may have become full by what the run told last
                     unrecorded = error
+                if watching.cancelled() or error is not None:
+                    await observer.count(coordinator)
         await observer.pictures_drawn(_PICTURES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,17 @@ def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path: Pa
     summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
     assert summary.status == "failed" and summary.reason is not None
     assert "No space left on device" in summary.reason and "\n" not in summary.reason
+
+
+def test_a_summary_counts_what_the_ledger_has_though_another_file_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, "metrics.jsonl")
+    summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
+    assert summary.status == "failed" and "metrics.jsonl" in (summary.reason or "")
+    ledger = (tmp_path / "runs" / summary.run / "ledger.jsonl").read_bytes().splitlines()
+    events = Counter(json.loads(line)["event"] for line in ledger)
+    counters = summary.counters
+    assert (counters.admitted, counters.trained, counters.dropped, counters.live) == (len(ledger), events["trained"], events["dropped"], 0)
+    assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 
 def test_checkpoints_that_cannot_be_written_are_told_of_and_the_last_one_is_a_failure(
