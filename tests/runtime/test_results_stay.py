@@ -182,6 +182,14 @@ def test_while_an_attempt_makes_updates_the_summary_of_those_before_is_kept_asid
     assert seen and all(one == (False, first) for one in seen)
 
 
+def test_a_summary_put_aside_that_cannot_be_removed_costs_nothing_else_and_is_told(interrupted: Job) -> None:
+    interrupted.run.summary.unlink()
+    interrupted.run.summary.mkdir()
+    summary = interrupted.attempt()
+    assert (summary.status, summary.unwritten) == ("done", {"summary.json.void": "Is a directory"})
+    assert read_summary(interrupted.run.summary).status == "done"
+
+
 def test_a_finished_run_says_so_at_once_and_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
