@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
-        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)")
+        command.add_argument(
+            "overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)"
+        )
     check.add_argument("--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture")
     commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
     docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)

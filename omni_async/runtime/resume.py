@@ -51,7 +51,9 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
         return _newest_unfinished(config, [] if passed is None else passed)
     folder = Path(resume)
     if not folder.is_dir():
-        raise ConfigError(f"checkpoint.resume: {folder} is not a folder" if folder.exists() else f"checkpoint.resume: no such folder: {folder}")
+        raise ConfigError(
+            f"checkpoint.resume: {folder} is not a folder" if folder.exists() else f"checkpoint.resume: no such folder: {folder}"
+        )
     if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
             raise ConfigError(f"checkpoint.resume: {folder} is running; wait for its end, or stop it")

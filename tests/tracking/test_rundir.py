@@ -124,12 +124,3 @@ def test_an_impossible_place_is_one_clear_error(tmp_path: Path) -> None:
         RunDirectory.create(config("/proc/runs"), ManualClock(0))
     with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone"):
         append_jsonl(tmp_path / "gone" / "x.jsonl", {})
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
-def test_a_run_whose_records_cannot_be_read_is_not_gone_on_with(tmp_path: Path, name: str) -> None:
-    run = RunDirectory.create(config(tmp_path), ManualClock(0))
-    run.release()
-    (run.path / name).mkdir()
-    with pytest.raises(RunDirectoryError, match=rf"checkpoint.resume: cannot go on in .*: not a file \(.*{name}\)"):
-        RunDirectory.reopen(run.path)
