@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from omni_async.tracking.forks import keep_from_children
 
+MOST_WORKERS = 100_000
 _LONGEST_REQUEST = 2**16
 
 
@@ -33,7 +34,7 @@ class NotRunning(ControlError):
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`scale`: role -> workers it shall have; `stop`: end as with Ctrl-C. Nothing: only say how it is."""
 
-    scale: dict[str, Annotated[int, Meta(ge=1, le=100_000)]] = {}
+    scale: dict[str, Annotated[int, Meta(ge=1, le=MOST_WORKERS)]] = {}
     stop: bool = False
 
 

@@ -156,8 +156,10 @@ class Keeper:
             tell(f"{name}: {loads}")
             try:
                 work = await self._workforce.hire(name)
-            except BaseException:
+            except BaseException as error:
                 del self._present[place]
+                if self._is_closing() and isinstance(error, Exception):  # the end is why it did not come
+                    raise ValueError("the run is ending") from None
                 raise
             if self._is_closing():  # by now, and nobody employs any more
                 work.close()

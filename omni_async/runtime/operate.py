@@ -91,10 +91,15 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def _workers(words: list[str]) -> dict[str, int]:
-    workers = {}
+    from omni_async.runtime.control_socket import MOST_WORKERS
+
+    workers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
-        if role not in ("rollout", "reward") or not equals or not number.isdecimal() or int(number) < 1:
-            raise ConfigError(f"scale: {word!r}: expected rollout=N or reward=N with N at least 1")
+        fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS  # Python refuses to read thousands of digits
+        if role not in ("rollout", "reward") or not equals or not fits:
+            raise ConfigError(f"scale: {one_line(word, 100)!r}: expected rollout=N or reward=N with N from 1 to {MOST_WORKERS}")
+        if role in workers:
+            raise ConfigError(f"scale: {word!r}: {role} is there twice")
         workers[role] = int(number)
     return workers

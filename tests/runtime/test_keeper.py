@@ -279,6 +279,18 @@ def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -
     World().play(story)
 
 
+def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending() -> None:
+    async def story(world: World) -> None:
+        scaling = asyncio.ensure_future(world.keeper.scale("rollout", 3))
+        await asyncio.sleep(world.team.start_s / 2)
+        world.team.refuse = [PeerLost("rollout-2 is gone: the actor died")]
+        world.keeper.close()
+        with pytest.raises(ValueError, match="the run is ending"):
+            await scaling
+
+    World().play(story)
+
+
 def test_an_added_worker_is_kept_like_the_others() -> None:
     async def story(world: World) -> None:
         await world.keeper.scale("reward", 2)

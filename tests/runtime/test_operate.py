@@ -217,7 +217,10 @@ def test_a_run_is_stopped(tmp_path, capsys):
     ("words", "said"),
     [
         (["status", "nowhere"], "nowhere is not a run folder"),
-        (["scale", "run", "rollout=0"], "'rollout=0': expected rollout=N or reward=N with N at least 1"),
+        (["scale", "run", "rollout=0"], "'rollout=0': expected rollout=N or reward=N with N from 1 to 100000"),
+        (["scale", "run", "reward=100001"], "'reward=100001': expected rollout=N or reward=N with N from 1 to 100000"),
+        (["scale", "run", f"rollout={'9' * 5000}"], "expected rollout=N or reward=N with N from 1 to 100000"),
+        (["scale", "run", "rollout=2", "rollout=3"], "'rollout=3': rollout is there twice"),
         (["scale", "run", "trainer=2"], "'trainer=2': expected rollout=N or reward=N"),
         (["scale", "run", "rollout"], "'rollout': expected"),
         (["scale", "run", "rollout=2"], "run is not running here: control.sock: No such file or directory"),
