@@ -62,8 +62,10 @@ class Coordinator:
         ledger_sink: Callable[[LedgerEntry], None],
         start: Continuation | None = None,
         ledger_sync: Callable[[], None] = lambda: None,
+        has_scored: bool = False,
     ) -> None:
-        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the machine."""
+        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the machine. `has_scored`: the
+        scorers, as they are now, have scored samples of this run: one that fails is waited for."""
         start = start or Continuation()
         self._ledger_sync = ledger_sync
         self._config = config
@@ -79,7 +81,6 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
-        has_scored = start.ledger.events.get("trained", 0) > 0
         self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored)
         self._ready = Bell()
         self._weights = Bell()

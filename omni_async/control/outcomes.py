@@ -38,7 +38,7 @@ _ALL_WRONG = 4
 
 
 class Outcomes:
-    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one of them was scored then."""
+    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one was scored by these scorers before."""
 
     def __init__(
         self,

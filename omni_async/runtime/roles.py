@@ -50,7 +50,9 @@ def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinato
         return JsonlSink(Path(ledger), inputs.start.ledger if inputs.run is not None else None)
 
     sink = HeldBackSink(take_over) if inputs.untouched else take_over()
-    return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync)
+    # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
+    has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
+    return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored)
 
 
 def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Producer:

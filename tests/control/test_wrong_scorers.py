@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from control_world import distinct, finish, hold, make_config, make_coordinator, score
 
-from omni_async.control.continuation import Continuation, LedgerState
 from omni_async.control.coordinator import Coordinator
 from omni_async.types import ScoreJob, ScoreResult
 
@@ -55,15 +54,6 @@ def test_but_not_once_a_sample_was_scored() -> None:
         await score(coordinator, (await generated(coordinator, 1)), distinct)
         assert not await coordinator.scorer_wrong("scorer 'x': AttributeError: y")
         assert await closing(coordinator) is None
-
-    play(main())
-
-
-def test_nor_in_a_run_that_goes_on_and_has_trained_groups() -> None:
-    async def main() -> None:
-        start = Continuation(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
-        coordinator, _ = make_coordinator(make_config(), start=start)
-        assert not await coordinator.scorer_wrong("scorer 'x': AttributeError: y")
 
     play(main())
 

@@ -1,0 +1,29 @@
+"""What the roles of a run are built with."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+from runtime_world import write_world
+
+from omni_async.control.continuation import Continuation, LedgerState
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.roles import build_coordinator
+
+
+@pytest.mark.parametrize(("untouched", "wrong"), [(False, False), (True, True)])
+def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
+    tmp_path: Path, untouched: bool, wrong: bool
+) -> None:
+    """Whoever resumes a run may have edited its scorer; a process that begins again after a loss has not."""
+
+    async def main() -> None:
+        start = Continuation(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
+        inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
+        coordinator = build_coordinator(inputs, "run", str(tmp_path / "ledger.jsonl"))
+        assert await coordinator.scorer_wrong("scorer 'x': AttributeError: y") is wrong
+
+    asyncio.run(main())
