@@ -344,8 +344,8 @@ def test_a_ready_group_whose_trajectories_are_gone_is_kept_as_unfinished(tmp_pat
     assert state.control.unfinished == (Unfinished(8),)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
-    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
+def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_in_it(tmp_path):
+    stage = Stage(tmp_path, 6, prompts=1, **TRACKED, **{"trainer.updates": 3, "checkpoint.every": 1})
     writing, written = asyncio.Event(), asyncio.Event()
     end_save = stage.ranks[0].end_save
 
@@ -368,6 +368,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path):
 
     play(main())
     assert stage.kept == ["update-000001", "update-000002", "update-000003"]
+    remembered = [stage.state(name).rule["reward_history"]["0"][0] for name in stage.kept]
+    assert remembered == [8, 16, 24], "rewards of the updates up to the checkpoint's"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):

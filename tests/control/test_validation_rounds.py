@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async.control.requests import RequestFactory
-from omni_async.control.validation import ValidationRound, ValidationSchedule
+from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.types import Score
 
 
@@ -40,6 +40,21 @@ def test_the_last_version_is_always_validated(every: int, steps: list[int]) -> N
     rounds = due(every, held[-1], held)
     assert rounds[0] == held[0] and rounds[-1] == held[-1]
     assert len(set(rounds)) == len(rounds)
+
+
+def test_a_round_under_way_is_begun_again_by_a_run_that_goes_on_and_one_that_is_over_is_not() -> None:
+    factory, prompts = RequestFactory(make_config(validation={"every": 3})), tuple(make_prompts(1))
+    validation = Validation(ValidationSchedule(3, 9), lambda version: factory.validation(version, prompts))
+
+    def due_after_a_checkpoint(version: int) -> bool:
+        return ValidationSchedule(3, 9, validation.done).due(version)
+
+    assert validation.begin(3) and validation.begin(6)
+    assert due_after_a_checkpoint(3)
+    del validation.rounds[3]
+    assert due_after_a_checkpoint(6) and not due_after_a_checkpoint(3)
+    del validation.rounds[6]
+    assert not due_after_a_checkpoint(6) and due_after_a_checkpoint(9)
 
 
 def test_means_are_over_scored_samples_only() -> None:
