@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,17 @@ def test_what_was_written_is_whole_and_says_what_it_is(tmp_path: Path) -> None:
     state = read_state(folder)
     assert state.control == Continuation(version=20, next_group=9, unfinished=(Unfinished(7, 2),))
     assert [path.name for path in tmp_path.iterdir()] == ["update-000020"]
+
+
+def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    folder = make(tmp_path, 20)
+    *before, last = synced
+    place = partial(folder)
+    assert {*before} == {place / path.relative_to(folder) for path in (folder, *folder.rglob("*"))}
+    assert before.index(place / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, "after what it names"
+    assert last == tmp_path, "its name is on the disk, too"
 
 
 def cut(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ class Disk:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.content += data[:5]
         return len(data[:5])
+
+
+def test_lines_that_a_checkpoint_will_count_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)))
+    sink = JsonlSink(path := tmp_path / "ledger.jsonl")
+    for group in range(3):
+        sink(entry(group))
+    assert not synced, "training does not wait for the disk"
+    sink.sync()
+    assert synced == [(path, path.stat().st_size)]
 
 
 def test_a_line_that_could_not_be_written_comes_before_the_next_and_the_books_stay_right(tmp_path: Path) -> None:

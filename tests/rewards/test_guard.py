@@ -162,6 +162,18 @@ def test_a_bad_sample_alone_opens_nothing() -> None:
     play(main())
 
 
+def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else() -> None:
+    async def main() -> None:
+        stage = Stage(judge := Judge(bad=(7,)))
+        picture = np.full((2, 2, 3), 1, np.uint8)
+        await stage.panel.score([picture], [Prompt(1, "a cat")])
+        picture[:] = 7
+        assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
+        assert judge.calls[-1][1] == [1] and not stage.panel.down
+
+    play(main())
+
+
 def test_the_first_samples_ever_may_be_bad_ones() -> None:
     """Nothing tells them from an outage but the next sample."""
 

@@ -57,7 +57,7 @@ def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() ->
     assert [seats.seats[name].threads for name in ("rollout-0", "reward-0", "trainer")] == [2, 4, 2], "they take turns"
 
 
-@pytest.mark.parametrize("cpus", [(1, 1, 1), (0.3, 0.7, 4), (7, 11, 13)])
+@pytest.mark.parametrize("cpus", [(1, 1, 1), (2, 2, 2), (0.3, 0.7, 4), (7, 11, 13)])
 def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> None:
     placement = {role: {"cpus": share} for role, share in zip(("rollout", "reward", "trainer"), cpus, strict=True)}
     seats = seating(config(placement | {"colocated": True}), ROLES)
