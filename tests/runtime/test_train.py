@@ -101,11 +101,12 @@ def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
     assert "a checkpoint that is not written by now is given up" in said[1]
 
 
-def test_a_signal_that_comes_twice_in_a_moment_or_again_as_sigterm_is_one():
+def test_a_signal_that_comes_twice_in_a_moment_or_at_any_time_again_as_sigterm_is_one(monkeypatch):
     """`timeout` and batch systems signal the process, and then its group."""
     interruption = interrupting.Interruption(lambda text: None)
     interruption.signalled(signal.SIGINT)
     interruption.signalled(signal.SIGINT)
+    monkeypatch.setattr(interrupting, "_SAME_S", -1.0)  # the moment is over
     interruption.signalled(signal.SIGTERM)
     assert interruption.is_set() and not interruption.at_once.is_set()
 
