@@ -17,7 +17,7 @@ from omni_async.performance.profile import Payload
 from omni_async.runtime.ray_connection import connect
 from tests.faults.disturbed import Disturbed, profile
 
-pytestmark = pytest.mark.sliced(floor=4)
+pytestmark = [pytest.mark.slow, pytest.mark.sliced(floor=4)]
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
