@@ -73,6 +73,14 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "summary.json").read_bytes())["busy"]["trainer"]["busy"] == 0.5
 
 
+def test_images_per_second_are_those_of_attempts_whose_time_is_known() -> None:
+    nothing = Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0)
+    known = {"rewards": [], "staleness": [], "counters": nothing, "spans": [], "devices": 2}
+    summary = summarise(run="r", status="done", started=10, finished=20, images=90, wall_before=5.0, untimed_images=60, **known)
+    assert (summary.images, summary.wall_s) == (90, 15.0)
+    assert (summary.images_per_s, summary.images_per_s_per_device) == (2.0, 1.0)
+
+
 def test_a_run_that_never_trained_has_a_summary() -> None:
     nothing = Counters(admitted=1, trained=0, rejected=0, dropped=0, live=0)
     summary = summarise(
