@@ -86,7 +86,8 @@ def left_behind(folder: Path) -> LeftBehind:
     run = RunDirectory(folder)
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
-        metrics = run.read_metrics()
+        # Somebody may have edited the file: what is no number tells nothing.
+        metrics = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in run.read_metrics()]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
@@ -131,10 +132,17 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
         lines.append("no update was made")
     else:
         numbers = "".join(f", {name} {value:.3g}" for name, value in found.numbers.items())
-        lines.append(f"the last update was {found.update}, at {datetime.fromtimestamp(found.finished):%Y-%m-%d %H:%M:%S}{numbers}")
+        lines.append(f"the last update was {found.update}{_at(found.finished)}{numbers}")
     if (point := found.validation) is not None:
         lines.append(validated(point.version, point.value, point.parts))
     return lines if found.running else [*lines, *_goes_on(found)]
+
+
+def _at(seconds: float) -> str:
+    try:
+        return f", at {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):  # no time of this world
+        return ""
 
 
 def _ended(summary: Summary) -> list[str]:
