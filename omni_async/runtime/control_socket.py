@@ -50,13 +50,15 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the run without one."""
+    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the run without one. `doing`: what
+    the run is at while there is nobody to answer for it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._server: asyncio.AbstractServer | None = None
         self.answer: Callable[[Request, Tell], Awaitable[dict[str, Any]]] | None = None
         self.stop: Callable[[], None] | None = None
+        self.doing = "starting"
 
     async def __aenter__(self) -> ControlSocket:
         with contextlib.suppress(OSError):
@@ -97,8 +99,10 @@ class ControlSocket:
             if request.stop and self.stop is not None:  # also while no session is alive
                 self.stop()
                 return Answer(status={})
+            if self.answer is None and request.scale:
+                return Answer(error=f"nothing can be changed yet: the run is {self.doing}")
             if self.answer is None:
-                return Answer(error="the run is starting or ending; ask again in a moment")
+                return Answer(status={"doing": self.doing, "parts": {}})
             return Answer(status=await self.answer(request, tell))
         except Exception as error:  # noqa: BLE001 (whatever a request does wrong is told to who made it, and the run goes on)
             text = str(error).partition("\n")[0]

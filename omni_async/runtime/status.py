@@ -20,6 +20,8 @@ _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
 def running_lines(status: Mapping[str, Any]) -> list[str]:
     """For a person: how far it is and how it learns, then who works on it."""
+    if "doing" in status:
+        return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
     lines += ["", *_table(["part", "process", "weights"], [_part(name, where, status) for name, where in status["parts"].items()])]
@@ -147,7 +149,9 @@ def _at(seconds: float) -> str:
 
 def _ended(summary: Summary) -> list[str]:
     reason = f" ({summary.reason})" if summary.reason else ""
-    lines = [f"{summary.run}: {summary.status}{reason} after {summary.updates} updates, {duration(summary.wall_s)} after loading"]
+    lines = [
+        f"{summary.run}: {summary.status}{reason} after {summary.updates} update{'s' * (summary.updates != 1)}, {duration(summary.wall_s)} after loading"
+    ]
     if summary.first_reward is not None and summary.last_reward is not None:
         lines.append(f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5 updates)")
     if summary.validation:

@@ -162,13 +162,13 @@ class _Run:
         cluster: Cluster | None = None
         try:
             if self._config.run.runtime == "ray":
-                self._console.phase("starting Ray")
+                self._phase(control, "starting Ray")
             cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None
             loading = f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a minute)"
-            self._console.phase(loading if inputs.profile is None else "starting the emulated devices")
+            self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # models load in this process, or libraries do, that may want signals too
             if self._opening is not None:
@@ -189,10 +189,14 @@ class _Run:
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
         finally:
-            control.answer = None
+            control.answer, control.doing = None, "ending"
             if cluster is not None:
                 await _close(cluster, _SOON_S if is_cancelled() else None)
         return ending
+
+    def _phase(self, control: ControlSocket, text: str) -> None:
+        control.doing = text
+        self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
         """Go on from the newest checkpoint or, if there is none yet, from where this process began. What came after it is void. Raises

@@ -106,8 +106,9 @@ def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     with pytest.raises(ControlError, match="is not running here"):
         ask(path, Request())
-    with pytest.raises(ControlError, match="ask again"):
-        serve(path, None, lambda: ask(path, Request()))
+    assert serve(path, None, lambda: ask(path, Request())) == {"doing": "starting", "parts": {}}
+    with pytest.raises(ControlError, match="nothing can be changed yet: the run is starting"):
+        serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
 def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert lines[-1] == "faults mended: 3"
 
 
+def test_a_run_that_starts_says_what_it_is_at(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(globals(), "STATUS", {"doing": "loading engines, scorers and the trainer", "parts": {}})
+    with running(tmp_path / "run"):
+        assert main(["status", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == "it is loading engines, scorers and the trainer\n"
+
+
 def test_a_run_without_an_update_yet_has_a_status(tmp_path, capsys, monkeypatch):
     empty = {
         "update": 60,
