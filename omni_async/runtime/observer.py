@@ -63,6 +63,7 @@ class Observer:
         self._mlflow = mlflow
         self._clock = clock
         self.owns = owns
+        self.has_something = owns  # to record, be it that it could not be
         self.made = 0  # updates of this attempt, those included that were lost again
         self._held_rounds: list[tuple[dict[str, float], int]] = []
         self._untaken: deque[RunEvent] = deque()
@@ -126,6 +127,7 @@ class Observer:
         """There is something to record: the folder and the MLflow run become this attempt's, with what was held. RunDirectoryError if they can't."""
         if self.owns:
             return
+        self.has_something = True
         self._run.take_over(self._config, self._start.version, self._start.validated)
         self.owns = True
         self.spans.open()

@@ -233,6 +233,11 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
     """How it ended and where everything is, for a person who has just watched it happen."""
     reason = f" {summary.reason}" if summary.reason else ""
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
+    if not observer.owns and observer.has_something:
+        return [
+            f"{summary.status}{reason}: this attempt's updates are in the ledger and checkpoints of {run.path}, but not in its results",
+            *lost,
+        ]
     if not observer.owns:
         made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
         return [f"{summary.status}{reason}: this attempt made no update; {run.path} is as it was, with {made}", *lost]

@@ -25,7 +25,7 @@ from omni_async.runtime.train import train
 from omni_async.tracking import rundir
 from omni_async.tracking.attempts import read_attempts
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
-from omni_async.tracking.rundir import RunDirectory
+from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.tracking.summary import Summary, read_summary
 from tests.e2e.emulation import PROFILE, write_recipe
 
@@ -152,6 +152,18 @@ def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_cha
     assert interrupted.files() == before
     assert interrupted.attempt().status == "done"
     interrupted.require_whole(6)
+
+
+def test_an_attempt_whose_folder_cannot_be_taken_over_does_not_say_that_it_made_no_update(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RunDirectoryError("cannot go on: No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "take_over", full)
+    assert interrupted.attempt().status == "failed"
+    assert not any("made no update" in note for note in interrupted.console.notes)
+    assert any("are in the ledger and checkpoints" in note for note in interrupted.console.notes)
 
 
 def test_a_run_that_is_gone_on_with_counts_all_its_attempts(interrupted: Job) -> None:
