@@ -259,14 +259,15 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's tree over that of the recipe it `extends`, with paths resolved."""
+    asked = f" ({above[-1]} extends it)" if above else ""
     try:
         text = read_file(path, _LARGEST_FILE).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        raise ConfigError(f"{path}: no such file{asked}") from None
     except TooLargeError as error:
-        raise ConfigError(f"{path}: {error.strerror}, so no recipe") from None
+        raise ConfigError(f"{path}: {error.strerror}, so no recipe{asked}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{asked}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")

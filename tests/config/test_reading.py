@@ -82,7 +82,8 @@ def test_a_recipe_may_not_extend_a_pipe(tmp_path: Path, capsys: pytest.CaptureFi
     os.mkfifo(tmp_path / "base.yaml")
     (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
     assert main(["check", str(tmp_path / "own.yaml")]) == 2
-    assert capsys.readouterr().err == f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file\n"
+    said = f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file ({tmp_path}/own.yaml extends it)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_files_are_read_through_links_and_up_to_a_size(tmp_path: Path) -> None:
