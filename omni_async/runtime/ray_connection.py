@@ -89,7 +89,7 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
         local = LocalRay(cpus)
         try:
             found = local.address(deadline - time.monotonic(), stop)
-            _reread_environment()
+            reread_environment()
             ray.init(address=found, **_QUIET)
             return Connection(True, local)
         except Exception as error:  # Ray raises bare ones, too
@@ -115,7 +115,7 @@ def _join(address: str) -> Connection:
     except OSError as error:
         raise StartError(f"run.ray_address: nobody answers at {address}: {_one_line(error)}") from error
     try:
-        _reread_environment()
+        reread_environment()
         ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
     except Exception as error:
         _leave()
@@ -137,7 +137,7 @@ def _about_tokens() -> str:
     return "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token in the environment, here and where a node joins"
 
 
-def _reread_environment() -> None:
+def reread_environment() -> None:
     """Have Ray look for its token again: when it was imported there may have been none yet, or another one."""
     extension: Any = ray._raylet
     extension.Config.initialize("")

@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from omni_async.performance.profile import Payload, write_profile
+from omni_async.runtime.ray_connection import reread_environment
 from omni_async.runtime.ray_local import environment
 from tests.e2e.emulation import write_recipe
 from tests.e2e.runs import COMMAND, ENVIRONMENT
@@ -101,6 +102,7 @@ def until(settings: list[str], recipe: Path, beginning: str, number: int) -> lis
 @pytest.mark.thorough
 def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
     """More than fits is alive: 32 samples of 6 MB, for a store of 80 MB."""
+    reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=80_000_000)
     try:
 

@@ -21,7 +21,7 @@ from omni_async.runtime import ray_cluster
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
-from omni_async.runtime.ray_connection import StartError
+from omni_async.runtime.ray_connection import StartError, reread_environment
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
+    reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
     ray.init(
         num_cpus=4,
         include_dashboard=False,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -17,6 +19,17 @@ from chaos_world import World
 
 class ScheduleFailed(AssertionError):
     """Says which seed, why, and how to see it again."""
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    """What is there already is left out of collections, which would walk through all of torch each time. To the end of the process it must not be:
+    libraries whose objects are never collected report them as leaks, a hundred lines of them."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def play(seed: int, trace: bool = False) -> World:
@@ -43,7 +56,11 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--keep-going", action="store_true", help="count failures instead of ending at the first")
     asked = parser.parse_args()
-    gc.freeze()  # else every collection walks through all of torch
+    with frozen():
+        return _hunt(asked)
+
+
+def _hunt(asked: argparse.Namespace) -> int:
     seen: Counter[str] = Counter()
     began, failures = time.perf_counter(), 0
     seeds = [asked.seed] if asked.seed is not None else range(asked.start, asked.start + asked.schedules)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from chaos import ScheduleFailed, play
+from chaos import ScheduleFailed, frozen, play
 from chaos_job import FAULTS, draw
 
 SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
@@ -18,13 +18,13 @@ SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
 @cache
 def happened(seeds: range) -> Counter[str]:
     """In how many of the schedules each thing happened; raises with the seed of one that failed, and the command that replays it."""
-    gc.freeze()  # else every collection walks through all of torch
     seen: Counter[str] = Counter()
-    for seed in seeds:
-        world = play(seed)
-        seen.update({what: 1 for what, times in world.seen.items() if times})
-        seen["schedules"] += 1
-        seen["messages"] += world.messages
+    with frozen():
+        for seed in seeds:
+            world = play(seed)
+            seen.update({what: 1 for what, times in world.seen.items() if times})
+            seen["schedules"] += 1
+            seen["messages"] += world.messages
     return seen
 
 
@@ -33,6 +33,7 @@ def test_a_slice_of_the_schedules(slice_of: Callable[[str, int, int], range]) ->
     seeds = slice_of("chaos schedules", SCHEDULES, SLICE)[:SLICE]
     seen = sum((happened(seeds[first : first + CHUNK]) for first in range(0, SLICE, CHUNK)), Counter[str]())
     assert seen["schedules"] == SLICE
+    assert gc.get_freeze_count() == 0
     assert not [what for what in FAULTS if not seen[what]]
     assert seen["messages"] > 50 * SLICE
 
