@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 from pathlib import Path
@@ -164,10 +163,10 @@ def test_what_a_run_left_behind(finished: Finished, data: st.DataObject | None) 
         assert data is not None
         refused(error)
     assert listing(run) == before
-    gc.collect()  # the one of the example before gives its lock back
     reopened = RunDirectory.reopen(run)
     assert listing(run) == before, "until there is something to record"
     reopened.take_over(config, 3, None)
+    reopened.release()
     assert {name for name, content in listing(run).items() if before.get(name) != content} <= {
         "metrics.jsonl", "metrics.jsonl.void", "config.yaml", "summary.json", "summary.json.void"
     }  # fmt: skip
