@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from numbers import Real
 from typing import Any
 
@@ -42,6 +42,11 @@ def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
     """The scores, with plain floats for numbers and texts that can be written: as many as prompts, every value and part a finite number.
     ScoreError otherwise, whatever a scorer may have returned."""
+    if isinstance(scores, Coroutine):
+        scores.close()  # nobody will await it
+        raise ScoreError(
+            f"scorer {scorer!r} is asynchronous: score must be a plain method; it is called in a thread of its own, and may block"
+        )
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
     if len(scores) != len(prompts):

@@ -17,6 +17,7 @@ import pytest
 
 from omni_async.config.schema import Reward
 from omni_async.control.clock import WallClock
+from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
@@ -160,6 +161,15 @@ def test_part_names_of_any_kind_of_str_are_plain() -> None:
     for outcome in outcomes_of(each(1.0, {np.str_("part"): True})):
         assert isinstance(outcome, Score)
         assert outcome.parts == {"part": 1.0} and {type(name) for name in outcome.parts} == {str}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_an_asynchronous_scorer_is_told_in_one_line() -> None:
+    async def score() -> list[Score]:
+        return []
+
+    with pytest.raises(ScoreError, match="scorer 'x' is asynchronous: score must be a plain method"):
+        require_scores("x", score(), [Prompt(0, "a")])
 
 
 @pytest.mark.parametrize("value", [1e30, -1e30, 1.1e6, sys.float_info.max])
