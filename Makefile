@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
 	@echo "make test         install and run every kind of test, with a slice of the long searches (about 10 minutes)"
-	@echo "make test-all     every test and every schedule (about 40 minutes)"
+	@echo "make test-all     every test and every schedule (about 20 minutes)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make format       rewrite the code in the project's format"
