@@ -27,6 +27,8 @@ MOST_WORKERS = 10_000
 MOST_STEPS = 1000
 LARGEST = 1e12  # of coefficients and thresholds, where a large one switches something off
 
+Seconds = Annotated[float, most(MOST_SECONDS, gt=0)]
+
 A_PROCESS_EACH = "each is a process"
 SCHEDULERS = "the schedulers of diffusion models know 1000 timesteps"
 IN_A_GROUP = "all samples of a group are alive at once"

@@ -52,10 +52,6 @@ def devices_each(config: Config) -> dict[str, float]:
     return {path: float(getattr(resources, kind)) for path, resources in roles}
 
 
-def devices_used(config: Config, split: Keys) -> float:
-    return sum(count(split, path) * each for path, each in devices_each(config).items())
-
-
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
     """Whether the roles run on fewer CPUs than they take together, as an operating system lets them: their numbers are then the recipe's."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING

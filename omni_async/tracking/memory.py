@@ -49,9 +49,6 @@ class MemorySampler:
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
         self.peak_bytes = 0
 
-    def add_pid(self, pid: int) -> None:
-        self._pids = self._pids | {pid}
-
     def start(self) -> None:
         self._thread.start()
 
