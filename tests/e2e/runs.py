@@ -118,6 +118,18 @@ def command_line(*arguments: str | Path, timeout: float = 120) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
+def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
+    """The command line in a session of its own, so that its process group can be signalled."""
+    return subprocess.Popen(
+        [*COMMAND, str(recipe), *settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+
+
 def left_behind(recipe: Path, overrides: Sequence[str]) -> Run:
     """The one run that the command line made in the recipe's folder."""
     config = load(recipe, overrides)

@@ -14,24 +14,13 @@ import pytest
 from omni_async.performance.profile import write_profile
 from tests.e2e.conftest import checkpoint
 from tests.e2e.emulation import write_recipe
-from tests.e2e.runs import COMMAND, ENVIRONMENT
+from tests.e2e.runs import start
 from tests.e2e.runs import write_recipe as write_small_recipe
 from tests.faults.disturbed import profile
 
 __all__ = ["checkpoint"]
 
 DEADLINE_S = 30.0
-
-
-def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMMAND, str(recipe), *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
 
 
 def until(process: subprocess.Popen[str], beginning: str) -> None:

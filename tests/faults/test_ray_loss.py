@@ -21,7 +21,7 @@ from omni_async.performance.profile import Payload, write_profile
 from omni_async.runtime.ray_connection import reread_environment
 from omni_async.runtime.ray_local import environment
 from tests.e2e.emulation import write_recipe
-from tests.e2e.runs import COMMAND, ENVIRONMENT
+from tests.e2e.runs import start
 from tests.faults.disturbed import Disturbed, profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -74,14 +74,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_wh
 
 def until(settings: list[str], recipe: Path, beginning: str, number: int) -> list[psutil.Process]:
     """Train until a line begins so, and signal the process group. What was running then."""
-    job = subprocess.Popen(
-        [*COMMAND, str(recipe), *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
+    job = start(recipe, *settings)
     assert job.stdout is not None
     try:
         said = []
