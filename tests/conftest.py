@@ -15,10 +15,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 
 import omni_async  # noqa: F401  # before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`)
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 
 @dataclass
@@ -56,8 +60,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("--slice-seed")
+    if seed is None:
+        seed = random.SystemRandom().randrange(10**6)
     named = any(".py" in argument for argument in config.args)
-    config.stash[_SLICE] = Slice(random.SystemRandom().randrange(10**6) if seed is None else seed, config.getoption("everything") or named)
+    config.stash[_SLICE] = Slice(getattr(config, "workerinput", {}).get("slice_seed", seed), config.getoption("everything") or named)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Gives each process of `-n 2` the one seed: they must collect the same tests."""
+    node.workerinput["slice_seed"] = node.config.stash[_SLICE].seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: WorkerController) -> None:
+    """Collects what the processes have to tell about their slices."""
+    told = node.config.stash[_SLICE].told
+    told += [line for line in getattr(node, "workeroutput", {}).get("told", ()) if line not in told]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["told"] = session.config.stash[_SLICE].told
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
