@@ -1,4 +1,5 @@
-"""Kill a part of a running job every few seconds: does it finish its updates, does its ledger account for every group once, and what did each fault cost?"""
+"""Kill a part of a running job every few seconds: does it finish its updates, does its ledger account for every group
+once, and what did each fault cost?"""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ class Run:
                 while (left := begun + after - time.monotonic()) > 0 and process.poll() is None:
                     time.sleep(min(left, 0.2))
                 part = self._kill(role, how, begun)
-                _tell(f"{after:5.0f} s, {number}/{len(plan)}: " + (f"{how} for {part}" if part else f"no {role} is at work"))
+                _tell(
+                    f"{after:5.0f} s, {number}/{len(plan)}: "
+                    + (f"{how} for {part}" if part else f"no {role} is at work")
+                )
             self.code = process.wait()
 
     @contextmanager
@@ -68,7 +72,9 @@ class Run:
         log.parent.mkdir(parents=True, exist_ok=True)
         _tell(f"{self.job.folder.name} run: see {log}")
         with log.open("w") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
             try:
                 while process.poll() is None and "update " not in log.read_text():
                     time.sleep(0.2)
@@ -104,7 +110,10 @@ def plan(every: float, seconds: float, trainers: int, dice: random.Random) -> li
     times = [every * (i + 1) for i in range(int(seconds // every))]
     turns = {(k + 1) * len(times) // (trainers + 1) for k in range(trainers)}
     kinds = [("trainer" if i in turns else dice.choice(("rollout", "reward"))) for i in range(len(times))]
-    return [(at, kind, "SIGSTOP" if i % 4 == 3 else "SIGKILL") for i, (at, kind) in enumerate(zip(times, kinds, strict=True))]
+    return [
+        (at, kind, "SIGSTOP" if i % 4 == 3 else "SIGKILL")
+        for i, (at, kind) in enumerate(zip(times, kinds, strict=True))
+    ]
 
 
 def report(calm: Run | None, run: Run) -> list[str]:
@@ -117,18 +126,28 @@ def report(calm: Run | None, run: Run) -> list[str]:
         kills = [kill for kill in run.kills if kill.role == role]
         mended = [fault.seconds for fault in faults if fault.part.startswith(role)]
         took = f"{statistics.median(mended):.1f} ({max(mended):.1f})" if mended else ""
-        lines.append(f"| {role} | {len(kills)} ({sum(kill.how == 'SIGSTOP' for kill in kills)}) | {len(mended)} | {took} |")
+        lines.append(
+            f"| {role} | {len(kills)} ({sum(kill.how == 'SIGSTOP' for kill in kills)}) | {len(mended)} | {took} |"
+        )
     again = sum(int(str(line["attempts"])) > 1 for line in ledger)
     lines += [
         "",
-        f"- groups admitted, each with exactly one line: {len(ledger)}; trained: {sum(line['event'] == 'trained' for line in ledger)}",
+        (
+            f"- groups admitted, each with exactly one line: {len(ledger)}; trained:"
+            f" {sum(line['event'] == 'trained' for line in ledger)}"
+        ),
         f"- groups of which a sample was generated again: {again}",
-        f"- ends of groups that became void with a life of the trainer and were recorded again: {len(run.job.lines('ledger.jsonl.void'))}",
+        (
+            "- ends of groups that became void with a life of the trainer and were recorded again:"
+            f" {len(run.job.lines('ledger.jsonl.void'))}"
+        ),
     ]
     if calm is not None:
         lost = run.seconds - calm.seconds
         each = f", {lost / len(run.kills):.1f} s per fault" if run.kills else ""
-        lines.append(f"- seconds from the first sample to the end: {run.seconds:.0f}, undisturbed {calm.seconds:.0f}{each}")
+        lines.append(
+            f"- seconds from the first sample to the end: {run.seconds:.0f}, undisturbed {calm.seconds:.0f}{each}"
+        )
     return lines
 
 
@@ -148,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=Path("runs/chaos"),
         help="where the runs go (default runs/chaos); an undisturbed run that is there is not repeated",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe"
+    )
     options = parser.parse_args(arguments)
     random.seed(options.seed)
     if (options.out / "disturbed").exists():

@@ -1,8 +1,9 @@
-"""How many prompt groups one coordinator handles: the real control plane on one event loop, with roles that do nothing but talk to it.
+"""How many prompt groups one coordinator handles: the real control plane on one event loop, with roles that do nothing
+but talk to it.
 
-Every group is admitted, made ready and trained: three group events. Engines, reward workers and the trainer answer at once, so the time is the
-coordinator's, the event loop's and the messages'; a second run of each repeat stops only the time inside the coordinator. The ledger is a real
-file. Shapes are engines x groups per update x group size.
+Every group is admitted, made ready and trained: three group events. Engines, reward workers and the trainer answer at
+once, so the time is the coordinator's, the event loop's and the messages'; a second run of each repeat stops only the
+time inside the coordinator. The ledger is a real file. Shapes are engines x groups per update x group size.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One repeat. `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, of a run of its own."""
+    """One repeat. `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, of a run of its
+    own."""
 
     shape: Shape
     repeat: int
@@ -87,7 +89,8 @@ class Results(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-# ---- the roles ------------------------------------------------------------------------------------------------------------------------
+# ---- the roles
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
@@ -127,7 +130,9 @@ class Roles:
         while requests := await self._coordinator.next_samples(name, capacity, capacity):
             version = self._version
             await asyncio.sleep(0)
-            results = [SampleResult(r.sample_id, name, None, None, version, (version,) * _STEPS, 0.0, 1.0) for r in requests]
+            results = [
+                SampleResult(r.sample_id, name, None, None, version, (version,) * _STEPS, 0.0, 1.0) for r in requests
+            ]
             await self._coordinator.samples_done(name, results)
 
     async def _reward_worker(self, name: str) -> None:
@@ -190,7 +195,8 @@ class Stopwatch:
         return call
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------------------------
+# ---- measuring
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def measure(shape: Shape, repeat: int, updates: int) -> Record:
@@ -220,15 +226,26 @@ def measure_all(shapes: Sequence[Shape], repeats: int, samples: int, say: Callab
     for repeat in range(repeats):
         for shape in shapes:
             record = measure(shape, repeat, max(3, samples // shape.samples_per_update))
-            say(f"{repeat + 1}/{repeats} {shape}: {record.group_events_per_s:,.0f} group events/s, {record.samples_per_s:,.0f} samples/s")
+            say(
+                f"{repeat + 1}/{repeats} {shape}: {record.group_events_per_s:,.0f} group events/s,"
+                f" {record.samples_per_s:,.0f} samples/s"
+            )
             yield record
 
 
 def table(records: Sequence[Record]) -> Table:
     made = Table(
-        title=f"one coordinator: median (lowest to highest) of the repeats; target {_TARGET:,} group events/s", title_justify="left"
+        title=f"one coordinator: median (lowest to highest) of the repeats; target {_TARGET:,} group events/s",
+        title_justify="left",
     )
-    for heading in ("engines", "groups an update", "group size", "group events/s", "samples/s", "coordinator µs per sample"):
+    for heading in (
+        "engines",
+        "groups an update",
+        "group size",
+        "group events/s",
+        "samples/s",
+        "coordinator µs per sample",
+    ):
         made.add_column(heading, justify="right")
     for shape in dict.fromkeys(record.shape for record in records):
         of_shape = [record for record in records if record.shape == shape]
@@ -245,7 +262,8 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------
+# ---- the command
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def parse_shape(text: str) -> Shape:
@@ -259,10 +277,14 @@ def parse_shape(text: str) -> Shape:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("control_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "control_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in _SHAPES])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=20_000, help="about how many samples a run makes (default %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=20_000, help="about how many samples a run makes (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/control_plane"))
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)

@@ -1,8 +1,9 @@
-"""Samples per second from a producer to a trainer: through the run's own buffers, and through three queues that are given the values.
+"""Samples per second from a producer to a trainer: through the run's own buffers, and through three queues that are
+given the values.
 
-Ours is all that a run does for a sample: leases from the coordinator, the object store, a reward worker's score, groups, updates and publishes;
-only the engine, the scorer and the training take no time. In every arm the trainer reads every page of every payload, as many samples are on
-their way, and each must arrive once and whole.
+Ours is all that a run does for a sample: leases from the coordinator, the object store, a reward worker's score,
+groups, updates and publishes; only the engine, the scorer and the training take no time. In every arm the trainer reads
+every page of every payload, as many samples are on their way, and each must arrive once and whole.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SIZES = ("64KiB", "1MiB", "16MiB")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 _BYTES_PER_RUN = 2**29
 _LEAST_SAMPLES, _MOST_SAMPLES = 128, 2048
-# Two lots of what may be in flight, as the queues keep what they were given and what they give back, for the arms of a size side by side.
+# Two lots of what may be in flight, as the queues keep what they were given and what they give back, for the arms of a
+# size side by side.
 _STORE_BYTES = 6 * 2**30
 _TARGETS = "targets at 1 MiB: 3x the actor queue, 2x ray.util.queue, more than TransferQueue"
 
@@ -66,7 +68,8 @@ class Results(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-# ---- measuring ------------------------------------------------------------------------------------------------------------------------
+# ---- measuring
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 async def measure(
@@ -105,8 +108,17 @@ def local_ray() -> Iterator[None]:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    env = {"OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "ERROR", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "TQ_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    quiet: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "configure_logging": False,
+    }
     ray.init(num_cpus=16, object_store_memory=_STORE_BYTES, runtime_env={"env_vars": env}, **quiet)
     try:
         yield
@@ -123,13 +135,16 @@ def choose_arms() -> tuple[list[str], dict[str, str]]:
     return [name for name in ARMS if name not in skipped], skipped
 
 
-# ---- showing --------------------------------------------------------------------------------------------------------------------------
+# ---- showing
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def table(records: Sequence[Record]) -> Table:
     from benchmarks.data_plane_arms import OURS
 
-    made = Table(title=f"producer to trainer, median (lowest to highest) of the repeats; {_TARGETS}", title_justify="left")
+    made = Table(
+        title=f"producer to trainer, median (lowest to highest) of the repeats; {_TARGETS}", title_justify="left"
+    )
     for heading in ("payload", "arm", "samples/s", "MB/s", "omni_async is faster by"):
         made.add_column(heading, justify="left" if heading == "arm" else "right")
     for nbytes in dict.fromkeys(record.nbytes for record in records):
@@ -168,11 +183,14 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes // _UNITS[unit]} {unit}"
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------
+# ---- the command
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("data_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "data_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(text) for text in _SIZES])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--samples", type=int, help="samples of a run, a multiple of 128 (default: by size)")
@@ -193,7 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         def done(record: Record) -> None:
             bar.advance(task)
             speed = f"{record.samples_per_s:,.0f} samples/s, {record.megabytes_per_s:,.0f} MB/s"
-            console.print(f"{format_size(record.nbytes)}, repeat {record.repeat + 1} of {args.repeats}, {record.arm}: {speed}")
+            console.print(
+                f"{format_size(record.nbytes)}, repeat {record.repeat + 1} of {args.repeats}, {record.arm}: {speed}"
+            )
 
         records = asyncio.run(measure(args.sizes, arms, args.repeats, args.samples, done))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""The arms of the data-plane benchmark. Each has its actors for one payload size; `run` carries samples from its producer to its trainer."""
+"""The arms of the data-plane benchmark. Each has its actors for one payload size; `run` carries samples from its
+producer to its trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from omni_async.runtime.ray_shell import Proxy, actor_class
 
 class Arm(Protocol):
     async def run(self, samples: int) -> float:
-        """Seconds from the first call until the trainer has read the last sample. RuntimeError if one was lost, came twice or in part."""
+        """Seconds from the first call until the trainer has read the last sample. RuntimeError if one was lost, came
+        twice or in part."""
 
     async def close(self) -> None: ...
 
@@ -47,7 +49,9 @@ class Ours:
         self._nbytes = nbytes
         self._actors = _Actors()
         names = ("coordinator", "producer", "rewarder", "trainer")
-        self._coordinator, self._producer, self._rewarder, self._trainer = (self._actors.spawn(name, ours.Renewable) for name in names)
+        self._coordinator, self._producer, self._rewarder, self._trainer = (
+            self._actors.spawn(name, ours.Renewable) for name in names
+        )
 
     async def run(self, samples: int) -> float:
         nbytes, coordinator, producer = self._nbytes, self._coordinator, self._producer
@@ -99,7 +103,9 @@ class TransferArm:
         self._runs += 1
         partition = f"run-{self._runs}"
         began = time.perf_counter()
-        missing, _ = await asyncio.gather(self._trainer.announce(samples, partition), self._producer.announce(samples, partition))
+        missing, _ = await asyncio.gather(
+            self._trainer.announce(samples, partition), self._producer.announce(samples, partition)
+        )
         return _whole(missing, time.perf_counter() - began)
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
-"""Our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine and a scorer that take no time,
-and a trainer that fetches each group's trajectories. Every update is published, so that the staleness budget is renewed as in a run.
+"""Our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine and a
+scorer that take no time, and a trainer that fetches each group's trajectories. Every update is published, so that the
+staleness budget is renewed as in a run.
 
 Roles end with their run; an actor hosts new ones for the next.
 """
@@ -29,7 +30,8 @@ _STEPS = 10
 
 
 def make_config(nbytes: int, samples: int) -> Config:
-    """A run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is made while the next is trained."""
+    """A run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is made while the
+    next is trained."""
     live = in_flight(nbytes)
     per_update = live // 2
     if samples % per_update:
@@ -123,7 +125,9 @@ class GroupTrainer:
             groups: list[int] = []
             while places := self._plan.groups_per_update - len(groups):
                 for group in await self._coordinator.next_groups(version, places):
-                    for payload in await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples)):
+                    for payload in await asyncio.gather(
+                        *(self._store.get(sample.trajectory) for sample in group.samples)
+                    ):
                         tally.take(payload)
                     groups.append(group.group)
             await self._coordinator.update_done(UpdateReport(version + 1, tuple(groups), {}, 0.0, 1.0))
@@ -151,7 +155,14 @@ def build_producer(nbytes: int, samples: int, coordinator: Any) -> Producer:
 
 
 def build_rewarder(nbytes: int, samples: int, coordinator: Any) -> Rewarder:
-    return Rewarder("reward-0", make_config(nbytes, samples), WeightedScorer.alone(InstantScorer()), coordinator, RayStore(), WallClock())
+    return Rewarder(
+        "reward-0",
+        make_config(nbytes, samples),
+        WeightedScorer.alone(InstantScorer()),
+        coordinator,
+        RayStore(),
+        WallClock(),
+    )
 
 
 def build_trainer(nbytes: int, samples: int, coordinator: Any, producer: Any) -> GroupTrainer:

@@ -1,5 +1,5 @@
-"""The two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an asyncio.Queue, which is given values and returns
-them. Producer and trainer keep as many calls under way as the other arms do.
+"""The two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an asyncio.Queue, which is
+given values and returns them. Producer and trainer keep as many calls under way as the other arms do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The TransferQueue arm of the data-plane benchmark: its default storage (two units, over ZeroMQ). What suits it best of what was tried: batches
-of 32 samples both ways, four times the group of the other arms, two of them on their way in. Nothing holds its producer back: it may run ahead
-by the whole run. Needs the extra `bench`.
+"""The TransferQueue arm of the data-plane benchmark: its default storage (two units, over ZeroMQ). What suits it best
+of what was tried: batches of 32 samples both ways, four times the group of the other arms, two of them on their way in.
+Nothing holds its producer back: it may run ahead by the whole run. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class TransferProducer:
     def _put(self, first: int, partition: str) -> None:
         from tensordict import TensorDict
 
-        self._client.put(TensorDict({_FIELD: self._source.batch(first, _BATCH)}, batch_size=[_BATCH]), partition_id=partition)
+        self._client.put(
+            TensorDict({_FIELD: self._source.batch(first, _BATCH)}, batch_size=[_BATCH]), partition_id=partition
+        )
 
 
 class TransferTrainer:

@@ -1,4 +1,5 @@
-"""What producer and trainer do in every arm of the data-plane benchmark: hand out numbered payloads, and read every page of each once."""
+"""What producer and trainer do in every arm of the data-plane benchmark: hand out numbered payloads, and read every
+page of each once."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ _STAMP = 8  # bytes that hold a sample's number
 
 
 def in_flight(nbytes: int) -> int:
-    """Samples between producer and trainer at a time, in every arm: what fits into a fixed memory, between one lot of puts and four. A power of
-    two, so that it divides every number of samples."""
+    """Samples between producer and trainer at a time, in every arm: what fits into a fixed memory, between one lot of
+    puts and four. A power of two, so that it divides every number of samples."""
     fitting = max(1, _BYTES_IN_FLIGHT // nbytes)
     return max(CONCURRENT_PUTS, min(_MOST_IN_FLIGHT, 1 << (fitting.bit_length() - 1)))
 
 
 class Source:
-    """Payloads of `nbytes` bytes, in memory for `count` of them that is used again and again: by then the payload must have been copied."""
+    """Payloads of `nbytes` bytes, in memory for `count` of them that is used again and again: by then the payload must
+    have been copied."""
 
     def __init__(self, nbytes: int, count: int | None = None) -> None:
         if nbytes < _STAMP:

@@ -1,6 +1,7 @@
 """Which run folder of a cell holds the complete run that its configuration asks for, if any does.
 
-A run counts by its own record, `summary.json` and `config.yaml`; nothing else is written down, so nothing can disagree with it.
+A run counts by its own record, `summary.json` and `config.yaml`; nothing else is written down, so nothing can disagree
+with it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def finished_run(folder: Path, config: Config) -> Path | None:
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, without what may differ between two places that hold the same experiment: run.dir, and where the
-    recipe's files lie. Their places relative to each other stay."""
+    """The configuration as plain data, without what may differ between two places that hold the same experiment:
+    run.dir, and where the recipe's files lie. Their places relative to each other stay."""
     tree: dict[str, Any] = redact(msgspec.to_builtins(config))
     del tree["run"]["dir"]
     files = [(section, key) for section, key in _PATHS if tree[section] is not None and tree[section][key] is not None]

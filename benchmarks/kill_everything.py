@@ -1,4 +1,5 @@
-"""kill -9 of a whole job at random moments, resumed each time: does the ledger still account for every group once, and what did it cost?"""
+"""kill -9 of a whole job at random moments, resumed each time: does the ledger still account for every group once, and
+what did it cost?"""
 
 from __future__ import annotations
 
@@ -47,12 +48,25 @@ class Job:
     said: list[str] = field(default_factory=list)
 
     def live(self, until: float | None) -> int | None:
-        """One life: to its end, or killed `until` seconds after its first update. Its exit code; None if it was killed."""
+        """One life: to its end, or killed `until` seconds after its first update. Its exit code; None if it was
+        killed."""
         self.lives += 1
         began = time.monotonic()
-        command = [sys.executable, "-m", "omni_async.cli", "train", str(self.recipe), *self.overrides, "checkpoint.resume=auto"]
+        command = [
+            sys.executable,
+            "-m",
+            "omni_async.cli",
+            "train",
+            str(self.recipe),
+            *self.overrides,
+            "checkpoint.resume=auto",
+        ]
         job = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert job.stdout is not None
         try:
@@ -111,7 +125,8 @@ def end_job(job: subprocess.Popen[str]) -> None:
 
 
 def problems(job: Job) -> list[str]:
-    """What is wrong with what a finished job left behind; nothing, if every group ended once and every update was made once."""
+    """What is wrong with what a finished job left behind; nothing, if every group ended once and every update was made
+    once."""
     try:
         config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
     except ValueError as error:
@@ -123,7 +138,9 @@ def problems(job: Job) -> list[str]:
         found.append(str(error))
     groups = sorted(int(str(line["group"])) for line in ledger)
     if groups != [*range(len(groups))]:
-        found.append(f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different")
+        found.append(
+            f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different"
+        )
     trained = Counter(int(str(line["trained_version"])) for line in ledger if line["event"] == "trained")
     wanted = dict.fromkeys(range(1, config.trainer.updates + 1), config.trainer.groups_per_update)
     if trained != wanted:
@@ -132,20 +149,30 @@ def problems(job: Job) -> list[str]:
     updates = [line["update"] for line in metrics if "finished" in line]
     if updates != [*wanted]:
         found.append(f"metrics tell of {len(updates)} updates, {len(set(map(str, updates)))} of them different")
-    if stale := [line for line in ledger if line["event"] == "trained" and int(str(line["staleness"])) > config.staleness.max_updates]:
+    if stale := [
+        line
+        for line in ledger
+        if line["event"] == "trained" and int(str(line["staleness"])) > config.staleness.max_updates
+    ]:
         found.append(f"{len(stale)} groups were trained beyond the staleness budget")
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kill_everything", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.kill_everything",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--recipe", type=Path, help="default: an emulated one, quick and in one process")
     parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
     parser.add_argument(
-        "--within", type=float, default=3.0, metavar="S", help="kill up to S seconds after a life's first update (default: 3)"
+        "--within",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="kill up to S seconds after a life's first update (default: 3)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill-everything"))
@@ -161,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while code is None:
         code = job.live(dice.uniform(0, options.within) if kills < options.kills else None)
         kills += code is None
-        sys.stdout.write(f"life {job.lives}: {'killed' if code is None else f'ended with exit code {code}'}: {job.said[-1]}\n")
+        sys.stdout.write(
+            f"life {job.lives}: {'killed' if code is None else f'ended with exit code {code}'}: {job.said[-1]}\n"
+        )
     if code != 0:
         sys.stderr.write("\n".join(job.said[-5:]) + "\n")
         return 1
@@ -169,8 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     void = len(read_lines(job.run / "ledger.jsonl.void"))
     redone = sum(b'"finished"' in line for line in read_lines(job.run / "metrics.jsonl.void"))
     sys.stdout.write(
-        f"{kills} kills, {job.config.trainer.updates} updates, {len(read_lines(job.run / 'ledger.jsonl'))} groups, each with one line of the ledger; {redone} updates and "
-        f"{void} groups' ends were void and done again; {job.seconds:.0f} s in {job.lives} lives\n"
+        f"{kills} kills, {job.config.trainer.updates} updates, {len(read_lines(job.run / 'ledger.jsonl'))} groups, each"
+        f" with one line of the ledger; {redone} updates and {void} groups' ends were void and done again;"
+        f" {job.seconds:.0f} s in {job.lives} lives\n"
     )
     for line in wrong:
         sys.stderr.write(f"WRONG: {line}\n")

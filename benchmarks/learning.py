@@ -1,7 +1,9 @@
-"""What overlap is worth to learning: the synchronous and the asynchronous schedule on one recipe, reward against wall-clock and against samples.
+"""What overlap is worth to learning: the synchronous and the asynchronous schedule on one recipe, reward against
+wall-clock and against samples.
 
-Both arms are `omni-async bench overlap` runs (same partition, same work per update, one run after the other in turns, a seed per round) of
-which the rewards are kept, so the step times, bound fractions and their reasons lie beside the curves, in `overlap.*`.
+Both arms are `omni-async bench overlap` runs (same partition, same work per update, one run after the other in turns, a
+seed per round) of which the rewards are kept, so the step times, bound fractions and their reasons lie beside the
+curves, in `overlap.*`.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrup
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One run: seconds since its first sample was asked for, and images generated, when each update was done; its mean reward. `validation`:
-    (seconds, images, mean reward), of the versions that were validated."""
+    """One run: seconds since its first sample was asked for, and images generated, when each update was done; its mean
+    reward. `validation`: (seconds, images, mean reward), of the versions that were validated."""
 
     arm: str
     seed: int
@@ -61,7 +63,8 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def read_curve(run: Path, arm: str, seed: int) -> Curve:
-    """From a run folder's metrics.jsonl. A validated version is laid at the moment its update was done, when it could be used."""
+    """From a run folder's metrics.jsonl. A validated version is laid at the moment its update was done, when it could
+    be used."""
     lines = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
     updates = [line for line in lines if "finished" in line]
     start = updates[0]["finished"] - updates[0]["update_s"]
@@ -152,12 +155,28 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.learning", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe in every run (values are YAML)")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="override a value of the recipe in every run (values are YAML)",
+    )
     add("--recipe", type=Path, default=RECIPE, help="recipe to train (default: the quickstart)")
-    add("--out", type=Path, default=Path("runs/bench/learning"), help="folder of runs and report (default: runs/bench/learning)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/bench/learning"),
+        help="folder of runs and report (default: runs/bench/learning)",
+    )
     add("--repeats", type=int, default=3, metavar="N", help="rounds, a seed each (default: 3)")
     add("--updates", type=int, default=60, metavar="N", help="policy updates of a run (default: 60)")
-    add("--arms", nargs="+", default=["sync", "async:2"], metavar="ARM", help="as in omni-async bench overlap (default: sync async:2)")
+    add(
+        "--arms",
+        nargs="+",
+        default=["sync", "async:2"],
+        metavar="ARM",
+        help="as in omni-async bench overlap (default: sync async:2)",
+    )
     return parser
 
 

@@ -1,4 +1,5 @@
-"""The learning benchmark's picture: reward against wall-clock, and against images, a line per arm with its range over seeds."""
+"""The learning benchmark's picture: reward against wall-clock, and against images, a line per arm with its range over
+seeds."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ def draw(found: Sequence[Curve], path: Path) -> None:
 
 
 def picture(found: Sequence[Curve]) -> Figure:
-    """Left: wall-clock, right: images. Lines: training reward (moving average); diamonds: validation, mean over seeds."""
+    """Left: wall-clock, right: images. Lines: training reward (moving average); diamonds: validation, mean over
+    seeds."""
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     arms = list(dict.fromkeys(curve.arm for curve in found))
-    for axes, measure, label in zip(panels, ("seconds", "images"), ("seconds since the first sample", "images generated"), strict=True):
+    for axes, measure, label in zip(
+        panels, ("seconds", "images"), ("seconds since the first sample", "images generated"), strict=True
+    ):
         for arm, colour in zip(arms, _COLOURS * len(arms), strict=False):
             _line(axes, [curve for curve in found if curve.arm == arm], measure, colour, arm)
         axes.set_xlabel(label)

@@ -59,7 +59,9 @@ def measure(command: Sequence[str], log: Path) -> tuple[int, dict[str, list[floa
     """The job's exit code, and the samples of each process, one per update."""
     found: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, int] = {}
-    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    job = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert job.stdout is not None
     run = Path()
     try:
@@ -70,7 +72,10 @@ def measure(command: Sequence[str], log: Path) -> tuple[int, dict[str, list[floa
                     run = log.parent / "runs" / line.split()[1]
                 if line.startswith("update "):
                     try:
-                        parts = parts or {name: part["pid"] for name, part in ask(run / "control.sock", Request(), 30)["parts"].items()}
+                        parts = parts or {
+                            name: part["pid"]
+                            for name, part in ask(run / "control.sock", Request(), 30)["parts"].items()
+                        }
                     except ControlError:
                         continue
                     sample(psutil.Process(job.pid), parts, found)
@@ -84,8 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.memory", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipe", type=Path, default=RECIPE)
-    parser.add_argument("--out", type=Path, default=Path("runs/memory"), help="where the run goes (default runs/memory)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/memory"), help="where the run goes (default runs/memory)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", default=[], help="override a value of the recipe"
+    )
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     overrides = [*_OVERRIDES, *options.overrides, f"run.dir={options.out / 'runs'}"]
@@ -94,10 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code or not found:
         sys.stderr.write(f"the job ended with exit code {code}: {options.out / 'log'}\n")
         return 1
-    lines, worst = ["| process | MB after a quarter | halfway | at the end | growth of the second half |", "|---|---:|---:|---:|---:|"], 0.0
+    lines, worst = (
+        [
+            "| process | MB after a quarter | halfway | at the end | growth of the second half |",
+            "|---|---:|---:|---:|---:|",
+        ],
+        0.0,
+    )
     for name, samples in sorted(found.items()):
         tenth = max(1, len(samples) // 10)
-        early, half, late = (statistics.median(samples[start : start + tenth]) for start in (2 * tenth, 5 * tenth, len(samples) - tenth))
+        early, half, late = (
+            statistics.median(samples[start : start + tenth]) for start in (2 * tenth, 5 * tenth, len(samples) - tenth)
+        )
         lines.append(f"| {name} | {early:.1f} | {half:.1f} | {late:.1f} | {late / half - 1:+.1%} |")
         worst = max(worst, late / half - 1)
     sys.stdout.write("\n".join([*lines, "", f"{max(map(len, found.values()))} updates"]) + "\n")

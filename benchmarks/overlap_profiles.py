@@ -1,4 +1,5 @@
-"""What overlap gains on every shipped profile: `omni-async bench overlap` of each emulated recipe, and one table of all.
+"""What overlap gains on every shipped profile: `omni-async bench overlap` of each emulated recipe, and one table of
+all.
 
 Real Ray actors, buffers and payloads; the devices replay the profile.
 """
@@ -48,7 +49,9 @@ _COLUMNS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap_profiles", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.overlap_profiles",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each with one run of either arm (default: 5)")
@@ -63,7 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in options.recipes or known:
             found[name] = run_overlap(
-                RECIPES / f"{name}.yaml", out=options.out / name, repeats=options.repeats, steps=options.steps, arms=(_BASELINE, _ASYNC)
+                RECIPES / f"{name}.yaml",
+                out=options.out / name,
+                repeats=options.repeats,
+                steps=options.steps,
+                arms=(_BASELINE, _ASYNC),
             )
     except ConfigError as error:
         sys.stderr.write(f"overlap_profiles: {error}\n")

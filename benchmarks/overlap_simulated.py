@@ -1,4 +1,5 @@
-"""What the law allows and what the control plane reaches in virtual time, for every emulated recipe: in step, and with staleness budgets."""
+"""What the law allows and what the control plane reaches in virtual time, for every emulated recipe: in step, and with
+staleness budgets."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _COLUMNS = ("profile", "in step: law s", "simulated s", "law / simulated")
 def main(arguments: Sequence[str] | None = None) -> int:
     known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap_simulated", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.overlap_simulated",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--seeds", type=int, default=5, help="of the service times (default: 5)")
@@ -59,11 +62,21 @@ def row(name: str, seeds: int) -> list[str]:
     assert config.emulation is not None, "a recipe of the folder has a profile"
     profile = load_profile(config.emulation.profile)
     in_step = _simulated(synchronous(config), profile, _IN_STEP_UPDATES, seeds)
-    cells = [f"`{name}`", f"{in_step[0].law_s:.4g}", _spread([s.step_s for s in in_step], ".4g"), f"{_bound(in_step):.3f}"]
+    cells = [
+        f"`{name}`",
+        f"{in_step[0].law_s:.4g}",
+        _spread([s.step_s for s in in_step], ".4g"),
+        f"{_bound(in_step):.3f}",
+    ]
     for budget in _BUDGETS:
         found = _simulated(with_budget(config, budget), profile, _UPDATES, seeds)
         bound, age = [s.bound_fraction for s in found], statistics.median(s.staleness_mean for s in found)
-        cells += [f"{found[0].law_s:.4g}", _spread([s.step_s for s in found], ".4g"), _spread(bound, ".3f"), f"{age:.2f}"]
+        cells += [
+            f"{found[0].law_s:.4g}",
+            _spread([s.step_s for s in found], ".4g"),
+            _spread(bound, ".3f"),
+            f"{age:.2f}",
+        ]
     return cells
 
 

@@ -1,7 +1,7 @@
 """Commands run as child processes, some at a time, in order, until all have ended or somebody interrupts.
 
-Waits for: a child to end. Ctrl-C (also SIGTERM, and SIGHUP of a closing terminal) starts no further child and sends SIGINT to those that run,
-which end in order and keep what they have; a second one kills them.
+Waits for: a child to end. Ctrl-C (also SIGTERM, and SIGHUP of a closing terminal) starts no further child and sends
+SIGINT to those that run, which end in order and keep what they have; a second one kills them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Job:
 
 
 class Pool:
-    """`started(job)` and `ended(job, exit code, seconds)` are called as it happens, `interrupted(children at work)` once per signal.
-    Children inherit the file descriptors in `keep_open`. `run` returns False if it was interrupted; OSError if a child cannot be started.
+    """`started(job)` and `ended(job, exit code, seconds)` are called as it happens, `interrupted(children at work)`
+    once per signal. Children inherit the file descriptors in `keep_open`. `run` returns False if it was interrupted;
+    OSError if a child cannot be started.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Pool:
     async def _child(self, job: Job) -> int:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with job.log.open("wb") as log:
-            # A session of its own: a terminal's Ctrl-C must not reach it besides ours, since a second SIGINT means at once.
+            # A session of its own: a terminal's Ctrl-C must not reach it besides ours, since a second SIGINT means at
+            # once.
             child = await asyncio.create_subprocess_exec(
                 *job.command,
                 stdin=asyncio.subprocess.DEVNULL,

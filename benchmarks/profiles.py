@@ -1,15 +1,17 @@
-"""The shipped profiles, built from published figures: `python -m benchmarks.profiles` writes them and prints what they give back.
+"""The shipped profiles, built from published figures: `python -m benchmarks.profiles` writes them and prints what they
+give back.
 
-A published step is one number. What is published beside it fixes some of its stages; the rest is split by counting the transformer's passes
-(g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, each of which the profile lists under `assumed`:
+A published step is one number. What is published beside it fixes some of its stages; the rest is split by counting the
+transformer's passes (g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, each of which the
+profile lists under `assumed`:
 
     generation                                       N g   forward
     log-probs of the samples, before an update       W g   forward
     an update, gradient checkpointing                W g   forward, recomputed forward, and backward: as long as one forward through frozen
                                                            weights, as two where these have gradients of their own
 
-`REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is what the law makes of each. The
-reader is `docs/profiles.md`.
+`REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is what the law
+makes of each. The reader is `docs/profiles.md`.
 """
 
 from __future__ import annotations
@@ -46,13 +48,16 @@ _PROMPT_TOKENS, _NEGATIVE_TOKENS = 64, 6
 _IMAGE = 512 * 512 * 3
 
 _FIGURES = "verl-project/verl-omni, docs/algo/performance.md"
-_VARIATION = "Coefficients of variation are assumed: 0.03 of generation and training (fixed numbers of denoising steps), 0.2 of scoring, 0.1 of what moves weights. "
+_VARIATION = (
+    "Coefficients of variation are assumed: 0.03 of generation and training (fixed numbers of denoising steps), 0.2 of"
+    " scoring, 0.1 of what moves weights. "
+)
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """A published step, and the recipe with the overrides that arrange it as published. `hand_overs`: times a GPU changes roles in a step
-    that the arrangement has and the keys cannot say."""
+    """A published step, and the recipe with the overrides that arrange it as published. `hand_overs`: times a GPU
+    changes roles in a step that the arrangement has and the keys cannot say."""
 
     profile: str
     title: str
@@ -61,7 +66,13 @@ class Reproduced:
     hand_overs: int = 0
 
 
-_IN_STEP = ("schedule=null", "staleness.max_updates=0", "trainer.streaming=off", "buffer.groups=512", "buffer.trajectories=512")
+_IN_STEP = (
+    "schedule=null",
+    "staleness.max_updates=0",
+    "trainer.streaming=off",
+    "buffer.groups=512",
+    "buffer.trajectories=512",
+)
 _ON_FOUR = ("rollout.workers=4", "trainer.workers=4")
 
 REPRODUCED = (
@@ -69,7 +80,14 @@ REPRODUCED = (
         "qwen_image_lora_h800",
         "4 H800, reward on the same GPUs",
         420.0,
-        (*_IN_STEP, *_ON_FOUR, "rollout.max_batch=1", "reward.workers=4", "reward.streaming=false", "placement.colocated=true"),
+        (
+            *_IN_STEP,
+            *_ON_FOUR,
+            "rollout.max_batch=1",
+            "reward.workers=4",
+            "reward.streaming=false",
+            "placement.colocated=true",
+        ),
     ),
     Reproduced(
         "qwen_image_lora_h800",
@@ -88,7 +106,14 @@ REPRODUCED = (
         "qwen_image_full_h100_64",
         "64 H100, reward on the same GPUs",
         100.0,
-        (*_IN_STEP, "rollout.workers=8", "trainer.workers=8", "reward.workers=8", "reward.streaming=false", "placement.colocated=true"),
+        (
+            *_IN_STEP,
+            "rollout.workers=8",
+            "trainer.workers=8",
+            "reward.workers=8",
+            "reward.streaming=false",
+            "placement.colocated=true",
+        ),
     ),
     Reproduced(
         "wan22_dance",
@@ -121,7 +146,8 @@ def shipped() -> tuple[Profile, ...]:
 
 
 def qwen_image_lora_h800() -> Profile:
-    """Two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and what is left for training."""
+    """Two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and what is
+    left for training."""
     gpus, sync, async_reward, one_by_one, in_batches = 4, 420.0, 360.0, 226.4, 107.9
     single, batch = one_by_one * gpus / _SAMPLES, 32 * in_batches * gpus / _SAMPLES
     unit = (batch - single) / 31
@@ -132,14 +158,16 @@ def qwen_image_lora_h800() -> Profile:
     return Profile(
         name="qwen_image_lora_h800",
         source=(
-            f"{_FIGURES}: Qwen-Image, LoRA rank 64, guidance, 512 images of 512 x 512 a step; 420 s on 4 H800, 360 s with the reward on a fifth "
-            "(one worker here is one GPU). docs/start/rollout_batching.md of the same repository: generating them takes 226.4 s one by one and 107.9 s in batches of 32."
+            f"{_FIGURES}: Qwen-Image, LoRA rank 64, guidance, 512 images of 512 x 512 a step; 420 s on 4 H800, 360 s"
+            " with the reward on a fifth (one worker here is one GPU). docs/start/rollout_batching.md of the same"
+            " repository: generating them takes 226.4 s one by one and 107.9 s in batches of 32."
         ),
         assumed=(
-            "Both steps generate images one by one: their table is older than batching. Generation is linear between batches of 1 and 32. A GPU changes hands in 12 s. "
-            "A version takes 1 s to copy out, 2 s to reach the engines and 0.5 s to merge, an optimizer step 0.5 s. Then the "
-            f"two steps leave {score:.2g} s to score an image and {passes:.1f} s for passes of the trainer, split 1 : 3 between log-probs and the update. "
-            f"{_VARIATION}Payloads are computed: 64 prompt and 6 negative tokens of conditioning."
+            "Both steps generate images one by one: their table is older than batching. Generation is linear between"
+            " batches of 1 and 32. A GPU changes hands in 12 s. A version takes 1 s to copy out, 2 s to reach the"
+            f" engines and 0.5 s to merge, an optimizer step 0.5 s. Then the two steps leave {score:.2g} s to score an"
+            f" image and {passes:.1f} s for passes of the trainer, split 1 : 3 between log-probs and the update."
+            f" {_VARIATION}Payloads are computed: 64 prompt and 6 negative tokens of conditioning."
         ),
         generate=ServiceTime(_rounded(single - unit), _rounded(unit), cv=0.03),
         score=ServiceTime(unit_s=_rounded(score), cv=0.2),
@@ -155,7 +183,8 @@ def qwen_image_lora_h800() -> Profile:
 
 
 def qwen_image_full_h200() -> Profile:
-    """What scoring, hand-overs, optimizer and weights leave of the step, split by passes: 10 to generate, 2 for log-probs, 8 to train."""
+    """What scoring, hand-overs, optimizer and weights leave of the step, split by passes: 10 to generate, 2 for
+    log-probs, 8 to train."""
     gpus, seconds, score, step = 4, 250.0, 0.4, 4.0
     export, publish, swap = 4.0, 8.0, 1.0
     passes = seconds - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
@@ -163,13 +192,15 @@ def qwen_image_full_h200() -> Profile:
     return Profile(
         name="qwen_image_full_h200",
         source=(
-            f"{_FIGURES}: Qwen-Image, all weights, no guidance, 512 images of 512 x 512 a step; 250 s on 4 H200, 0.510 images/GPU/s "
-            "(one worker here is one GPU)."
+            f"{_FIGURES}: Qwen-Image, all weights, no guidance, 512 images of 512 x 512 a step; 250 s on 4 H200, 0.510"
+            " images/GPU/s (one worker here is one GPU)."
         ),
         assumed=(
-            "An image is scored in 0.4 s as on H800 (profile qwen_image_lora_h800). A GPU changes hands in 12 s. A version of 41 GB takes 4 s to copy out, 8 s to reach the "
-            f"engines, 1 s to switch to; an optimizer step 4 s (its state lies on the host). The other {passes:.1f} s are split by passes, all equally long: 10 to generate, 2 for "
-            f"log-probs, 8 to train a sample. Batches save no time. {_VARIATION}Payloads are computed: 64 prompt tokens of conditioning."
+            "An image is scored in 0.4 s as on H800 (profile qwen_image_lora_h800). A GPU changes hands in 12 s. A"
+            " version of 41 GB takes 4 s to copy out, 8 s to reach the engines, 1 s to switch to; an optimizer step 4"
+            f" s (its state lies on the host). The other {passes:.1f} s are split by passes, all equally long: 10 to"
+            f" generate, 2 for log-probs, 8 to train a sample. Batches save no time. {_VARIATION}Payloads are computed:"
+            " 64 prompt tokens of conditioning."
         ),
         generate=ServiceTime(unit_s=_rounded(10 * each), cv=0.03),
         score=ServiceTime(unit_s=score, cv=0.2),
@@ -185,7 +216,8 @@ def qwen_image_full_h200() -> Profile:
 
 
 def qwen_image_full_h100_64(four: Profile) -> Profile:
-    """The same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink with the number of GPUs."""
+    """The same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink with the
+    number of GPUs."""
     seconds, groups, node = 100.0, 32, 8
     step = four.step.mean() * 4 / 64
     weights = four.export.mean() + four.publish.mean() + four.swap.mean()
@@ -199,12 +231,15 @@ def qwen_image_full_h100_64(four: Profile) -> Profile:
         four,
         name="qwen_image_full_h100_64",
         source=(
-            f"{_FIGURES}: the same job as in profile qwen_image_full_h200 on 64 H100; 100 s a step, 0.079 images/GPU/s. One worker here is a node of 8 GPUs."
+            f"{_FIGURES}: the same job as in profile qwen_image_full_h200 on 64 H100; 100 s a step, 0.079 images/GPU/s."
+            " One worker here is a node of 8 GPUs."
         ),
         assumed=(
-            "A sample takes as long on one H100 as on one H200 of profile qwen_image_full_h200, and a node is 8 times as fast as a GPU; weights and hand-overs take as long as "
-            f"there, an optimizer step a sixteenth. The {groups * fixed:.1f} s that are then missing are communication of the trainer's passes, however many nodes take part: "
-            f"{fixed:.1f} s for each group, split 1 : 4 between log-probs (weights gathered once) and the update (twice, and float32 gradients scattered). {_VARIATION}Payloads are those of that profile."
+            "A sample takes as long on one H100 as on one H200 of profile qwen_image_full_h200, and a node is 8 times"
+            " as fast as a GPU; weights and hand-overs take as long as there, an optimizer step a sixteenth. The"
+            f" {groups * fixed:.1f} s that are then missing are communication of the trainer's passes, however many"
+            f" nodes take part: {fixed:.1f} s for each group, split 1 : 4 between log-probs (weights gathered once) and"
+            f" the update (twice, and float32 gradients scattered). {_VARIATION}Payloads are those of that profile."
         ),
         generate=shared(four.generate),
         score=shared(four.score),
@@ -229,15 +264,18 @@ def wan22_dance() -> Profile:
     return Profile(
         name="wan22_dance",
         source=(
-            "verl-project/verl-omni, issue 402, a step's log of Wan2.2-TI2V-5B with DanceGRPO, 512 videos (735.3 s of 1.436 s each) of 8 frames of 704 x 1280 (one worker here is one NPU): generation "
-            "phase 869.4 s, old log-probs 548.9 s, update 735.3 s, weights 6.8 s, step 2160.4 s; the slowest video took 403.6 s to be made and 246.5 s more to be scored. "
-            "The first took 5.9 s, as long as generation here: 6.3 s."
+            "verl-project/verl-omni, issue 402, a step's log of Wan2.2-TI2V-5B with DanceGRPO, 512 videos (735.3 s of"
+            " 1.436 s each) of 8 frames of 704 x 1280 (one worker here is one NPU): generation phase 869.4 s, old"
+            " log-probs 548.9 s, update 735.3 s, weights 6.8 s, step 2160.4 s; the slowest video took 403.6 s to be"
+            " made and 246.5 s more to be scored. The first took 5.9 s, as long as generation here: 6.3 s."
         ),
         assumed=(
-            "8 NPUs and one reward worker, as in the script of that recipe. All videos are requested at once and each NPU makes them one by one; the reward worker scores in "
-            f"order of arrival, so a video takes {score:.2f} s. The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 2 of {rest / 2:.1f} s. Of the "
-            f"update 4 x 2 s are optimizer steps; of the 6.8 s a version takes 2 s to copy out and 0.5 s to switch to. {_VARIATION}Payloads are computed: latents of 48 channels x 2 frames x 44 x 80, conditioning of "
-            "2 x 512 tokens."
+            "8 NPUs and one reward worker, as in the script of that recipe. All videos are requested at once and each"
+            f" NPU makes them one by one; the reward worker scores in order of arrival, so a video takes {score:.2f} s."
+            f" The {rest:.1f} s that the generation phase goes on afterwards are hand-overs of the NPUs, 2 of"
+            f" {rest / 2:.1f} s. Of the update 4 x 2 s are optimizer steps; of the 6.8 s a version takes 2 s to copy"
+            f" out and 0.5 s to switch to. {_VARIATION}Payloads are computed: latents of 48 channels x 2 frames x 44 x"
+            " 80, conditioning of 2 x 512 tokens."
         ),
         generate=ServiceTime(unit_s=_rounded(unit), cv=0.03),
         score=ServiceTime(unit_s=_rounded(score), cv=0.2),
@@ -253,7 +291,8 @@ def wan22_dance() -> Profile:
 
 
 def remote_judge(lora: Profile) -> Profile:
-    """The judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99 % quantile."""
+    """The judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99 %
+    quantile."""
     median, slow, count = 3.0, 60.0, 50
     sigma = math.log(slow / median) / NormalDist().inv_cdf(0.99)
     seconds = [median * math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
@@ -263,8 +302,9 @@ def remote_judge(lora: Profile) -> Profile:
         name="remote_judge",
         source=f"Engine and trainer: profile qwen_image_lora_h800 ({_FIGURES}). The judge follows no published run.",
         assumed=(
-            "The judge, a model behind an API: a request takes 3 s in the median and 60 s in one of a hundred, log-normal, whatever other requests it has; a reward worker is one "
-            f"request at a time, on no GPU. The rest as in profile qwen_image_lora_h800. {lora.assumed}"
+            "The judge, a model behind an API: a request takes 3 s in the median and 60 s in one of a hundred,"
+            " log-normal, whatever other requests it has; a reward worker is one request at a time, on no GPU. The"
+            f" rest as in profile qwen_image_lora_h800. {lora.assumed}"
         ),
         score=ServiceTime(fixed_s=_rounded(mean), quantiles=tuple(round(s / mean, 4) for s in seconds)),
     )
@@ -280,7 +320,10 @@ def table(profiles: dict[str, Profile] | None = None) -> str:
     for arrangement in REPRODUCED:
         seconds = law_s(arrangement, (profiles or {}).get(arrangement.profile))
         difference = abs(seconds / arrangement.seconds - 1)
-        lines.append(f"| {arrangement.profile} | {arrangement.title} | {arrangement.seconds:g} | {seconds:.1f} | {difference:.1%} |")
+        lines.append(
+            f"| {arrangement.profile} | {arrangement.title} | {arrangement.seconds:g} | {seconds:.1f} |"
+            f" {difference:.1%} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 """Stage times of Qwen-Image at its published size on one device: `python -m benchmarks.stage_profile --out DIR`.
 
-Builds the transformer and the VAE with random weights (`stage_profile_model`), measures generation, log-prob recomputation, training and
-publishing for several batch sizes (`stage_profile_measure`), and writes `profile.json`, `table.md` and, after every stage, `measured.json`
-into DIR. Needs torch, diffusers, peft and tensordict; no Ray, no vLLM, no checkpoint, no network.
+Builds the transformer and the VAE with random weights (`stage_profile_model`), measures generation, log-prob
+recomputation, training and publishing for several batch sizes (`stage_profile_measure`), and writes `profile.json`,
+`table.md` and, after every stage, `measured.json` into DIR. Needs torch, diffusers, peft and tensordict; no Ray, no
+vLLM, no checkpoint, no network.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "qwen_image_ocr" / "flow_grpo_l
 
 @dataclass(frozen=True)
 class Preset:
-    """What a model is measured with unless the command line says otherwise. `tokens`: of a prompt, and of the negative prompt."""
+    """What a model is measured with unless the command line says otherwise. `tokens`: of a prompt, and of the negative
+    prompt."""
 
     pixels: int
     steps: int
@@ -46,7 +48,12 @@ class Preset:
 PRESETS = {
     "qwen_image": Preset(512, 10, (1, 4, 8, 16, 32), (1, 2, 4, 8, 16), (64, 6)),
     "tiny": Preset(
-        32, 4, (1, 2), (1, 2), (8, 2), ("model.dtype=float32", "model.lora.rank=4", "model.lora.alpha=8", "rollout.sde.window.range=[0,3]")
+        32,
+        4,
+        (1, 2),
+        (1, 2),
+        (8, 2),
+        ("model.dtype=float32", "model.lora.rank=4", "model.lora.alpha=8", "rollout.sde.window.range=[0,3]"),
     ),
 }
 
@@ -71,11 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.stage_profile", description="Measure Qwen-Image's stages on this device, and write a profile of them."
+        prog="python -m benchmarks.stage_profile",
+        description="Measure Qwen-Image's stages on this device, and write a profile of them.",
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for profile.json, table.md and measured.json")
-    add("--model", choices=PRESETS, default="qwen_image", help="published size, or the tests' tiny one (default: %(default)s)")
+    add(
+        "--model",
+        choices=PRESETS,
+        default="qwen_image",
+        help="published size, or the tests' tiny one (default: %(default)s)",
+    )
     add("--batches", type=int, nargs="+", metavar="N", help="samples generated at once")
     add("--train-batches", type=int, nargs="+", metavar="N", help="samples trained at once (each of `window` rows)")
     add("--pixels", type=int, metavar="N", help="height and width")
@@ -106,7 +119,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.prompt_tokens = preset.tokens[0]
     counts = (*options.batches, *options.train_batches, options.repeats, options.prompt_tokens)
     if min(counts) < 1:
-        parser.error(f"--batches, --train-batches, --repeats and --prompt-tokens: expected whole numbers >= 1, got {min(counts)}")
+        parser.error(
+            f"--batches, --train-batches, --repeats and --prompt-tokens: expected whole numbers >= 1, got {min(counts)}"
+        )
     return options
 
 
@@ -140,7 +155,9 @@ async def _measure(config: Config, options: argparse.Namespace) -> Measured:
     device = rank_device(0)
     architecture = PUBLISHED if options.model == "qwen_image" else tiny_architecture()
     negative = PRESETS[options.model].tokens[1]
-    policy = RandomQwenImage(architecture, device, prompt_tokens=options.prompt_tokens, negative_tokens=negative, seed=0)
+    policy = RandomQwenImage(
+        architecture, device, prompt_tokens=options.prompt_tokens, negative_tokens=negative, seed=0
+    )
     bench = Bench(config, policy, device, repeats=options.repeats, say=say, done=done)
     return await bench.run(options.batches, options.train_batches, options.payloads)
 
@@ -150,9 +167,10 @@ def _setting(config: Config, options: argparse.Namespace) -> str:
     assert rollout.sde is not None and lora is not None  # the recipe has both
     guidance = f"guidance {rollout.true_cfg_scale:g}" if rollout.true_cfg_scale > 1 else "no guidance"
     return (
-        f"{options.model}, random weights, {config.model.dtype}, LoRA rank {lora.rank}, {rollout.height} x {rollout.width}, {rollout.num_inference_steps} steps, "
-        f"window {rollout.sde.window.size}, {guidance}, prompts of {options.prompt_tokens} tokens, gradient checkpointing, torch {torch.__version__}; "
-        f"medians of {options.repeats} repeats."
+        f"{options.model}, random weights, {config.model.dtype}, LoRA rank {lora.rank}, {rollout.height} x"
+        f" {rollout.width}, {rollout.num_inference_steps} steps, window {rollout.sde.window.size}, {guidance}, prompts"
+        f" of {options.prompt_tokens} tokens, gradient checkpointing, torch {torch.__version__}; medians of"
+        f" {options.repeats} repeats."
     )
 
 

@@ -1,6 +1,8 @@
-"""How long each stage takes on one device, with the classes that a run in one process uses: `DiffusersEngine` and `TrainEngine`.
+"""How long each stage takes on one device, with the classes that a run in one process uses: `DiffusersEngine` and
+`TrainEngine`.
 
-Every measurement ends when the device is idle. A batch too large for its memory ends the series: larger ones are not tried.
+Every measurement ends when the device is idle. A batch too large for its memory ends the series: larger ones are not
+tried.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Say = Callable[[str], None]
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds of every repeat of a job of `units`, and the most memory the device held meanwhile (None where it does not count)."""
+    """Seconds of every repeat of a job of `units`, and the most memory the device held meanwhile (None where it does
+    not count)."""
 
     units: int
     seconds: tuple[float, ...]
@@ -44,7 +47,8 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """One version: its bytes, and seconds to copy it out of the trainer, to check it at an engine, and to switch to it."""
+    """One version: its bytes, and seconds to copy it out of the trainer, to check it at an engine, and to switch to
+    it."""
 
     nbytes: int
     export_s: float
@@ -53,7 +57,8 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct):
-    """Filled stage by stage. Units are samples. `out_of_memory`: stage -> the first number of samples that did not fit."""
+    """Filled stage by stage. Units are samples. `out_of_memory`: stage -> the first number of samples that did not
+    fit."""
 
     device: str
     generate: list[Timing] = []
@@ -74,10 +79,18 @@ class Exported:
 
 
 class Bench:
-    """One engine and one trainer rank of `config` on `device`, which have to fit together. `done` is called after every stage."""
+    """One engine and one trainer rank of `config` on `device`, which have to fit together. `done` is called after every
+    stage."""
 
     def __init__(
-        self, config: Config, policy: Policy, device: torch.device, *, repeats: int, say: Say, done: Callable[[Measured], None]
+        self,
+        config: Config,
+        policy: Policy,
+        device: torch.device,
+        *,
+        repeats: int,
+        say: Say,
+        done: Callable[[Measured], None],
     ) -> None:
         self.measured = Measured(device=_device_name(device))
         self._config = config
@@ -119,7 +132,8 @@ class Bench:
         taken = Publish(manifest.nbytes, exported.seconds, report.staged_s, report.swap_s)
         self.measured.publish[payload] = taken
         self._say(
-            f"publish {payload}: {taken.nbytes / 1e9:.2f} GB, export {taken.export_s:.2f} s, stage {taken.stage_s:.2f} s, swap {taken.swap_s:.2f} s"
+            f"publish {payload}: {taken.nbytes / 1e9:.2f} GB, export {taken.export_s:.2f} s, stage {taken.stage_s:.2f}"
+            f" s, swap {taken.swap_s:.2f} s"
         )
         self._done(self.measured)
 
@@ -150,7 +164,9 @@ class Bench:
         """Calls made at once share a batch."""
         return await asyncio.gather(*(engine.generate(self._request(seed)) for seed in seeds))
 
-    def _training(self, samples: Sequence[Trajectory], batches: Sequence[int], payloads: Sequence[str]) -> dict[str, Exported]:
+    def _training(
+        self, samples: Sequence[Trajectory], batches: Sequence[int], payloads: Sequence[str]
+    ) -> dict[str, Exported]:
         """The trainer is gone when this returns; what is left is a version of each payload."""
         engine = TrainEngine(self._config, self._policy, rank=0, world_size=1, device=self._device)
         engine.setup()
@@ -231,7 +247,9 @@ class Bench:
     def _full(self, stage: str, n: int) -> None:
         """RuntimeError if nothing smaller was measured."""
         if not getattr(self.measured, stage):
-            raise RuntimeError(f"{stage}: {self.measured.device} has no memory for {n} samples, the smallest batch asked for")
+            raise RuntimeError(
+                f"{stage}: {self.measured.device} has no memory for {n} samples, the smallest batch asked for"
+            )
         self.measured.out_of_memory[stage] = n
         self._say(f"{stage}: {n} samples do not fit")
         self._free()
@@ -263,7 +281,8 @@ class Lap:
 
 @contextmanager
 def lap(device: torch.device) -> Iterator[Lap]:
-    """Times what is done meanwhile, until the device is idle again, and the most memory it held. On the CPU memory is not counted."""
+    """Times what is done meanwhile, until the device is idle again, and the most memory it held. On the CPU memory is
+    not counted."""
     taken, counts = Lap(), device.type != "cpu"
     if counts:
         torch.accelerator.synchronize(device)

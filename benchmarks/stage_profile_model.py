@@ -1,7 +1,8 @@
-"""Qwen-Image with random weights, made on the device it runs on: the published architecture without a checkpoint, a download or a text encoder.
+"""Qwen-Image with random weights, made on the device it runs on: the published architecture without a checkpoint, a
+download or a text encoder.
 
-Prompt embeddings are random too, as many as a prompt of usual length has; everything behind them is the real model's code. The same seed and
-device give the same weights, so an engine and a trainer hold the same policy.
+Prompt embeddings are random too, as many as a prompt of usual length has; everything behind them is the real model's
+code. The same seed and device give the same weights, so an engine and a trainer hold the same policy.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def tiny_architecture() -> Architecture:
 class RandomQwenImage(QwenImagePolicy):
     """See `QwenImagePolicy`. `load_transformer` and `load_codec` give models that are on `device` already."""
 
-    def __init__(self, architecture: Architecture, device: torch.device, *, prompt_tokens: int, negative_tokens: int, seed: int) -> None:
+    def __init__(
+        self, architecture: Architecture, device: torch.device, *, prompt_tokens: int, negative_tokens: int, seed: int
+    ) -> None:
         # Not the parent's, which reads a checkpoint's configuration files.
         self.path = f"random weights ({architecture.name})"
         self.in_channels = int(architecture.transformer["in_channels"])
@@ -116,7 +119,9 @@ class _RandomCodec(QwenImageCodec):
         tensors = {}
         for branch in ("prompt", "negative_prompt") if negative_prompt is not None else ("prompt",):
             count = self._tokens[branch]
-            tensors[f"{branch}_embeds"] = torch.randn(count, self._text_width, device=self.vae.device, dtype=self.vae.dtype)
+            tensors[f"{branch}_embeds"] = torch.randn(
+                count, self._text_width, device=self.vae.device, dtype=self.vae.dtype
+            )
             tensors[f"{branch}_mask"] = torch.ones(count, dtype=torch.bool, device=self.vae.device)
         return TensorDict(tensors, batch_size=[])
 

@@ -10,7 +10,8 @@ from omni_async.performance.service import ServiceTime, fit
 
 # A GPU's share of an update where 4 of them make 512 images, and the update's optimizer steps.
 _SAMPLES, _STEPS = 128, 2
-# Images per GPU and second, reward and hand-overs of the GPUs included: verl-project/verl-omni, docs/algo/performance.md.
+# Images per GPU and second, reward and hand-overs of the GPUs included: verl-project/verl-omni,
+# docs/algo/performance.md.
 _PUBLISHED = (
     ("LoRA rank 64, guidance, 4 H800", 0.305),
     ("all weights, no guidance, 4 H200", 0.510),
@@ -18,13 +19,16 @@ _PUBLISHED = (
 
 
 def to_profile(measured: Measured, rest: Profile, setting: str) -> Profile:
-    """Stages fitted over the batch sizes; those that were not measured here (scoring, hand-overs) are `rest`'s. A version is the first
-    payload that was published."""
+    """Stages fitted over the batch sizes; those that were not measured here (scoring, hand-overs) are `rest`'s. A
+    version is the first payload that was published."""
     payload, publish = next(iter(measured.publish.items()))
     return Profile(
         name=f"stage_profile_{payload}",
         source=f"python -m benchmarks.stage_profile on one {measured.device}: {setting}",
-        assumed=f"Scoring and hand-overs of a device are those of profile {rest.name}; a version is on its way for as long as its bytes take to check.",
+        assumed=(
+            f"Scoring and hand-overs of a device are those of profile {rest.name}; a version is on its way for as long"
+            " as its bytes take to check."
+        ),
         generate=_fitted(measured.generate),
         score=rest.score,
         assess=_fitted(measured.recompute),
@@ -43,7 +47,8 @@ def _fitted(timings: Sequence[Timing]) -> ServiceTime:
 
 
 def seconds_per_update(profile: Profile, batch: int, train_batch: int, *, recompute: bool) -> float:
-    """Of one device that does its share of an update, one stage after the other and each in batches of its own, without reward and hand-overs."""
+    """Of one device that does its share of an update, one stage after the other and each in batches of its own, without
+    reward and hand-overs."""
     trained = profile.train.mean(train_batch) + (profile.assess.mean(train_batch) if recompute else 0.0)
     samples = _SAMPLES * (profile.generate.mean(batch) / batch + trained / train_batch)
     return samples + _STEPS * profile.step.mean() + profile.export.mean() + profile.publish.mean() + profile.swap.mean()
@@ -66,7 +71,8 @@ def to_markdown(measured: Measured, profile: Profile, setting: str, *, published
         lines.append(f"| optimizer step | | {min(t.median_s for t in measured.step):.3f} | | |")
     lines += ["", "| payload | GB | copied out s | checked s | switched to s |", "|---|---|---|---|---|"]
     lines += [
-        f"| {name} | {p.nbytes / 1e9:.3f} | {p.export_s:.3f} | {p.stage_s:.3f} | {p.swap_s:.3f} |" for name, p in measured.publish.items()
+        f"| {name} | {p.nbytes / 1e9:.3f} | {p.export_s:.3f} | {p.stage_s:.3f} | {p.swap_s:.3f} |"
+        for name, p in measured.publish.items()
     ]
     if published:
         lines += ["", *_comparison(measured, profile)]
@@ -81,12 +87,17 @@ def _row(stage: str, timing: Timing) -> str:
 def _comparison(measured: Measured, profile: Profile) -> list[str]:
     """With the largest batches that fit."""
     batch, train_batch = max(t.units for t in measured.generate), max(t.units for t in measured.train)
-    recomputed, bypassed = (seconds_per_update(profile, batch, train_batch, recompute=recompute) for recompute in (True, False))
+    recomputed, bypassed = (
+        seconds_per_update(profile, batch, train_batch, recompute=recompute) for recompute in (True, False)
+    )
     others = _SAMPLES * profile.score.mean(batch) / batch + 3 * profile.switch.mean()
     rows = [
         ("here, log-probs recomputed", _SAMPLES / recomputed),
         ("here, ratio to the policy that drew the sample (bypass)", _SAMPLES / bypassed),
-        ("here, log-probs recomputed, with scoring and hand-overs as assumed in the profile", _SAMPLES / (recomputed + others)),
+        (
+            "here, log-probs recomputed, with scoring and hand-overs as assumed in the profile",
+            _SAMPLES / (recomputed + others),
+        ),
         *((f"published: {title}", value) for title, value in _PUBLISHED),
     ]
     return [
@@ -96,7 +107,13 @@ def _comparison(measured: Measured, profile: Profile) -> list[str]:
         "|---|---|",
         *(f"| {title} | {value:.3f} |" for title, value in rows),
         "",
-        "Differences of setting: measured on one device, without communication between GPUs and without a reward model; weights and prompt",
-        "embeddings are random, LoRA is trained whatever the published row trains (master weights, gradients and moments of all weights take",
+        (
+            "Differences of setting: measured on one device, without communication between GPUs and without a reward"
+            " model; weights and prompt"
+        ),
+        (
+            "embeddings are random, LoRA is trained whatever the published row trains (master weights, gradients and"
+            " moments of all weights take"
+        ),
         "327 GB) and nothing is offloaded to the host. The published numbers are of whole steps, with all of that.",
     ]

@@ -1,21 +1,23 @@
-"""What stale samples cost, and what off-policy correction gives back: S x correction x seed on one recipe, reward against samples.
+"""What stale samples cost, and what off-policy correction gives back: S x correction x seed on one recipe, reward
+against samples.
 
-S is 0, 2, 4 and 8 updates between the policy that draws a sample and the one trained on it; all samples are exactly S updates old (after
-the first S updates), so what a run trains on depends neither on timing nor on how many runs share the machine. The corrections
-(docs/algorithms/correction.md):
+S is 0, 2, 4 and 8 updates between the policy that draws a sample and the one trained on it; all samples are exactly S
+updates old (after the first S updates), so what a run trains on depends neither on timing nor on how many runs share
+the machine. The corrections (docs/algorithms/correction.md):
 
 - `none`: ratio to the weights at the start of the update, as if samples were fresh
 - `bypass`: ratio to the policy that drew the sample
 - `decoupled_tis`: as `none`, times the importance weight of the step, truncated at 2
-- `decoupled_kappa_tempered`: as `none`, times a tempered weight (ESS at least 0.7, truncated at 2, normalised), and steps whose exact KL exceeds
-  `--kappa-nats` are masked
+- `decoupled_kappa_tempered`: as `none`, times a tempered weight (ESS at least 0.7, truncated at 2, normalised), and
+  steps whose exact KL exceeds `--kappa-nats` are masked
 
-`--kappa-nats` is 2 by default. 0.5 nats per step is where exact weights begin to fail, and what one would choose for a run; but the
-quickstart's learning rate is high for its size, and its later steps drift by up to about 1 nat at S = 2. A mask at 0.5 would throw these away at the
-smallest S and show little but its own effect; one at 2 keeps S = 2 nearly whole and acts at S = 4 and 8.
+`--kappa-nats` is 2 by default. 0.5 nats per step is where exact weights begin to fail, and what one would choose for a
+run; but the quickstart's learning rate is high for its size, and its later steps drift by up to about 1 nat at S = 2. A
+mask at 0.5 would throw these away at the smallest S and show little but its own effect; one at 2 keeps S = 2 nearly
+whole and acts at S = 4 and 8.
 
-The driver owns a pool of child processes, one per cell (`omni-async train`), and writes nothing about them: what is complete is what a run's own
-summary says, so the same command continues after any interruption.
+The driver owns a pool of child processes, one per cell (`omni-async train`), and writes nothing about them: what is
+complete is what a run's own summary says, so the same command continues after any interruption.
 """
 
 from __future__ import annotations
@@ -82,11 +84,23 @@ def _parse(arguments: Sequence[str]) -> tuple[Plan, int, bool]:
         prog="python -m benchmarks.staleness", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="key.path=value", help="override a value of the recipe in every run (values are YAML)")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="override a value of the recipe in every run (values are YAML)",
+    )
     add("--recipe", type=Path, default=RECIPE, help="recipe to train (default: the quickstart)")
     add("--out", type=Path, default=Path("runs/staleness"), help="folder of runs and report (default: runs/staleness)")
     add("--seeds", type=_positive, default=2, metavar="N", help="run.seed 0 .. N-1 (default: 2)")
-    add("--staleness", type=_natural, nargs="+", default=[0, 2, 4, 8], metavar="S", help="staleness.max_updates (default: 0 2 4 8)")
+    add(
+        "--staleness",
+        type=_natural,
+        nargs="+",
+        default=[0, 2, 4, 8],
+        metavar="S",
+        help="staleness.max_updates (default: 0 2 4 8)",
+    )
     add(
         "--corrections",
         choices=CORRECTIONS,
@@ -95,9 +109,21 @@ def _parse(arguments: Sequence[str]) -> tuple[Plan, int, bool]:
         metavar="C",
         help=f"of {', '.join(CORRECTIONS)} (default: all)",
     )
-    add("--kappa-nats", type=float, default=2.0, metavar="X", help="mask of decoupled_kappa_tempered, nats per step (default: 2)")
+    add(
+        "--kappa-nats",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="mask of decoupled_kappa_tempered, nats per step (default: 2)",
+    )
     add("--updates", type=_positive, default=100, metavar="N", help="policy updates of a run (default: 100)")
-    add("--jobs", type=_positive, default=cores, metavar="N", help=f"runs at a time, a core each (default: all cores, here {cores})")
+    add(
+        "--jobs",
+        type=_positive,
+        default=cores,
+        metavar="N",
+        help=f"runs at a time, a core each (default: all cores, here {cores})",
+    )
     add("--report", action="store_true", help="start nothing; report on what is complete")
     # An option that takes several values would swallow the overrides after it.
     overrides = [text for text in arguments if _OVERRIDE.match(text)]
@@ -147,7 +173,10 @@ async def _train(plan: Plan, parallel: int, lock: int) -> int:
             environment=environment,
             keep_open=[lock],
         )
-        jobs = [Job(cell.name, (*TRAIN, str(plan.recipe), *plan.overrides(cell)), plan.folder(cell) / "log.txt") for cell in todo]
+        jobs = [
+            Job(cell.name, (*TRAIN, str(plan.recipe), *plan.overrides(cell)), plan.folder(cell) / "log.txt")
+            for cell in todo
+        ]
         whole = await pool.run(jobs)
     return 130 if not whole else 1 if failed else 0
 

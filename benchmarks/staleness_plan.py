@@ -1,4 +1,5 @@
-"""What the staleness experiment runs: its cells, and the overrides that turn a recipe into each of them. Starts nothing."""
+"""What the staleness experiment runs: its cells, and the overrides that turn a recipe into each of them. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """`extra`: overrides `key.path=value` of every cell. ConfigError, one line, where the cells cannot be run like that."""
+    """`extra`: overrides `key.path=value` of every cell. ConfigError, one line, where the cells cannot be run like
+    that."""
 
     recipe: Path
     out: Path
@@ -55,7 +57,8 @@ class Plan:
         return [Cell(s, c, seed) for seed in range(self.seeds) for s in self.staleness for c in self.corrections]
 
     def folder(self, cell: Cell) -> Path:
-        """What belongs to the cell: its log and, as it is the cell's run.dir, a run folder for every time it was started."""
+        """What belongs to the cell: its log and, as it is the cell's run.dir, a run folder for every time it was
+        started."""
         return self.out / cell.name
 
     def config(self, cell: Cell) -> Config:

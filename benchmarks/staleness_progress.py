@@ -1,4 +1,5 @@
-"""What a person sees while the staleness experiment runs: a line per cell that ended and, on a terminal, a bar under them."""
+"""What a person sees while the staleness experiment runs: a line per cell that ended and, on a terminal, a bar under
+them."""
 
 from __future__ import annotations
 
@@ -31,13 +32,18 @@ class Progress:
         self._running: dict[str, float] = {}
         self._seconds: list[float] = []
         self._interrupted = False
-        self._say(f"{total} cells, {total - todo} of them complete, {parallel} at a time; {plan.updates} updates each; {plan.out}")
+        self._say(
+            f"{total} cells, {total - todo} of them complete, {parallel} at a time; {plan.updates} updates each;"
+            f" {plan.out}"
+        )
 
     def __enter__(self) -> Progress:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def started(self, name: str) -> None:
@@ -75,7 +81,9 @@ class Progress:
         return f"; elapsed {_clock(elapsed)}" + (f", about {_clock(left)} left" if self._left else "")
 
     def _show(self) -> None:
-        self._bar.update(self._task, completed=self._total - self._left, description=", ".join(self._running) or "ending")
+        self._bar.update(
+            self._task, completed=self._total - self._left, description=", ".join(self._running) or "ending"
+        )
 
     def _say(self, text: str) -> None:
         self._bar.console.print(text)

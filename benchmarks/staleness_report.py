@@ -1,4 +1,5 @@
-"""The staleness experiment's report: `report.md`, `results.json` and, from `staleness_plot`, `reward.png`, of the cells that are complete."""
+"""The staleness experiment's report: `report.md`, `results.json` and, from `staleness_plot`, `reward.png`, of the cells
+that are complete."""
 
 from __future__ import annotations
 
@@ -67,13 +68,24 @@ def aggregate(results: Sequence[CellResult]) -> list[Row]:
     rows = []
     for (staleness, correction), group in groups.items():
         each = {name: [result.numbers[name] for result in group] for name in group[0].numbers}
-        rows.append(Row(staleness, correction, [r.seed for r in group], {name: _mean(values) for name, values in each.items()}, each))
+        rows.append(
+            Row(
+                staleness,
+                correction,
+                [r.seed for r in group],
+                {name: _mean(values) for name, values in each.items()},
+                each,
+            )
+        )
     return rows
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with a line per row."""
-    lines = ["| " + " | ".join(["S", "correction", "seeds", *_COLUMNS.values()]) + " |", "|" + "---|" * (3 + len(_COLUMNS))]
+    lines = [
+        "| " + " | ".join(["S", "correction", "seeds", *_COLUMNS.values()]) + " |",
+        "|" + "---|" * (3 + len(_COLUMNS)),
+    ]
     for row in rows:
         numbers = [_shown(row.mean[name]) for name in _COLUMNS]
         if len(row.seeds) > 1:

@@ -1,7 +1,8 @@
 """The numbers of one complete run of the staleness experiment, read from its folder.
 
-Rewards are laid over the images that were *admitted* up to an update, in admission order, rejected groups included: what the policy had cost
-until then. `images` of metrics.jsonl also counts the next S updates' images, which are under way by then.
+Rewards are laid over the images that were *admitted* up to an update, in admission order, rejected groups included:
+what the policy had cost until then. `images` of metrics.jsonl also counts the next S updates' images, which are under
+way by then.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class ValidationAt(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """`images` and `rewards`: a number per update. `numbers`: final `validation`, `reward_last` (mean of the last LAST_UPDATES updates),
-    `reward_area` (area under the reward curve over updates, divided by their number) and the AVERAGED ones; None where the run has none.
+    """`images` and `rewards`: a number per update. `numbers`: final `validation`, `reward_last` (mean of the last
+    LAST_UPDATES updates), `reward_area` (area under the reward curve over updates, divided by their number) and the
+    AVERAGED ones; None where the run has none.
     """
 
     staleness: int
@@ -71,11 +73,14 @@ def measure(cell: Cell, run: Path, group_size: int) -> CellResult:
         "reward_area": _mean(rewards),
         **{name: _mean(line.get(metric) for line in updates) for name, metric in AVERAGED.items()},
     }
-    return CellResult(cell.staleness, cell.correction, cell.seed, run.name, summary.wall_s, images, rewards, validation, numbers)
+    return CellResult(
+        cell.staleness, cell.correction, cell.seed, run.name, summary.wall_s, images, rewards, validation, numbers
+    )
 
 
 def images_by_update(ledger: Iterable[LedgerEntry], updates: int, group_size: int) -> list[int]:
-    """For update 1, 2, ...: images of all groups admitted up to the last one it trained on, whatever became of the others."""
+    """For update 1, 2, ...: images of all groups admitted up to the last one it trained on, whatever became of the
+    others."""
     newest = [0] * updates
     for entry in ledger:
         if entry.trained_version is not None:

@@ -1,4 +1,5 @@
-"""The pictures of docs/tuning.md, from simulations of one recipe: what S buys, what buffers have to hold, and the front that tuning finds.
+"""The pictures of docs/tuning.md, from simulations of one recipe: what S buys, what buffers have to hold, and the front
+that tuning finds.
 
 Waits for nothing but the simulator; the same recipe and profile always give the same pictures.
 """
@@ -21,7 +22,18 @@ from omni_async.simulation.result import Simulated
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.times import times_of
 from omni_async.simulation.tune import tune
-from omni_async.simulation.tune_keys import ENGINES, GROUPS, RANKS, REWARDERS, TRAJECTORIES, Keys, S, keys_of, roomy, with_keys
+from omni_async.simulation.tune_keys import (
+    ENGINES,
+    GROUPS,
+    RANKS,
+    REWARDERS,
+    TRAJECTORIES,
+    Keys,
+    S,
+    keys_of,
+    roomy,
+    with_keys,
+)
 from omni_async.simulation.tune_plot import picture
 from omni_async.simulation.tune_trials import Point
 
@@ -37,7 +49,11 @@ The recipe needs emulation.profile. About a minute on one core; nothing is measu
 """
 _UPDATES = 60
 _BUDGETS = range(5)
-_LAW, _SIMULATED, _SCHEDULE = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito's colours, which colour-blind readers tell apart
+_LAW, _SIMULATED, _SCHEDULE = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+)  # Okabe and Ito's colours, which colour-blind readers tell apart
 
 Say = Callable[[str], None]
 
@@ -45,7 +61,10 @@ Say = Callable[[str], None]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--recipe", type=Path, default=RECIPE, help="an emulated recipe (default: recipes/emulated/qwen_image_lora_h800.yaml)"
+        "--recipe",
+        type=Path,
+        default=RECIPE,
+        help="an emulated recipe (default: recipes/emulated/qwen_image_lora_h800.yaml)",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the pictures (default: docs)")
     options = parser.parse_args(arguments)
@@ -55,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{options.recipe}: emulation.profile: required")
         profile = load_profile(config.emulation.profile)
         options.out.mkdir(parents=True, exist_ok=True)
-        pictures = {"staleness": staleness(options.recipe, config, profile, _say), "buffers": buffers(config, profile, _say)}
+        pictures = {
+            "staleness": staleness(options.recipe, config, profile, _say),
+            "buffers": buffers(config, profile, _say),
+        }
         tuned = tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
         for name, figure in {**pictures, "front": picture(tuned)}.items():
             figure.savefig(options.out / f"tuning_{name}.png", dpi=110)
@@ -67,20 +89,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figure:
-    """Seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the trained groups are."""
+    """Seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the trained
+    groups are."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     steps, ages = figure.subplots(1, 2)
     split = _split(config)
     jobs = [with_keys(config, roomy(config, split, budget)) for budget in _BUDGETS]
     found = [_simulated(job, profile, say) for job in jobs]
-    steps.plot(_BUDGETS, [async_step(times_of(job, profile), job.staleness.max_updates) for job in jobs], color=_LAW, label="law")
-    steps.plot(_BUDGETS, [one.step_s for one in found], color=_SIMULATED, marker="o", linestyle="none", label="simulated")
+    steps.plot(
+        _BUDGETS,
+        [async_step(times_of(job, profile), job.staleness.max_updates) for job in jobs],
+        color=_LAW,
+        label="law",
+    )
+    steps.plot(
+        _BUDGETS, [one.step_s for one in found], color=_SIMULATED, marker="o", linestyle="none", label="simulated"
+    )
     for name in (name for name in SCHEDULES if name != "async"):
         job = load(recipe, [f"schedule={name}"])
         one = _simulated(job, profile, say)
         steps.plot([job.staleness.max_updates], [one.step_s], color=_SCHEDULE, marker="_", markersize=14)
         steps.annotate(
-            name, (job.staleness.max_updates, one.step_s), xytext=(10, -3), textcoords="offset points", fontsize=8, color=_SCHEDULE
+            name,
+            (job.staleness.max_updates, one.step_s),
+            xytext=(10, -3),
+            textcoords="offset points",
+            fontsize=8,
+            color=_SCHEDULE,
         )
     _label(steps, "staleness.max_updates (S)", "seconds per update", _BUDGETS)
     ages.plot(_BUDGETS, [one.staleness_max for one in found], color=_LAW, marker="s", label="maximum")
@@ -90,7 +125,8 @@ def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figur
 
 
 def buffers(config: Config, profile: Profile, say: Say) -> Figure:
-    """Images per second against the places of either buffer, at S = 1 and S = 2, the other buffer holding everything."""
+    """Images per second against the places of either buffer, at S = 1 and S = 2, the other buffer holding
+    everything."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     by_groups, by_samples = figure.subplots(1, 2, sharey=True)
     per_update, batch = config.trainer.groups_per_update, config.rollout.max_batch
@@ -99,7 +135,9 @@ def buffers(config: Config, profile: Profile, say: Say) -> Figure:
         groups = [per_update * eighths // 8 for eighths in range(2, 8 * (budget + 1) + 1, 2)]
         samples = [config.rollout.workers * batch * quarters // 4 for quarters in range(1, 17)]
         for axes, path, places in ((by_groups, GROUPS, groups), (by_samples, TRAJECTORIES, samples)):
-            speeds = [_simulated(with_keys(config, {**keys, path: value}), profile, say).images_per_s for value in places]
+            speeds = [
+                _simulated(with_keys(config, {**keys, path: value}), profile, say).images_per_s for value in places
+            ]
             axes.plot(places, speeds, color=colour, marker=".", label=f"S = {budget}")
     _label(by_groups, f"buffer.groups (an update has {per_update})", "images/s")
     _label(by_samples, f"buffer.trajectories (engines compute {config.rollout.workers * batch} together)", None)
@@ -113,7 +151,10 @@ def _split(config: Config) -> Keys:
 def _simulated(config: Config, profile: Profile, say: Say) -> Simulated:
     found = simulate(config, profile, updates=_UPDATES)
     keys = keys_of(config, (S, GROUPS, TRAJECTORIES))
-    say(f"{config.schedule} {', '.join(f'{path} {value}' for path, value in keys.items())}: {found.step_s:.4g} s per update")
+    say(
+        f"{config.schedule} {', '.join(f'{path} {value}' for path, value in keys.items())}: {found.step_s:.4g} s per"
+        " update"
+    )
     return found
 
 

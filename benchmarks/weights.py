@@ -1,8 +1,10 @@
-"""What a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from generation.
+"""What a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from
+generation.
 
-Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of each size
-(`weights_model`, `weights_roles`); all transports, and plain copies of the same bytes, take turns within a repeat (`weights_measure`).
-Generation is the quickstart's. What a difference of versions would save is computed on the quickstart's weights (`weights_delta`).
+Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of
+each size (`weights_model`, `weights_roles`); all transports, and plain copies of the same bytes, take turns within a
+repeat (`weights_measure`). Generation is the quickstart's. What a difference of versions would save is computed on the
+quickstart's weights (`weights_delta`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200)
     try:
-        config = load(options.recipe, [f"rollout.engine={options.engine}", f"weights.transport={options.generation_transport}"])
+        config = load(
+            options.recipe, [f"rollout.engine={options.engine}", f"weights.transport={options.generation_transport}"]
+        )
     except ConfigError as error:
         sys.stderr.write(f"weights: {error}\n")
         return 2
@@ -77,13 +81,35 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="R",
         help="also publish adapters of this rank, for sizes from 100 MB on; 0: not (default: 32)",
     )
-    add("--window", type=_natural, default=10.0, metavar="S", help="seconds of a window of generation; 0: no generation (default: 10)")
+    add(
+        "--window",
+        type=_natural,
+        default=10.0,
+        metavar="S",
+        help="seconds of a window of generation; 0: no generation (default: 10)",
+    )
     add("--every", type=_positive, default=3.0, metavar="S", help="seconds between periodic publishes (default: 3)")
     add("--engine", choices=("diffusers", "vllm_omni"), default="diffusers", help="what generates (default: diffusers)")
-    add("--generation-transport", choices=TRANSPORTS, default="object_store", help="of publishes during generation (default: object_store)")
-    add("--delta-steps", type=int, default=20, metavar="N", help="AdamW steps before versions are compared; 0: not (default: 20)")
+    add(
+        "--generation-transport",
+        choices=TRANSPORTS,
+        default="object_store",
+        help="of publishes during generation (default: object_store)",
+    )
+    add(
+        "--delta-steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="AdamW steps before versions are compared; 0: not (default: 20)",
+    )
     add("--recipe", type=Path, default=RECIPE, help="whose model generates (default: the quickstart)")
-    add("--out", type=Path, default=Path("runs/bench/weights"), help="folder for results.json (default: runs/bench/weights)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/bench/weights"),
+        help="folder for results.json (default: runs/bench/weights)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -97,10 +123,16 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
     sizes, notes = _sizes(options)
     results = Results(describe_machine(), _settings(options), [], [], [], notes)
     if sizes or options.window:
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=options.out) as name, ray_session(int(3e6 * max(sizes, default=0.0))):
+        with (
+            tempfile.TemporaryDirectory(prefix="weights-", dir=options.out) as name,
+            ray_session(int(3e6 * max(sizes, default=0.0))),
+        ):
             folder = Path(name)
             for megabytes, rank in [(size, rank) for size in sizes for rank in _ranks(size, options.lora_rank)]:
-                tell(f"{megabytes:g} MB{f', adapters of rank {rank}' if rank else ''}: starting a trainer and {options.engines} engines")
+                tell(
+                    f"{megabytes:g} MB{f', adapters of rank {rank}' if rank else ''}: starting a trainer and"
+                    f" {options.engines} engines"
+                )
                 publishes = measure_publishes(
                     megabytes,
                     options.transports,
@@ -135,7 +167,8 @@ def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
     available = psutil.virtual_memory().available
     fit = [size for size in sorted(options.sizes) if size <= options.max_mb and needed_bytes(size) <= available]
     notes = [
-        f"left out: {size:g} MB (--max-mb is {options.max_mb:g}; it needs {needed_bytes(size) / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free)"
+        f"left out: {size:g} MB (--max-mb is {options.max_mb:g}; it needs {needed_bytes(size) / 1e9:.1f} GB of memory,"
+        f" {available / 1e9:.1f} GB are free)"
         for size in options.sizes
         if size not in fit
     ]

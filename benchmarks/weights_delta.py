@@ -1,8 +1,10 @@
-"""Would sending only what changed be less work? bf16 weights of a recipe's model before and after an AdamW step, compared and packed.
+"""Would sending only what changed be less work? bf16 weights of a recipe's model before and after an AdamW step,
+compared and packed.
 
-The step is a real one of the model's own flow-matching loss on random latents and prompts of no content, drawn anew for every step, so that
-AdamW's moments are those of noisy gradients. A difference is packed in two ways: a bit per element and the changed elements' new values, and
-zlib over the exclusive or. Both are compared with what they would save: a plain copy of all bytes.
+The step is a real one of the model's own flow-matching loss on random latents and prompts of no content, drawn anew for
+every step, so that AdamW's moments are those of noisy gradients. A difference is packed in two ways: a bit per element
+and the changed elements' new values, and zlib over the exclusive or. Both are compared with what they would save: a
+plain copy of all bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ _BATCH = 8
 
 
 class DeltaRecord(msgspec.Struct, frozen=True):
-    """After `steps` optimizer steps at `lr`: the last step changed `changed` of the bf16 elements. Bytes as a fraction of all, seconds for
-    making (`pack_s`, `zlib_s`) and for applying (`apply_s`) the difference, beside `copy_s` for a plain copy."""
+    """After `steps` optimizer steps at `lr`: the last step changed `changed` of the bf16 elements. Bytes as a fraction
+    of all, seconds for making (`pack_s`, `zlib_s`) and for applying (`apply_s`) the difference, beside `copy_s` for a
+    plain copy."""
 
     lr: float
     steps: int
@@ -75,7 +78,9 @@ def _bf16(model: torch.nn.Module) -> np.ndarray[Any, np.dtype[np.uint16]]:
     return bits
 
 
-def _compare(lr: float, step: int, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], repeats: int) -> DeltaRecord:
+def _compare(
+    lr: float, step: int, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], repeats: int
+) -> DeltaRecord:
     target = before.copy()
     mask, values = pack(before, after)
     if not np.array_equal(apply(before.copy(), mask, values), after):

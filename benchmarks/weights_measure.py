@@ -1,4 +1,5 @@
-"""Runs the arms of the weight benchmark on Ray actors: every repeat takes each arm in turn, so that a busy moment of the machine meets all."""
+"""Runs the arms of the weight benchmark on Ray actors: every repeat takes each arm in turn, so that a busy moment of
+the machine meets all."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from omni_async.runtime.ray_shell import Proxy, actor_class
 
 Tell = Callable[[str], None]
 
-# What exists of a payload at once, at most: the weights themselves in trainer and engine, the buckets, a copy of them to time and a new one,
-# two versions in the object store, the file in the page cache, and a receiver's own memory.
+# What exists of a payload at once, at most: the weights themselves in trainer and engine, the buckets, a copy of them
+# to time and a new one, two versions in the object store, the file in the page cache, and a receiver's own memory.
 _PAYLOADS_IN_MEMORY = 9
 
 
 class PublishRecord(msgspec.Struct, frozen=True):
-    """One publish, and plain copies of the same bytes made in the same process right before it (`CopyTimes`). Seconds."""
+    """One publish, and plain copies of the same bytes made in the same process right before it (`CopyTimes`).
+    Seconds."""
 
     payload: Literal["full", "lora"]
     model_mb: float
@@ -44,7 +46,8 @@ class PublishRecord(msgspec.Struct, frozen=True):
 
 
 class ThroughputRecord(msgspec.Struct, frozen=True):
-    """A window of generation: `samples` in `seconds` while `publishes` versions arrived. `arm` is quiet, periodic or back_to_back."""
+    """A window of generation: `samples` in `seconds` while `publishes` versions arrived. `arm` is quiet, periodic or
+    back_to_back."""
 
     arm: str
     repeat: int
@@ -64,9 +67,19 @@ def ray_session(store_bytes: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    quiet: dict[str, Any] = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "configure_logging": False,
+    }
     ray.init(num_cpus=4, object_store_memory=max(store_bytes, 200_000_000), runtime_env={"env_vars": env}, **quiet)
     try:
         yield
@@ -97,10 +110,17 @@ def hosts(
 
 
 async def measure_publishes(
-    megabytes: float, transports: Sequence[str], *, repeats: int, engines: int, lora_rank: int | None, folder: Path, tell: Tell
+    megabytes: float,
+    transports: Sequence[str],
+    *,
+    repeats: int,
+    engines: int,
+    lora_rank: int | None,
+    folder: Path,
+    tell: Tell,
 ) -> list[PublishRecord]:
-    """`repeats` publishes by every transport of a model of `megabytes`, after one of each that is not counted. With `lora_rank` its
-    adapters are the payload."""
+    """`repeats` publishes by every transport of a model of `megabytes`, after one of each that is not counted. With
+    `lora_rank` its adapters are the payload."""
     config = sized_config(megabytes, lora_rank=lora_rank)
     payload = config.weights.payload
     records: list[PublishRecord] = []
@@ -137,7 +157,8 @@ async def measure_publishes(
 async def measure_throughput(
     config: Config, transport: str, *, repeats: int, window_s: float, every_s: float, folder: Path, tell: Tell
 ) -> list[ThroughputRecord]:
-    """Windows of the same number of samples, about `window_s` long: without publishes, with one every `every_s`, and with one after the other."""
+    """Windows of the same number of samples, about `window_s` long: without publishes, with one every `every_s`, and
+    with one after the other."""
     records: list[ThroughputRecord] = []
     with hosts(config, find_family(config.model.pipeline), [transport], 1, folder) as (trainer, found):
         [engine] = found.values()

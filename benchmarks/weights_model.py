@@ -17,7 +17,9 @@ SIZED = PipelineFamily("sized", "benchmarks.weights_model:SizedPolicy", "")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out")
 
 
-def sized_config(megabytes: float, *, lora_rank: int | None = None, bucket_mb: int = 256, timeout_s: float = 120.0) -> Config:
+def sized_config(
+    megabytes: float, *, lora_rank: int | None = None, bucket_mb: int = 256, timeout_s: float = 120.0
+) -> Config:
     """Trainer and engines of a `SizedPolicy`; with `lora_rank` adapters are what is trained and published."""
     tree: dict[str, Any] = {
         "model": {"path": repr(float(megabytes))},
@@ -33,8 +35,8 @@ def sized_config(megabytes: float, *, lora_rank: int | None = None, bucket_mb: i
 
 
 class SizedPolicy:
-    """See `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to 20 MB and of 4 MB
-    beyond. The transformer loaded last is kept, so that it can be changed from outside."""
+    """See `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to
+    20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,7 +55,9 @@ class SizedPolicy:
     def sigmas(self, num_inference_steps: int, height: int, width: int) -> Tensor:
         return linear(num_inference_steps)
 
-    def velocity(self, transformer: nn.Module, latents: Tensor, sigma: Tensor, conditioning: TensorDict, **_: Any) -> Tensor:
+    def velocity(
+        self, transformer: nn.Module, latents: Tensor, sigma: Tensor, conditioning: TensorDict, **_: Any
+    ) -> Tensor:
         """Depends on the first matrix alone."""
         out: Tensor = transformer(latents)
         return out

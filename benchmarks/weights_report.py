@@ -1,4 +1,5 @@
-"""Tables and results file of the weight benchmark. Ratios are taken within a repeat, so that a slow moment is in both of their terms."""
+"""Tables and results file of the weight benchmark. Ratios are taken within a repeat, so that a slow moment is in both
+of their terms."""
 
 from __future__ import annotations
 
@@ -61,8 +62,13 @@ def _publishes(records: Sequence[PublishRecord]) -> Table:
     for (payload, _, transport), group in _by(records, lambda r: (r.payload, r.model_mb, r.transport)):
         ratio = spread([r.blocked / r.copy_tensors for r in group])
         of_blocks = spread([r.blocked / r.copy_blocks for r in group])
-        columns = zip(*((r.copy_tensors, r.copy_blocks, r.copy_new, r.blocked, r.swapped, r.staged, r.swap) for r in group), strict=True)
-        copy, blocks, new, blocked, swapped, staged, swap = (spread([1e3 * seconds for seconds in column]) for column in columns)
+        columns = zip(
+            *((r.copy_tensors, r.copy_blocks, r.copy_new, r.blocked, r.swapped, r.staged, r.swap) for r in group),
+            strict=True,
+        )
+        copy, blocks, new, blocked, swapped, staged, swap = (
+            spread([1e3 * seconds for seconds in column]) for column in columns
+        )
         met = "" if ratio.median <= BLOCKED_TARGET else " !"
         table.add_row(
             payload,
@@ -83,14 +89,20 @@ def _publishes(records: Sequence[PublishRecord]) -> Table:
 
 def _throughput(records: Sequence[ThroughputRecord]) -> Table:
     table = Table(
-        "publishes", "per second", "samples/s", "of quiet", title="Generation while versions are published and swapped in (swap: step)"
+        "publishes",
+        "per second",
+        "samples/s",
+        "of quiet",
+        title="Generation while versions are published and swapped in (swap: step)",
     )
     quiet = {r.repeat: _rate(r) for r in records if r.arm == "quiet"}
     for (arm,), group in _by(records, lambda r: (r.arm,)):
         share = spread([_rate(r) / quiet[r.repeat] for r in group])
         met = "" if share.median >= THROUGHPUT_TARGET else " !"
         per_second = spread([r.publishes / r.seconds for r in group])
-        table.add_row(arm.replace("_", " "), _text(per_second), _text(spread([_rate(r) for r in group])), _text(share) + met)
+        table.add_row(
+            arm.replace("_", " "), _text(per_second), _text(spread([_rate(r) for r in group])), _text(share) + met
+        )
     return table
 
 

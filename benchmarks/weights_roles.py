@@ -1,5 +1,6 @@
-"""Trainer and engine of the weight benchmark, each for a Ray actor: the run's own rank, publisher, producers and transports, without updates
-and without a coordinator. Every transport has a publisher and a producer of its own, so that publishes by different ones can alternate.
+"""Trainer and engine of the weight benchmark, each for a Ray actor: the run's own rank, publisher, producers and
+transports, without updates and without a coordinator. Every transport has a publisher and a producer of its own, so
+that publishes by different ones can alternate.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ CPU = torch.device("cpu")
 
 
 class PublishTimes(msgspec.Struct, frozen=True):
-    """Seconds from the start of an export: `blocked` until the trainer may go on, `swapped` until the last engine has swapped. `staged` and
-    `swap` are the slowest engine's own."""
+    """Seconds from the start of an export: `blocked` until the trainer may go on, `swapped` until the last engine has
+    swapped. `staged` and `swap` are the slowest engine's own."""
 
     blocked: float
     swapped: float
@@ -47,8 +48,8 @@ class PublishTimes(msgspec.Struct, frozen=True):
 
 
 class CopyTimes(msgspec.Struct, frozen=True):
-    """Seconds of plain copies of the same bytes into memory that was used before: `tensors` one by one, from where they lie, and in large
-    `blocks`, for which the C library may bypass the cache; and in blocks into `new` memory."""
+    """Seconds of plain copies of the same bytes into memory that was used before: `tensors` one by one, from where they
+    lie, and in large `blocks`, for which the C library may bypass the cache; and in blocks into `new` memory."""
 
     tensors: float
     blocks: float
@@ -56,7 +57,8 @@ class CopyTimes(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    """What publisher and producers ask of a coordinator. A version has arrived when `engines` of them hold it, or one is lost."""
+    """What publisher and producers ask of a coordinator. A version has arrived when `engines` of them hold it, or one
+    is lost."""
 
     def __init__(self, engines: int = 0) -> None:
         self._engines = engines
@@ -144,7 +146,13 @@ class TrainerHost:
     """A trainer rank with one publisher per transport. `engines` are proxies of `EngineHost`s."""
 
     def __init__(
-        self, config: Config, family: PipelineFamily, transports: Sequence[str], engines: dict[str, Any], folder: str, host: str
+        self,
+        config: Config,
+        family: PipelineFamily,
+        transports: Sequence[str],
+        engines: dict[str, Any],
+        folder: str,
+        host: str,
     ) -> None:
         torch.set_num_threads(1)
         self._policy = family.load_policy(config.model.path)
@@ -221,7 +229,11 @@ class TrainerHost:
     def _copies(self) -> CopyTimes:
         if [len(b) for b in self._copy] != [len(b) for b in self._source]:
             self._copy = [bucket.copy() for bucket in self._source]
-        trained = [p.detach().numpy().reshape(-1).view(np.uint8) for p in self._policy.transformer.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        trained = [
+            p.detach().numpy().reshape(-1).view(np.uint8)
+            for p in self._policy.transformer.parameters()
+            if p.requires_grad
+        ]  # type: ignore[attr-defined]
         places = _cut(self._copy, [len(tensor) for tensor in trained])
         return CopyTimes(
             tensors=_seconds(lambda: _copy(trained, places)),
@@ -230,7 +242,8 @@ class TrainerHost:
         )
 
     async def publish_repeatedly(self, transport: str, every_s: float) -> None:
-        """From now on, a version every so many seconds, or as soon as the last one has arrived, until `stop_publishing`."""
+        """From now on, a version every so many seconds, or as soon as the last one has arrived, until
+        `stop_publishing`."""
         self._num_published = 0
         self._enough.clear()
 

@@ -1,4 +1,5 @@
-"""Which accelerators this machine has: what can be known in a moment, without a driver or torch, and what torch says."""
+"""Which accelerators this machine has: what can be known in a moment, without a driver or torch, and what torch
+says."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ if TYPE_CHECKING:
     import torch
 
 _NVIDIA = re.compile(r"nvidia\d+")
-# Devices of makers whose count says little by itself: AMD and integrated graphics (dri), Intel, Gaudi and others (accel), Ascend, WSL.
+# Devices of makers whose count says little by itself: AMD and integrated graphics (dri), Intel, Gaudi and others
+# (accel), Ascend, WSL.
 _OTHERS = re.compile(r"kfd|dri|accel\d*|davinci.*|dxg|hl\d+")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 
 
-def most_accelerators(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """At most so many, and why, as CUDA and Ray count them; None: only a driver knows. Takes no time: no torch, no Ray, no driver is asked."""
+def most_accelerators(
+    devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ
+) -> tuple[int, str] | None:
+    """At most so many, and why, as CUDA and Ray count them; None: only a driver knows. Takes no time: no torch, no Ray,
+    no driver is asked."""
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:
@@ -39,12 +44,15 @@ def most_accelerators(devices: Path = Path("/dev"), environment: Mapping[str, st
 
 
 def require_accelerator(key: str, asked: float) -> torch.device:
-    """The accelerator that torch would use. RuntimeError, under `key`, if it sees none: what was meant for one would run on the CPU without a word."""
+    """The accelerator that torch would use. RuntimeError, under `key`, if it sees none: what was meant for one would
+    run on the CPU without a word."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
-        raise RuntimeError(f"{key}: {asked:g} asked for, but torch {torch.__version__} sees no accelerator here; 0 runs on the CPU")
+        raise RuntimeError(
+            f"{key}: {asked:g} asked for, but torch {torch.__version__} sees no accelerator here; 0 runs on the CPU"
+        )
     return found
 
 

@@ -1,6 +1,8 @@
-"""`omni-async`: the command line. Parsing, validation and messages only; everything heavy is imported once a command needs it.
+"""`omni-async`: the command line. Parsing, validation and messages only; everything heavy is imported once a command
+needs it.
 
-Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
+traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -55,23 +57,40 @@ Write the configuration reference, a table of every key with its bounds, default
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="omni-async", description="Fully asynchronous RL post-training of generative models.")
+    parser = argparse.ArgumentParser(
+        prog="omni-async", description="Fully asynchronous RL post-training of generative models."
+    )
     parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser("train", help="train from a recipe", description=_TRAIN, formatter_class=raw)
     check = commands.add_parser(
-        "check", help="validate a recipe and print it with every default filled in", description=_CHECK, formatter_class=raw
+        "check",
+        help="validate a recipe and print it with every default filled in",
+        description=_CHECK,
+        formatter_class=raw,
     )
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
         command.add_argument(
-            "overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)"
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key.path=value",
+            help="override a value of the recipe (values are YAML)",
         )
-    check.add_argument("--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture")
-    commands.add_parser("list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw)
-    docs = commands.add_parser("docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw)
-    docs.add_argument("--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)")
+    check.add_argument(
+        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture"
+    )
+    commands.add_parser(
+        "list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw
+    )
+    docs = commands.add_parser(
+        "docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw
+    )
+    docs.add_argument(
+        "--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)"
+    )
     add_operations(commands)
     add_bench(commands)
     add_simulate(commands)
@@ -91,11 +110,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command to its exit code. Without `arguments` it is this process's own, and all that is left for the process to do then is to end."""
+    """Run a command to its exit code. Without `arguments` it is this process's own, and all that is left for the
+    process to do then is to end."""
     code = _run(_parse(arguments))
     if arguments is None:
-        # Python waits for threads first, that of a model which is still loading say. Nobody can catch a KeyboardInterrupt by then, and it would be
-        # shown as a mistake of Python's; everything is written, so Ctrl-C just ends the process.
+        # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
+        # KeyboardInterrupt by then, and it would be shown as a mistake of Python's; everything is written, so Ctrl-C
+        # just ends the process.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
 
@@ -156,7 +177,10 @@ def _train(config: Config) -> int:
     if summary.status == "failed":
         _tell(f"the run failed: {summary.reason}")
     if summary.unwritten:
-        _tell("not everything could be written: " + ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items()))
+        _tell(
+            "not everything could be written: "
+            + ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
+        )
         return 1
     return EXIT_CODES[summary.status]
 

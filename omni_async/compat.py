@@ -1,8 +1,9 @@
 """Makes a CUDA build of torchvision, torchaudio or torchcodec harmless beside a CPU build of torch.
 
-Registries carry one build of these packages, the CUDA one. Next to a CPU torch, torchvision dies on import because its C++ library cannot
-register `torchvision::nms`, and takes transformers, diffusers and vllm_omni with it; torchaudio and torchcodec raise OSError wherever
-somebody probes for them. The Python parts we need work once the two operator schemas exist and the other two packages look absent.
+Registries carry one build of these packages, the CUDA one. Next to a CPU torch, torchvision dies on import because its
+C++ library cannot register `torchvision::nms`, and takes transformers, diffusers and vllm_omni with it; torchaudio and
+torchcodec raise OSError wherever somebody probes for them. The Python parts we need work once the two operator schemas
+exist and the other two packages look absent.
 
 Nothing happens with a CUDA torch, or when the builds match, and nothing is written into site-packages.
 """
@@ -37,12 +38,15 @@ def _define_torchvision_schemas() -> None:
 
 
 class _TolerantPathFinder(PathFinder):
-    """The ordinary path finder, except that unloadable packages look absent and torchvision finds its schemas defined."""
+    """The ordinary path finder, except that unloadable packages look absent and torchvision finds its schemas
+    defined."""
 
     torchvision_pending = False
 
     @classmethod
-    def find_spec(cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname in _UNLOADABLE:
             return None
         if fullname == "torchvision.extension" and cls.torchvision_pending:
@@ -52,7 +56,8 @@ class _TolerantPathFinder(PathFinder):
 
 
 def tolerate_cuda_builds_beside_cpu_torch() -> None:
-    """Take the ordinary path finder's place in `sys.meta_path` if this installation is mixed; calling it again changes nothing."""
+    """Take the ordinary path finder's place in `sys.meta_path` if this installation is mixed; calling it again changes
+    nothing."""
     torchvision = _installed("torchvision")
     mixed = "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision
     if mixed and PathFinder in sys.meta_path:

@@ -1,7 +1,8 @@
-"""The policy contract: the one description of a model family that the trainer and every engine share, so the two cannot drift.
+"""The policy contract: the one description of a model family that the trainer and every engine share, so the two cannot
+drift.
 
-A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity; everything else (SDE step,
-log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere.
+A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
+everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class PipelineFamily(msgspec.Struct, frozen=True):
-    """What is known of a family without importing torch. `policy` is a `module:Class`; `vllm_pipeline` and `vllm_extension` are the
-    dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's `model_index.json` must have."""
+    """What is known of a family without importing torch. `policy` is a `module:Class`; `vllm_pipeline` and
+    `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
+    checkpoint's `model_index.json` must have."""
 
     name: str
     policy: str
@@ -35,7 +37,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
 
 
 def find_family(name: str) -> PipelineFamily:
-    """The family registered as `name` in the entry-point group `omni_async.pipelines`; ValueError lists the known ones."""
+    """The family registered as `name` in the entry-point group `omni_async.pipelines`; ValueError lists the known
+    ones."""
     known = {point.name: point for point in entry_points(group="omni_async.pipelines")}
     if name not in known:
         raise ValueError(f"model.pipeline: expected one of {sorted(known)}, got {name!r}")
@@ -44,8 +47,9 @@ def find_family(name: str) -> PipelineFamily:
 
 
 class Policy(Protocol):
-    """Shapes: B samples, T latent tokens, C channels per token, L text tokens, E text width. Conditioning is a TensorDict of batch size
-    [B] with the keys the family's `encode` produced; samples of different lengths are padded by `stack_conditioning`."""
+    """Shapes: B samples, T latent tokens, C channels per token, L text tokens, E text width. Conditioning is a
+    TensorDict of batch size [B] with the keys the family's `encode` produced; samples of different lengths are padded
+    by `stack_conditioning`."""
 
     path: str
 
@@ -70,15 +74,15 @@ class Policy(Protocol):
         true_cfg_scale: float,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32 (B,). Without
-        `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
+        """v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32 (B,).
+        Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
 
     def blank_conditioning(self, guided: bool) -> TensorDict:
-        """Conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with the unconditional branch if
-        `guided`. For engines that emulate a model they did not load."""
+        """Conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with the
+        unconditional branch if `guided`. For engines that emulate a model they did not load."""
 
     def load_codec(self, dtype: torch.dtype) -> Codec:
         """Text encoder and VAE: needed where samples are made, never by the trainer."""
@@ -88,12 +92,13 @@ class Codec(Protocol):
     def to(self, device: Any) -> Codec: ...
 
     def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
-        """Conditioning of one prompt, batch size []; the unconditional branch is included if `negative_prompt` is not None."""
+        """Conditioning of one prompt, batch size []; the unconditional branch is included if `negative_prompt` is not
+        None."""
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         """Final latents (B, T, C) to uint8 images (B, 3, height, width)."""
 
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The inverse of `decode`, as far as the VAE has one: uint8 images (B, 3, height, width) to latents (B, T, C) float32 on the codec's
-        device, noise-free (the posterior's mode), so that an image always has the same latents. ValueError for another dtype or shape, or a
-        size the family's latents do not divide."""
+        """The inverse of `decode`, as far as the VAE has one: uint8 images (B, 3, height, width) to latents (B, T, C)
+        float32 on the codec's device, noise-free (the posterior's mode), so that an image always has the same latents.
+        ValueError for another dtype or shape, or a size the family's latents do not divide."""

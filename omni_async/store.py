@@ -1,6 +1,7 @@
 """The data plane: where tensors wait while messages about them travel.
 
-`put` and `get` are all a role knows. Which store it has decides whether the reference is a Ray object reference or the object itself.
+`put` and `get` are all a role knows. Which store it has decides whether the reference is a Ray object reference or the
+object itself.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ class ObjectStore(Protocol):
         """Store `value`; the object lives as long as somebody holds the returned reference."""
 
     async def put_all(self, values: Sequence[Any]) -> list[Any]:
-        """A reference for each of the values. Small ones may be stored together, and then live and travel together: give values in one call
-        that the same readers want at about the same time."""
+        """A reference for each of the values. Small ones may be stored together, and then live and travel together:
+        give values in one call that the same readers want at about the same time."""
 
     async def get(self, reference: Any) -> Any:
-        """The stored value, shared with everybody who has the reference: it must not be written to. Raises ObjectLost if it is gone."""
+        """The stored value, shared with everybody who has the reference: it must not be written to. Raises ObjectLost
+        if it is gone."""
 
 
 class LocalStore:

@@ -1,7 +1,7 @@
 """The messages that travel between roles: plain msgspec structs, importable without torch or Ray.
 
-Tensors never ride in them. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the one-process
-runtime) which only the data plane, `omni_async.store`, opens.
+Tensors never ride in them. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
+one-process runtime) which only the data plane, `omni_async.store`, opens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Terminal = Literal["trained", "rejected", "dropped"]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses `text`."""
+    """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses
+    `text`."""
 
     index: int
     text: str
@@ -24,7 +25,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class SdeWindow(msgspec.Struct, frozen=True):
-    """Denoising steps `start <= i < start + size` are taken with noise and trained; every other step is a plain Euler step."""
+    """Denoising steps `start <= i < start + size` are taken with noise and trained; every other step is a plain Euler
+    step."""
 
     start: int
     size: int
@@ -37,9 +39,10 @@ class SdeWindow(msgspec.Struct, frozen=True):
 class SampleRequest(msgspec.Struct, frozen=True):
     """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
 
-    `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit integer.
-    `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked for. `initial_seed`, where
-    given, seeds the initial noise in place of `seed`, so that samples of a group can share it.
+    `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
+    integer. `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked
+    for. `initial_seed`, where given, seeds the initial noise in place of `seed`, so that samples of a group can share
+    it.
     """
 
     sample_id: str
@@ -62,8 +65,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True):
-    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step 0. Of a training
-    sample without a window every step counts as trained, because its end is what is trained on."""
+    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step
+    0. Of a training sample without a window every step counts as trained, because its end is what is trained on."""
 
     sample_id: str
     engine: str
@@ -88,7 +91,8 @@ class ScoreJob(msgspec.Struct, frozen=True):
 class Score(msgspec.Struct, frozen=True):
     """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
 
-    `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves it empty.
+    `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves
+    it empty.
     """
 
     value: float
@@ -98,10 +102,11 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
-    """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's. `gone`: the picture could not be had any
-    more, which is not the scorer's failure. `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had
-    not been tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and said the same of this sample twice.
-    `final`: scoring it again would not help."""
+    """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's. `gone`: the
+    picture could not be had any more, which is not the scorer's failure. `postponed`: the error is the scorer's and not
+    the sample's, which is to be scored later as if it had not been tried; `suspect`: the scorer went down with it;
+    `wrong`: the scorer has scored nothing yet, and said the same of this sample twice. `final`: scoring it again would
+    not help."""
 
     sample_id: str
     attempt: int
@@ -142,12 +147,13 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """What of a ready group is trained on, beside the trajectories that a rank has fetched: one entry per chosen sample, in the same order
-    everywhere.
+    """What of a ready group is trained on, beside the trajectories that a rank has fetched: one entry per chosen
+    sample, in the same order everywhere.
 
-    `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one. `staleness[i][k]` is the
-    version trained from minus the version that took trained step k. `weights[i][k]`, where given, are importance weights made from the
-    whole update, and replace what the trainer would compute from the group alone.
+    `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one.
+    `staleness[i][k]` is the version trained from minus the version that took trained step k. `weights[i][k]`, where
+    given, are importance weights made from the whole update, and replace what the trainer would compute from the group
+    alone.
     """
 
     group: int
@@ -158,8 +164,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class SampleDrift(msgspec.Struct, frozen=True):
-    """How far the proximal policy is from the one that made a sample: per trained step the log-ratio in nats, and the exact KL in
-    nats; both are of all `num_elements` latent elements together."""
+    """How far the proximal policy is from the one that made a sample: per trained step the log-ratio in nats, and the
+    exact KL in nats; both are of all `num_elements` latent elements together."""
 
     log_ratio: tuple[float, ...]
     kappa: tuple[float, ...] | None
@@ -193,8 +199,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A stretch of time of one actor, in seconds since the epoch. `kind`: generate, score, train, publish, swap, ..., or the
-    waits `starved` (no input) and `backpressured` (no room downstream)."""
+    """A stretch of time of one actor, in seconds since the epoch. `kind`: generate, score, train, publish, swap, ...,
+    or the waits `starved` (no input) and `backpressured` (no room downstream)."""
 
     actor: str
     kind: str

@@ -6,7 +6,8 @@
 - `@pytest.mark.sliced(floor=n)`, on a test or a module: n of its tests are run, drawn by the slice's seed.
 - the fixture `slice_of`: a run of consecutive seeds out of all that a search has.
 
-The end of the output says what was left out, and the seed that draws the same slice again. A file or a test that is named is run whole.
+The end of the output says what was left out, and the seed that draws the same slice again. A file or a test that is
+named is run whole.
 """
 
 from __future__ import annotations
@@ -54,8 +55,15 @@ _SLICE = pytest.StashKey[Slice]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("how much")
-    group.addoption("--all", action="store_true", dest="everything", help="every test and every schedule, not a slice of them")
-    group.addoption("--slice-seed", type=int, metavar="SEED", help="which slice of the long searches (default: another one every time)")
+    group.addoption(
+        "--all", action="store_true", dest="everything", help="every test and every schedule, not a slice of them"
+    )
+    group.addoption(
+        "--slice-seed",
+        type=int,
+        metavar="SEED",
+        help="which slice of the long searches (default: another one every time)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,7 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if seed is None:
         seed = random.SystemRandom().randrange(10**6)
     named = any(".py" in argument for argument in config.args)
-    config.stash[_SLICE] = Slice(getattr(config, "workerinput", {}).get("slice_seed", seed), config.getoption("everything") or named)
+    config.stash[_SLICE] = Slice(
+        getattr(config, "workerinput", {}).get("slice_seed", seed), config.getoption("everything") or named
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -118,7 +128,8 @@ def slice_of(request: pytest.FixtureRequest) -> Callable[[str, int, int], range]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch in one thread, where a test file has imported it: small tensors gain nothing from more, and there are only two cores."""
+    """Torch in one thread, where a test file has imported it: small tensors gain nothing from more, and there are only
+    two cores."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield

@@ -1,4 +1,5 @@
-"""Small real implementations of our contracts, for tests: a transformer with a policy around it, and groups it could have produced."""
+"""Small real implementations of our contracts, for tests: a transformer with a policy around it, and groups it could
+have produced."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class TinyAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)])
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        attended = nn.functional.scaled_dot_product_attention(self.to_q(x), self.to_k(x), self.to_v(x), attn_mask=mask[:, None])
+        attended = nn.functional.scaled_dot_product_attention(
+            self.to_q(x), self.to_k(x), self.to_v(x), attn_mask=mask[:, None]
+        )
         return self.to_out[1](self.to_out[0](attended))
 
 
@@ -101,17 +104,24 @@ class TinyPolicy:
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         pad = nn.utils.rnn.pad_sequence
-        return TensorDict({k: pad([r[k] for r in rows], batch_first=True) for k in ("text", "mask")}, batch_size=[len(rows)])
+        return TensorDict(
+            {k: pad([r[k] for r in rows], batch_first=True) for k in ("text", "mask")}, batch_size=[len(rows)]
+        )
 
 
-def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range, transformer: nn.Module | None = None) -> TensorDict:
-    """A sample made by the policy itself, as an engine would make it; without `rollout.sde` no step is noisy and `window` is not looked at."""
+def tiny_trajectory(
+    policy: TinyPolicy, config: Config, seed: int, window: range, transformer: nn.Module | None = None
+) -> TensorDict:
+    """A sample made by the policy itself, as an engine would make it; without `rollout.sde` no step is noisy and
+    `window` is not looked at."""
     r = config.rollout
     generator = torch.Generator().manual_seed(seed)
     transformer = transformer or policy.load_transformer(torch.float32)
     sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
     length = 2 + seed % 3
-    conditioning = TensorDict({"text": torch.randn(length, TEXT, generator=generator), "mask": torch.ones(length, dtype=torch.bool)}, [])
+    conditioning = TensorDict(
+        {"text": torch.randn(length, TEXT, generator=generator), "mask": torch.ones(length, dtype=torch.bool)}, []
+    )
     batch = policy.stack_conditioning([conditioning])
     x = torch.randn(1, *policy.latent_shape(r.height, r.width), generator=generator)
     noisy = window if r.sde is not None else range(0)
@@ -119,7 +129,9 @@ def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range
     for i in range(r.num_inference_steps):
         sigma, sigma_next = sigmas[i : i + 1], sigmas[i + 1 : i + 2]
         with torch.no_grad():
-            v = policy.velocity(transformer, x, sigma, batch, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
+            v = policy.velocity(
+                transformer, x, sigma, batch, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
+            )
         if i not in noisy or r.sde is None:
             x = ode_step(x, v, sigma, sigma_next)
             continue
@@ -131,7 +143,12 @@ def tiny_trajectory(policy: TinyPolicy, config: Config, seed: int, window: range
         means.append(mean)
         if i == noisy[-1]:
             latents.append(x)
-    tensors = {"final": x[0], "sigmas": sigmas, "steps": torch.tensor(list(noisy), dtype=torch.int64), "conditioning": conditioning}
+    tensors = {
+        "final": x[0],
+        "sigmas": sigmas,
+        "steps": torch.tensor(list(noisy), dtype=torch.int64),
+        "conditioning": conditioning,
+    }
     if latents:
         tensors |= {"latents": torch.cat(latents), "log_probs": torch.cat(log_probs), "means": torch.cat(means)}
     return TensorDict(tensors, batch_size=[])
@@ -146,7 +163,9 @@ def tiny_group(
     transformer: nn.Module | None = None,
 ) -> GroupBatch:
     """A group of `rollout.group_size` samples with random advantages, every step `staleness` versions old."""
-    samples = [tiny_trajectory(policy, config, 100 * seed + i, window, transformer) for i in range(config.rollout.group_size)]
+    samples = [
+        tiny_trajectory(policy, config, 100 * seed + i, window, transformer) for i in range(config.rollout.group_size)
+    ]
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     trained = len(window) if config.rollout.sde is not None else config.rollout.num_inference_steps
     return GroupBatch(
@@ -162,7 +181,11 @@ def tiny_pair(policy: TinyPolicy, config: Config, seed: int = 0) -> GroupBatch:
     """Winner and loser of a preference, which share the seed of their training noise."""
     group = tiny_group(policy, config, seed)
     return replace(
-        group, trajectories=group.trajectories[:2], advantages=[1.0, -1.0], seeds=group.seeds[:1] * 2, staleness=group.staleness[:2]
+        group,
+        trajectories=group.trajectories[:2],
+        advantages=[1.0, -1.0],
+        seeds=group.seeds[:1] * 2,
+        staleness=group.staleness[:2],
     )
 
 

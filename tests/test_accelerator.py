@@ -1,4 +1,5 @@
-"""How many accelerators there may be at most is known without a driver; where torch sees none, nothing falls back to the CPU."""
+"""How many accelerators there may be at most is known without a driver; where torch sees none, nothing falls back to
+the CPU."""
 
 from __future__ import annotations
 
@@ -59,11 +60,20 @@ def test_a_torch_for_cpus_uses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_what_torch_does_not_see_is_not_replaced_by_the_cpu() -> None:
     with pytest.raises(
-        RuntimeError, match=r"^placement\.trainer\.gpus: 0\.5 asked for, but torch \S+ sees no accelerator here; 0 runs on the CPU$"
+        RuntimeError,
+        match=r"^placement\.trainer\.gpus: 0\.5 asked for, but torch \S+ sees no accelerator here; 0 runs on the CPU$",
     ):
         require_accelerator("placement.trainer.gpus", 0.5)
 
 
 def test_counting_imports_no_torch() -> None:
-    program = "import sys; from omni_async.accelerator import most_accelerators; most_accelerators(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout.strip() == "False"
+    program = (
+        "import sys; from omni_async.accelerator import most_accelerators; most_accelerators(); print('torch' in"
+        " sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        ).stdout.strip()
+        == "False"
+    )

@@ -41,7 +41,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     monkeypatch.setattr(runtime, "train", train)
 
 
-# ---- what it teaches --------------------------------------------------------------------------------------------------------------
+# ---- what it teaches
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["train", "check", "list", "docs"])
@@ -100,7 +101,8 @@ def test_list_says_of_every_algorithm_what_it_does(capsys):
     assert list(rows) == sorted(rows)
 
 
-# ---- check ------------------------------------------------------------------------------------------------------------------------
+# ---- check
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path, capsys):
@@ -130,7 +132,8 @@ def test_the_recipes_we_ship_are_valid():
         load(path)
 
 
-# ---- refusals and exit codes ------------------------------------------------------------------------------------------------------
+# ---- refusals and exit codes
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,9 @@ def test_an_algorithm_that_contradicts_the_rest_is_one_line_and_exit_code_2(reci
     assert said in told.err
 
 
-@pytest.mark.parametrize("overrides", [right for right in RIGHT if not any("preferences" in override for override in right)])
+@pytest.mark.parametrize(
+    "overrides", [right for right in RIGHT if not any("preferences" in override for override in right)]
+)
 def test_an_algorithm_that_fits_the_rest_is_accepted(recipe, capsys, overrides):
     assert cli.main(["check", recipe, "run.runtime=ray", *overrides]) == 0, capsys.readouterr().err
 
@@ -200,7 +205,9 @@ def test_how_a_run_ended_is_the_exit_code(recipe, monkeypatch, capsys, status, c
 def test_a_run_that_could_not_write_a_result_is_exit_code_1(recipe, monkeypatch, capsys, status):
     ends(monkeypatch, SimpleNamespace(status=status, reason=None, unwritten={"trace.json": "No space left on device"}))
     assert cli.main(["train", recipe]) == 1
-    assert capsys.readouterr().err == "omni-async: not everything could be written: trace.json (No space left on device)\n"
+    assert (
+        capsys.readouterr().err == "omni-async: not everything could be written: trace.json (No space left on device)\n"
+    )
 
 
 def test_an_unusable_mlflow_is_exit_code_2(recipe, monkeypatch, capsys):
@@ -232,7 +239,9 @@ def test_ctrl_c_after_the_end_does_not_wait_for_threads_that_still_load():
         "sys.argv = ['omni-async', 'list']\n"
         "sys.exit(cli.main())"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     assert process.stdout.readline() == "ending\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[1] == ""
@@ -247,7 +256,8 @@ def test_a_reader_that_goes_away_is_no_error(recipe):
     assert done.returncode == 0
 
 
-# ---- docs -------------------------------------------------------------------------------------------------------------------------
+# ---- docs
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_committed_reference_is_what_the_schema_says(tmp_path, capsys):
@@ -265,7 +275,8 @@ def test_a_reference_that_cannot_be_written_is_exit_code_2(tmp_path, capsys):
     assert told.count("\n") == 1
 
 
-# ---- what it costs to start -------------------------------------------------------------------------------------------------------
+# ---- what it costs to start
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_heavy_is_imported_before_a_command_needs_it(recipe):
@@ -279,6 +290,8 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(recipe):
         "cli.main(['list'])\n"
         "print(loaded())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
     lines = done.stdout.splitlines()
     assert lines[0] == lines[-1] == "[]"

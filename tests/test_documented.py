@@ -1,5 +1,5 @@
-"""What the documentation prints can be typed: its commands are run as printed where that is a matter of a second, and their recipes and overrides are
-checked where it is not; its Python runs."""
+"""What the documentation prints can be typed: its commands are run as printed where that is a matter of a second, and
+their recipes and overrides are checked where it is not; its Python runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
 EMULATED = "recipes/emulated/qwen_image_lora_h800.yaml"
 # What stands for something of the reader's.
-STAND_INS = {"RECIPE": EMULATED, "P": "qwen_image_lora_h800", "N": "5", "my_recipe.yaml": "recipes/quickstart/quickstart.yaml"}
+STAND_INS = {
+    "RECIPE": EMULATED,
+    "P": "qwen_image_lora_h800",
+    "N": "5",
+    "my_recipe.yaml": "recipes/quickstart/quickstart.yaml",
+}
 # Recipes that need what is not in the repository: weights, a data set that is built, accelerators.
 NEED_MORE = ("recipes/qwen_image_ocr/", "diffusion_dpo_offline", "gpus=")
 SLOW = ("--updates 1000", "--sweep")
@@ -32,7 +37,9 @@ SLOW = ("--updates 1000", "--sweep")
 
 def blocks(page: Path, languages: str) -> Iterator[str]:
     """The fenced code of a page in one of the languages (`|` between them)."""
-    for match in re.finditer(rf"^ *```(?:{languages})\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S):
+    for match in re.finditer(
+        rf"^ *```(?:{languages})\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    ):
         yield textwrap.dedent(match[1])
 
 
@@ -89,7 +96,11 @@ def test_a_documented_command_is_accepted_and_its_recipe_and_overrides_are_valid
 
 @pytest.mark.parametrize(
     ("words", "shown"),
-    [p for p in COMMANDS if p.values[0][0] in ("train", "check") and not any(n in " ".join(p.values[0]) for n in NEED_MORE)],
+    [
+        p
+        for p in COMMANDS
+        if p.values[0][0] in ("train", "check") and not any(n in " ".join(p.values[0]) for n in NEED_MORE)
+    ],
 )
 def test_what_is_trained_in_the_documentation_passes_check(
     words: list[str], shown: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
@@ -103,11 +114,17 @@ def test_what_is_trained_in_the_documentation_passes_check(
         assert (code, said) == (0, "")
 
 
-_SIMULATED = {tuple(p.values[0]) for p in COMMANDS if p.values[0][0] == "simulate" and not any(s in " ".join(p.values[0]) for s in SLOW)}
+_SIMULATED = {
+    tuple(p.values[0])
+    for p in COMMANDS
+    if p.values[0][0] == "simulate" and not any(s in " ".join(p.values[0]) for s in SLOW)
+}
 
 
 @pytest.mark.parametrize("words", sorted(_SIMULATED), ids=" ".join)
-def test_a_documented_simulation_runs(words: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_documented_simulation_runs(
+    words: tuple[str, ...], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(words) == 0
     said = capsys.readouterr()
     assert said.err == "" and "images/s" in said.out
@@ -121,7 +138,10 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     place: dict[str, Any] = {}
     exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), place)
     ask = place["Demanding"].check_prompt
-    assert ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"' and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
+    assert (
+        ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
+        and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
+    )
 
 
 def test_the_documented_model_family_is_one() -> None:

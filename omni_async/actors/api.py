@@ -1,4 +1,5 @@
-"""What the roles know of each other: Protocols that a plain object satisfies in one process, and a proxy does across Ray actors."""
+"""What the roles know of each other: Protocols that a plain object satisfies in one process, and a proxy does across
+Ray actors."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class CoordinatorApi(Protocol):
 
 
 class ProducerApi(Protocol):
-    """What the publisher asks of a producer. `invitation` and `parcel` are the weight transport's own: its sender makes them, the producer's
-    receiver understands them."""
+    """What the publisher asks of a producer. `invitation` and `parcel` are the weight transport's own: its sender makes
+    them, the producer's receiver understands them."""
 
     async def join_weights(self, invitation: Any) -> None: ...
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
@@ -65,7 +66,8 @@ class PublisherApi(Protocol):
     """Lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
 
     def withdraw(self) -> None:
-        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used again."""
+        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used
+        again."""
 
     def publish(self, snapshot: Snapshot) -> None:
         """Take over a version; everything that follows happens beside the training."""
@@ -74,7 +76,8 @@ class PublisherApi(Protocol):
         """Carry versions to the engines, until cancelled."""
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not take it."""
+        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not
+        take it."""
 
     def dismiss(self, name: str) -> None:
         """An engine is gone: nothing is sent to it any more."""
@@ -83,8 +86,8 @@ class PublisherApi(Protocol):
 class RankApi(Protocol):
     """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
 
-    `export` returns as soon as the weights are copied out (rank 0, which lives in the trainer's process; None elsewhere): the trainer waits for
-    it and for nothing else of a publish. `Snapshot` and its digest need no torch.
+    `export` returns as soon as the weights are copied out (rank 0, which lives in the trainer's process; None
+    elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need no torch.
     """
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None: ...
@@ -93,11 +96,13 @@ class RankApi(Protocol):
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Read this rank's share of a group before anything is computed with it, and keep it for this update. ObjectLost if that is gone."""
+        """Read this rank's share of a group before anything is computed with it, and keep it for this update.
+        ObjectLost if that is gone."""
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Copy out what a checkpoint holds of this rank and write it into `folder` from then on; what else has to be kept, as plain values."""
+        """Copy out what a checkpoint holds of this rank and write it into `folder` from then on; what else has to be
+        kept, as plain values."""
 
     async def end_save(self) -> None:
         """Until it is written."""
@@ -119,11 +124,13 @@ class PolicyUpdate(Protocol):
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """All groups are in: what is left to compute; the metrics of the update. Abandoned, if it is to be given up and can be."""
+        """All groups are in: what is left to compute; the metrics of the update. Abandoned, if it is to be given up and
+        can be."""
 
 
 class UpdateRule(Protocol):
-    """How the trainer turns groups into updates, and what that remembers from one update to the next (for checkpoints)."""
+    """How the trainer turns groups into updates, and what that remembers from one update to the next (for
+    checkpoints)."""
 
     def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> PolicyUpdate:
         """`hurry`: whether the update is to be given up if it has not changed the weights yet."""

@@ -1,7 +1,9 @@
-"""Writes checkpoints beside the training: the trainer waits while tensors are copied to host memory, and for nothing else of it.
+"""Writes checkpoints beside the training: the trainer waits while tensors are copied to host memory, and for nothing
+else of it.
 
-One checkpoint is written at a time; the next waits for it. It is in its place, under its name, only when every byte is on the disk. One that
-cannot be written is told of, and the next is tried when it is due; only the last one of a run has to succeed.
+One checkpoint is written at a time; the next waits for it. It is in its place, under its name, only when every byte is
+on the disk. One that cannot be written is told of, and the next is tried when it is due; only the last one of a run has
+to succeed.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Checkpointer:
             return
         with self._tracer.span("checkpoint", version=version):
             engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
-        self._writing = asyncio.create_task(self._write(folder, control, engines[0], self._rule.state()), name=folder.name)
+        self._writing = asyncio.create_task(
+            self._write(folder, control, engines[0], self._rule.state()), name=folder.name
+        )
 
     async def settle(self, last: bool = True) -> None:
         """Until nothing is being written. A failure is raised if it is the `last` one's, and otherwise told."""
@@ -77,17 +81,20 @@ class Checkpointer:
         try:
             await writing
         except Exception as error:
-            await asyncio.to_thread(shutil.rmtree, partial(self._checkpoints / writing.get_name()), ignore_errors=True)  # it takes room
+            await asyncio.to_thread(
+                shutil.rmtree, partial(self._checkpoints / writing.get_name()), ignore_errors=True
+            )  # it takes room
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             await self._coordinator.phase(
-                f"warning: checkpoint {writing.get_name()} could not be written ({why}); the next one is tried as planned"
+                f"warning: checkpoint {writing.get_name()} could not be written ({why}); the next one is tried as"
+                " planned"
             )
 
     async def close(self) -> None:
-        """What is being written gets a while to be finished, as others whom it needs may be gone, and none if the caller is cancelled. Else it is
-        left, in a folder without a name."""
+        """What is being written gets a while to be finished, as others whom it needs may be gone, and none if the
+        caller is cancelled. Else it is left, in a folder without a name."""
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():
@@ -108,7 +115,9 @@ class Checkpointer:
             await asyncio.to_thread(write_group, place, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
-        state = State(stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule, made_with(self._config))
+        state = State(
+            stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule, made_with(self._config)
+        )
 
         def complete() -> None:
             write_state(place, state)
@@ -119,7 +128,8 @@ class Checkpointer:
         await asyncio.to_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
-        """Put the trajectories of groups that were ready back into the store, and give the groups to the coordinator."""
+        """Put the trajectories of groups that were ready back into the store, and give the groups to the
+        coordinator."""
         groups = []
         for group in state.control.ready:
             trajectories = await asyncio.to_thread(read_group, folder, group.group, len(group.samples))
@@ -131,7 +141,9 @@ class Checkpointer:
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
     """Pictures are not kept."""
     samples = zip(group.samples, references, strict=True)
-    return replace(group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples))
+    return replace(
+        group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)
+    )
 
 
 async def _fail(error: OSError) -> None:

@@ -1,7 +1,8 @@
-"""Reward worker, trainer rank and update rule that replay a profile: they fetch what the real ones would and are busy for as long.
+"""Reward worker, trainer rank and update rule that replay a profile: they fetch what the real ones would and are busy
+for as long.
 
-One device each, one job at a time, slept on the event loop and not in a thread, so they run on a loop of virtual time too. Imports no torch.
-Waits for the object store and the device; unblocked by those alone.
+One device each, one job at a time, slept on the event loop and not in a thread, so they run on a loop of virtual time
+too. Imports no torch. Waits for the object store and the device; unblocked by those alone.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ _VERSION_BYTES = 8
 
 
 class EmulatedRewarder(Rewarder):
-    """Takes the profile's time over every batch. Where roles share devices, the first batch of an update waits for the device to be handed
-    over."""
+    """Takes the profile's time over every batch. Where roles share devices, the first batch of an update waits for the
+    device to be handed over."""
 
-    def __init__(self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock) -> None:
+    def __init__(
+        self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
+    ) -> None:
         self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
         super().__init__(name, config, WeightedScorer.alone(self._replay), coordinator, store, clock)
         self._device = Device()
@@ -73,7 +76,8 @@ class EmulatedRewarder(Rewarder):
 
 
 class EmulatedRank:
-    """The only rank of an emulated trainer, whatever `trainer.workers`: a group's samples are divided by it. See `RankApi`."""
+    """The only rank of an emulated trainer, whatever `trainer.workers`: a group's samples are divided by it. See
+    `RankApi`."""
 
     def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
         self._config = config
@@ -90,12 +94,15 @@ class EmulatedRank:
         """There is nothing to load."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Part of the profile's time for the pass that follows. RuntimeError if a trajectory is not of the payload's size."""
+        """Part of the profile's time for the pass that follows. RuntimeError if a trajectory is not of the payload's
+        size."""
         self._since = self._device.now()
         expected = self._profile.payload.trajectory
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
             if trajectory.nbytes != expected:
-                raise RuntimeError(f"group {group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}")
+                raise RuntimeError(
+                    f"group {group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}"
+                )
 
     async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
         """Nothing is known of a drift that was not computed: an empty list."""
@@ -117,7 +124,8 @@ class EmulatedRank:
         await self._device.busy(self._profile.switch.sample(self._random), self._device.now())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copying the payload, into memory that an earlier version no longer needs, is part of the profile's time for it."""
+        """Copying the payload, into memory that an earlier version no longer needs, is part of the profile's time for
+        it."""
         since = self._device.now()
         size = self._config.weights.bucket_mb * 2**20
         pieces = [self._weights[start : start + size] for start in range(0, len(self._weights), size)]
@@ -125,9 +133,13 @@ class EmulatedRank:
         for bucket, piece in zip(buckets, pieces, strict=True):
             np.copyto(bucket, piece)
         buckets[0][:_VERSION_BYTES] = np.frombuffer(version.to_bytes(_VERSION_BYTES, "little"), np.uint8)
-        specs = tuple(TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), i, 0, len(bucket)) for i, bucket in enumerate(buckets))
+        specs = tuple(
+            TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), i, 0, len(bucket)) for i, bucket in enumerate(buckets)
+        )
         await self._device.busy(self._profile.export.sample(self._random), since)
-        return Snapshot(version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets))
+        return Snapshot(
+            version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets)
+        )
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         """There are no weights."""
@@ -138,7 +150,9 @@ class EmulatedRank:
 
     async def _pass(self, service: ServiceTime) -> None:
         since, self._since = self._since, None
-        await self._device.busy(service.sample(self._random, self._units), self._device.now() if since is None else since)
+        await self._device.busy(
+            service.sample(self._random, self._units), self._device.now() if since is None else since
+        )
 
 
 class EmulatedRule:
@@ -162,7 +176,9 @@ class EmulatedRule:
 class EmulatedUpdate:
     """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
 
-    def __init__(self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, hurry: Callable[[], bool]) -> None:
+    def __init__(
+        self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, hurry: Callable[[], bool]
+    ) -> None:
         self._config = config
         self._plan = plan
         self._rank = rank

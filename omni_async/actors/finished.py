@@ -1,4 +1,5 @@
-"""A generated sample on its way from the engine into the store. Imports no torch: what it holds may come from an emulated engine."""
+"""A generated sample on its way from the engine into the store. Imports no torch: what it holds may come from an
+emulated engine."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from omni_async.types import SampleRequest, SampleResult
 
 @dataclass(frozen=True)
 class Finished:
-    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `picture` is uint8 (H, W, 3), or flat where an
-    emulated engine made it."""
+    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `picture` is uint8 (H,
+    W, 3), or flat where an emulated engine made it."""
 
     request: SampleRequest
     tensors: Any

@@ -1,9 +1,11 @@
-"""How an update is carried out, decided once from the configuration: how far it may stream, and what it needs before its first gradient.
+"""How an update is carried out, decided once from the configuration: how far it may stream, and what it needs before
+its first gradient.
 
 as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
 unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean, and the gradient is
-           multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage clip binds, which only the last group
-           tells: then the gradients are discarded and the update is computed again from the groups at hand.
+           multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage clip binds, which only
+           the last group tells: then the gradients are discarded and the update is computed again from the groups at
+           hand.
 collect    anything else waits for the whole update first
 """
 
@@ -22,8 +24,9 @@ Streaming = Literal["as_ready", "unscaled", "collect"]
 
 @dataclass(frozen=True)
 class Plan:
-    """mode, and `why` in words. assess: groups get a proximal pass when they arrive. weigh: importance weights are made from all of them
-    together. paired: only a group's best and worst sample are trained. rows_per_sample: trained rows of one sample (of one pair: half)."""
+    """mode, and `why` in words. assess: groups get a proximal pass when they arrive. weigh: importance weights are made
+    from all of them together. paired: only a group's best and worst sample are trained. rows_per_sample: trained rows
+    of one sample (of one pair: half)."""
 
     mode: Streaming
     why: str
@@ -45,7 +48,8 @@ class Plan:
 
 
 def require_trainable(config: Config) -> None:
-    """ConfigError, one line, where the objective is unknown, does not fit the rest, or cannot stream as it is told to."""
+    """ConfigError, one line, where the objective is unknown, does not fit the rest, or cannot stream as it is told
+    to."""
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective
@@ -84,7 +88,8 @@ def _recomputes(config: Config) -> bool:
 
 
 def _weighs(config: Config) -> bool:
-    """Whether weights must be known before the first gradient: they look at all rows, or their scale must not touch the KL term."""
+    """Whether weights must be known before the first gradient: they look at all rows, or their scale must not touch the
+    KL term."""
     correction = config.correction
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
     penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0
@@ -97,7 +102,10 @@ def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
     if trainer.streaming == "off":
         return "collect", "trainer.streaming is off"
     if trainer.steps_per_update > 1:
-        return "collect", "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all"
+        return (
+            "collect",
+            "several optimizer steps need the whole update: it is applied whole or, if the run ends, not at all",
+        )
     if weigh:
         return "collect", "the off-policy correction looks at the whole update"
     if objective.unit == "pair":
@@ -112,4 +120,7 @@ def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
         return "collect", "a global std of every scorer needs the whole update"
     if not objective.homogeneous(config.algorithm):
         return "collect", "a global std and a loss that does not scale with the advantage need the whole update"
-    return "unscaled", "the objective scales with the advantage, so the global std is applied to the gradient at the end"
+    return (
+        "unscaled",
+        "the objective scales with the advantage, so the global std is applied to the gradient at the end",
+    )

@@ -1,11 +1,14 @@
-"""The preference reader: stands in for producers and reward workers where a run trains on a dataset of pairs and samples nothing.
+"""The preference reader: stands in for producers and reward workers where a run trains on a dataset of pairs and
+samples nothing.
 
-A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the rejected one. It becomes a
-trajectory without steps, the image's latents and the prompt's conditioning, and its score is the preference itself, 1 or 0.
+A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the
+rejected one. It becomes a trajectory without steps, the image's latents and the prompt's conditioning, and its score is
+the preference itself, 1 or 0.
 
-Waits for a lease (`backpressured`: the staleness budget or the buffers are full; unblocked by a publish) and, beside it, for samples to
-score, which are its own. Decoding and encoding run in one thread, off the event loop. A sample that cannot be made is reported with the
-reason, and ends its group after `rollout.retries`; it never becomes a number and never ends the run.
+Waits for a lease (`backpressured`: the staleness budget or the buffers are full; unblocked by a publish) and, beside
+it, for samples to score, which are its own. Decoding and encoding run in one thread, off the event loop. A sample that
+cannot be made is reported with the reason, and ends its group after `rollout.retries`; it never becomes a number and
+never ends the run.
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Chosen and rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread. ValueError if there is none."""
+        """Chosen and rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread. ValueError if there
+        is none."""
 
 
 class PreferenceReader:
-    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus is 0."""
+    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus
+    is 0."""
 
     def __init__(
         self,
@@ -73,7 +78,8 @@ class PreferenceReader:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped."""
+        """Until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be
+        stopped."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -108,7 +114,9 @@ class PreferenceReader:
                 tensors, picture = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
         except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
             if deadline.expired():
-                raise EngineError(f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}") from None
+                raise EngineError(
+                    f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}"
+                ) from None
             await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
             return
         finished = self._clock.now()
@@ -116,17 +124,27 @@ class PreferenceReader:
         reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(picture))
         # No policy made the sample, so there is no version that took a step of it.
         result = SampleResult(
-            request.sample_id, self.name, reference, media, version=0, step_versions=(), started=started, finished=finished
+            request.sample_id,
+            self.name,
+            reference,
+            media,
+            version=0,
+            step_versions=(),
+            started=started,
+            finished=finished,
         )
         await self._coordinator.samples_done(self.name, [result])
 
     async def _score_samples(self) -> None:
         while jobs := await self._coordinator.next_to_score(self.name, self._config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
-                results = [ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs]
+                results = [
+                    ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs
+                ]
             await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
-    # ---- in the thread ----------------------------------------------------------------------------------------------------------------
+    # ---- in the thread
+    # ----------------------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
         import torch
@@ -146,7 +164,9 @@ class PreferenceReader:
         from tensordict import TensorDict
 
         if request.kind != "train" or request.sample not in _SCORES:
-            raise ValueError(f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them")
+            raise ValueError(
+                f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them"
+            )
         pictures, latents = self._encode(request.prompt.index, request.height, request.width)
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
@@ -157,8 +177,8 @@ class PreferenceReader:
         return TensorDict(tensors, batch_size=[]).cpu(), pictures[request.sample]
 
     def _encode(self, pair: int, height: int, width: int) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
-        """Both pictures of a pair, (height, width, 3), and their latents (2, T, C). Always both in one batch, so that latents do not depend on
-        what was leased together."""
+        """Both pictures of a pair, (height, width, 3), and their latents (2, T, C). Always both in one batch, so that
+        latents do not depend on what was leased together."""
         import torch
 
         key = pair, height, width
@@ -172,8 +192,8 @@ class PreferenceReader:
 
 
 def fit(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """(H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of
-    that size stays as it is."""
+    """(H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with
+    Lanczos' filter. An image of that size stays as it is."""
     rows, columns = image.shape[:2]
     if (rows, columns) == (height, width):
         return image

@@ -1,8 +1,8 @@
 """The producer: one per rollout engine. Keeps the engine full of leased samples and lets new weights in.
 
-Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a publish, a score or a
-rejection) and for samples to finish. Samples that finish while others are handed over travel together: to the store, and in one message to the
-coordinator. `weights.swap` decides what a swap waits for:
+Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a
+publish, a score or a rejection) and for samples to finish. Samples that finish while others are handed over travel
+together: to the store, and in one message to the coordinator. `weights.swap` decides what a swap waits for:
   step     nothing: it happens between two denoising steps of whatever runs
   request  samples already in the engine; leased ones that have not started wait for the new weights
   drain    every leased sample to be generated; nothing is leased meanwhile
@@ -59,7 +59,8 @@ class Producer:
         self._leaving = False
         self._swapping = asyncio.Lock()
         self._receiving: asyncio.Future[Any] | None = None
-        # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not started.
+        # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not
+        # started.
         places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
         self._places = asyncio.Semaphore(places)
         self._storing = Coalescer(self._store_all)
@@ -135,7 +136,8 @@ class Producer:
             except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
                 if deadline.expired():
                     raise EngineError(
-                        f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {self._config.rollout.timeout_s}"
+                        f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s ="
+                        f" {self._config.rollout.timeout_s}"
                     ) from None
                 await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
                 return None
@@ -152,7 +154,10 @@ class Producer:
     async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
         """Pictures lie apart from the rest, because scorers need them alone."""
         trajectories = self._store.put_all([sample.tensors for sample in finished])
-        references = zip(*await asyncio.gather(trajectories, self._store.put_all([sample.picture for sample in finished])), strict=True)
+        references = zip(
+            *await asyncio.gather(trajectories, self._store.put_all([sample.picture for sample in finished])),
+            strict=True,
+        )
         return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]
 
     async def _report_all(self, results: list[SampleResult]) -> list[None]:
@@ -160,15 +165,15 @@ class Producer:
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Once the engine has started, and again when engines come or go: join the sender that wrote `invitation`. What is being received by the
-        old way is given up."""
+        """Once the engine has started, and again when engines come or go: join the sender that wrote `invitation`. What
+        is being received by the old way is given up."""
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.connect(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stage in the background, then swap at the boundary that `weights.swap` names. TransportError if the weights do not arrive, EngineError
-        if they arrive wrong."""
+        """Stage in the background, then swap at the boundary that `weights.swap` names. TransportError if the weights
+        do not arrive, EngineError if they arrive wrong."""
         async with self._swapping:
             staging = self._clock.now()
             try:
@@ -177,14 +182,19 @@ class Producer:
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
-                raise TransportError(f"{self.name}: version {manifest.version} was given up while engines met anew") from None
+                raise TransportError(
+                    f"{self.name}: version {manifest.version} was given up while engines met anew"
+                ) from None
             except (WeightError, LookupError) as error:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
             finally:
                 self._receiving = None
             digest = await self._engine.stage(manifest, buckets)
             if digest != manifest.digest:
-                raise EngineError(f"{self.name}: version {manifest.version} arrived with digest {digest}, published was {manifest.digest}")
+                raise EngineError(
+                    f"{self.name}: version {manifest.version} arrived with digest {digest}, published was"
+                    f" {manifest.digest}"
+                )
             self._tracer.add("stage", staging, self._clock.now(), version=manifest.version)
             try:
                 await self._reach_boundary()

@@ -1,9 +1,11 @@
-"""The weight publisher: carries each version that the trainer copied out to every engine, while generation and training go on.
+"""The weight publisher: carries each version that the trainer copied out to every engine, while generation and training
+go on.
 
-Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not the one that trains.
-Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that is handed over meanwhile waits, and is
-superseded by the next: engines only ever need the newest. The last that went out is kept for engines that join later, as long as the trainer
-does not need its memory. An engine that does not take a version is reported as lost, and the others go on without it.
+Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not
+the one that trains. Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that
+is handed over meanwhile waits, and is superseded by the next: engines only ever need the newest. The last that went out
+is kept for engines that join later, as long as the trainer does not need its memory. An engine that does not take a
+version is reported as lost, and the others go on without it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ _TRIES = 3
 
 class WeightPublisher:
     def __init__(
-        self, config: Config, producers: Mapping[str, ProducerApi], coordinator: CoordinatorApi, sender: WeightSender, clock: Clock
+        self,
+        config: Config,
+        producers: Mapping[str, ProducerApi],
+        coordinator: CoordinatorApi,
+        sender: WeightSender,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._producers = dict(producers)
@@ -46,8 +53,8 @@ class WeightPublisher:
         self._bell = Bell()
 
     def withdraw(self) -> None:
-        """Before an export: its memory is that of a version which was handed over but has not left, or of the last that went out while
-        another is on its way to replace it."""
+        """Before an export: its memory is that of a version which was handed over but has not left, or of the last that
+        went out while another is on its way to replace it."""
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
@@ -76,7 +83,9 @@ class WeightPublisher:
         self._carried, self._waiting = self._waiting, None
         if self._carried is None:
             return  # withdrawn while an engine joined
-        with self._tracer.span("publish", version=self._carried.version, megabytes=round(self._carried.nbytes / 1e6, 3)):
+        with self._tracer.span(
+            "publish", version=self._carried.version, megabytes=round(self._carried.nbytes / 1e6, 3)
+        ):
             manifest = await asyncio.to_thread(self._carried.manifest)
             await self._coordinator.announce(manifest.version, manifest.digest)
             await self._send(manifest, self._carried, [*self._producers])
@@ -91,10 +100,12 @@ class WeightPublisher:
                 self._newest[1].release()
                 self._newest = None
 
-    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes
+    # -------------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not take it."""
+        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not
+        take it."""
         async with self._sending:
             self._producers[name] = producer
             if not self._sender.one_by_one:
@@ -118,9 +129,12 @@ class WeightPublisher:
         if name in self._producers:
             self.dismiss(name)
             what = "it did not join the weight transport" if version is None else f"it did not take version {version}"
-            await self._coordinator.engine_lost(name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}")
+            await self._coordinator.engine_lost(
+                name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}"
+            )
 
-    # ---- sending ------------------------------------------------------------------------------------------------------------------
+    # ---- sending
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
         """Every engine meets the sender. Who does not come is lost, and the rest meet again."""
@@ -147,8 +161,8 @@ class WeightPublisher:
             raise TransportError(f"{name}: {error}") from error
 
     async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
-        """Until every engine of `names` that is still there holds the version. Where all receive at once, and one fails, all do: then those
-        that are left meet again, and try again."""
+        """Until every engine of `names` that is still there holds the version. Where all receive at once, and one
+        fails, all do: then those that are left meet again, and try again."""
         left = [name for name in names if name in self._producers]
         for last in (*(False for _ in range(_TRIES)), True):
             if not self._sender.one_by_one and self._met != self._producers.keys():
@@ -167,11 +181,15 @@ class WeightPublisher:
             await self._connect()
             left = [*self._producers]
 
-    async def _attempt(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> dict[str, BaseException]:
+    async def _attempt(
+        self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]
+    ) -> dict[str, BaseException]:
         failed: dict[str, BaseException] = {}
         try:
             async with self._sender.sending(manifest, snapshot.buckets) as parcel:
-                delivering = {asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names}
+                delivering = {
+                    asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names
+                }
                 await self._delivered(delivering, failed)
         except TransportError:
             if not failed:
@@ -179,8 +197,8 @@ class WeightPublisher:
         return failed
 
     async def _delivered(self, delivering: dict[asyncio.Task[None], str], failed: dict[str, BaseException]) -> None:
-        """Until all have the version or have failed. Of those who receive it together the rest would wait for their time-outs when one fails:
-        they are left alone, and meet again. TransportError then."""
+        """Until all have the version or have failed. Of those who receive it together the rest would wait for their
+        time-outs when one fails: they are left alone, and meet again. TransportError then."""
         left = set(delivering)
         try:
             while left:
@@ -196,7 +214,9 @@ class WeightPublisher:
                 task.cancel()
             await asyncio.gather(*delivering, return_exceptions=True)
 
-    async def _deliver(self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]) -> None:
+    async def _deliver(
+        self, name: str, manifest: WeightManifest, parcel: object, failed: dict[str, BaseException]
+    ) -> None:
         try:
             async with asyncio.timeout(self._config.weights.timeout_s + _GRACE_S) as deadline:
                 report = await self._producers[name].receive_weights(manifest, parcel)
@@ -207,6 +227,8 @@ class WeightPublisher:
             return
         except Exception as error:  # noqa: BLE001 (an engine's death comes in many kinds)
             late = isinstance(error, TimeoutError) and deadline.expired()
-            failed[name] = EngineError(f"not within weights.timeout_s = {self._config.weights.timeout_s:g}") if late else error
+            failed[name] = (
+                EngineError(f"not within weights.timeout_s = {self._config.weights.timeout_s:g}") if late else error
+            )
             return
         await self._coordinator.engine_holds(report)

@@ -1,4 +1,5 @@
-"""One trainer rank: the engine of `omni_async.training` behind async calls, all its work in one thread and in call order."""
+"""One trainer rank: the engine of `omni_async.training` behind async calls, all its work in one thread and in call
+order."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class Rank:
-    """`build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it. `paired`: the
-    objective trains preference pairs."""
+    """`build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
+    `paired`: the objective trains preference pairs."""
 
-    def __init__(self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False) -> None:
+    def __init__(
+        self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._build = build
@@ -45,8 +48,8 @@ class Rank:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Join the other ranks at `rendezvous` (a torch.distributed init method) if there are any, load the model, and the checkpoint if
-        there is one."""
+        """Join the other ranks at `rendezvous` (a torch.distributed init method) if there are any, load the model, and
+        the checkpoint if there is one."""
 
         def work() -> None:
             self._engine = self._build()
@@ -62,7 +65,9 @@ class Rank:
 
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
         """See `RankApi`."""
-        self._fetched[group] = await asyncio.gather(*(self._store.get(reference) for reference in trajectories[self._mine]))
+        self._fetched[group] = await asyncio.gather(
+            *(self._store.get(reference) for reference in trajectories[self._mine])
+        )
 
     @property
     def _mine(self) -> slice:
@@ -104,8 +109,8 @@ class Rank:
         await self._run(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:
-        """A copy of the weights as `version`; None off rank 0. The memory of snapshots that were released is used again: two sets are enough
-        where at most one snapshot is on its way when the next is taken."""
+        """A copy of the weights as `version`; None off rank 0. The memory of snapshots that were released is used
+        again: two sets are enough where at most one snapshot is on its way when the next is taken."""
         return await self._run(lambda: self._snapshot(version))
 
     def _snapshot(self, version: int) -> Snapshot | None:

@@ -1,10 +1,12 @@
 """The reward worker: scores samples the moment they are generated, in batches of whatever is there.
 
-Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is down it asks for no
-samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by the end of the run. What fails is reported as an
-error, never as a number. Scorers run in threads, off the event loop; see `omni_async.rewards.guard` for how they may fail.
+Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is
+down it asks for no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
+the end of the run. What fails is reported as an error, never as a number. Scorers run in threads, off the event loop;
+see `omni_async.rewards.guard` for how they may fail.
 
-Before it asks for the first sample, its scorers score a synthetic one: one that is simply wrong ends the run then, while engines still load.
+Before it asks for the first sample, its scorers score a synthetic one: one that is simply wrong ends the run then,
+while engines still load.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from omni_async.types import Score, ScoreJob, ScoreResult
 if TYPE_CHECKING:
     import numpy as np
 
-# How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample is asked for.
+# How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample
+# is asked for.
 _START_S = 30.0
 
 
@@ -80,7 +83,8 @@ class Rewarder:
         return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has to be replaced."""
+        """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has
+        to be replaced."""
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await first_of(self._work(), self._coordinator.closing())
@@ -116,7 +120,11 @@ class Rewarder:
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         with self._tracer.span("score", samples=len(jobs)):
             pictures = await self._fetch(jobs)
-            found = [(job, picture) for job, picture in zip(jobs, pictures, strict=True) if not isinstance(picture, Failure | Gone)]
+            found = [
+                (job, picture)
+                for job, picture in zip(jobs, pictures, strict=True)
+                if not isinstance(picture, Failure | Gone)
+            ]
             outcomes = iter(await self._score([picture for _, picture in found], [job for job, _ in found]))
             return [
                 _result(job, picture if isinstance(picture, Failure | Gone) else next(outcomes))

@@ -1,8 +1,8 @@
 """The trainer: drives the ranks through updates, publishes versions, writes checkpoints.
 
-Waits for the next group (`starved`; unblocked by the group's last score) and for nothing else: publishing goes on in the publisher while the
-next update's first groups are trained. Ends when all updates are done or the coordinator says that the run is over, and leaves a checkpoint
-of the last whole update either way.
+Waits for the next group (`starved`; unblocked by the group's last score) and for nothing else: publishing goes on in
+the publisher while the next update's first groups are trained. Ends when all updates are done or the coordinator says
+that the run is over, and leaves a checkpoint of the last whole update either way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_async.actors.api import Abandoned, CoordinatorApi, PolicyUpdate, ProducerApi, PublisherApi, RankApi, UpdateRule
+from omni_async.actors.api import (
+    Abandoned,
+    CoordinatorApi,
+    PolicyUpdate,
+    ProducerApi,
+    PublisherApi,
+    RankApi,
+    UpdateRule,
+)
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
@@ -28,8 +36,8 @@ _MISMATCH_NATS = 1.0
 
 
 class Trainer:
-    """`ranks[0]` lives here on `host`, exports, and its metrics count; `rule` makes updates on the ranks. `checkpoints` is the folder of the
-    run's checkpoints."""
+    """`ranks[0]` lives here on `host`, exports, and its metrics count; `rule` makes updates on the ranks. `checkpoints`
+    is the folder of the run's checkpoints."""
 
     def __init__(
         self,
@@ -71,7 +79,8 @@ class Trainer:
             await self._checkpointer.take_up(Path(resume), state)
             if _lies_in(resume, self._checkpoints):
                 self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
-        # Means are not needed by every objective on steps, but they show how far the policy has drifted without sampling noise (kappa).
+        # Means are not needed by every objective on steps, but they show how far the policy has drifted without
+        # sampling noise (kappa).
         means = ("means",) if self._objective.process == "transition" else ()
         await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
 
@@ -100,7 +109,8 @@ class Trainer:
         await self._publisher.run()
 
     async def hurry(self) -> None:
-        """The machine will be taken away: give the update under way up if it has not changed the weights yet, and save."""
+        """The machine will be taken away: give the update under way up if it has not changed the weights yet, and
+        save."""
         self._hurry = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
@@ -131,7 +141,9 @@ class Trainer:
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)
-        return await self._coordinator.update_done(UpdateReport(self._version, trained, metrics, started, self._clock.now()))
+        return await self._coordinator.update_done(
+            UpdateReport(self._version, trained, metrics, started, self._clock.now())
+        )
 
     async def _add(self, update: PolicyUpdate, group: ReadyGroup) -> None:
         try:
@@ -140,17 +152,19 @@ class Trainer:
             await self._coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
-        """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own drift."""
+        """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
+        drift."""
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
             await self._coordinator.phase(
-                f"warning: update {self._version}: engine and trainer differ by up to {mismatch:.2g} nats on samples of the same weights; "
-                f"importance ratios are not to be trusted (model.dtype, attention kernels, guidance?)"
+                f"warning: update {self._version}: engine and trainer differ by up to {mismatch:.2g} nats on samples of"
+                " the same weights; importance ratios are not to be trusted (model.dtype, attention kernels,"
+                " guidance?)"
             )
 
     async def _publish(self) -> None:
-        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher. A dataset's reader needs none: for it
-        the version's number is enough."""
+        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher. A dataset's
+        reader needs none: for it the version's number is enough."""
         if self._config.data.preferences is not None:
             await self._coordinator.announce(self._version, "")
             for reader in self._config.engine_names:

@@ -1,4 +1,5 @@
-"""One policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer steps out."""
+"""One policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer steps
+out."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ class Update:
                 await asyncio.gather(*(rank.discard() for rank in self._ranks))
             extra = await self._collected()
         if self._advantage.track_prompts and not self._plan.paired:
-            self._history.commit(self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage))
+            self._history.commit(
+                self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage)
+            )
         return merged_metrics(self._step_metrics) | extra
 
     async def _collected(self) -> dict[str, float]:
@@ -109,7 +112,9 @@ class Update:
         extra: dict[str, float] = {}
         if self._plan.weigh:
             weights, extra = self._weights()
-        for number, (group, advantages) in enumerate(zip(self.groups, self._advantages(self.groups), strict=True), start=1):
+        for number, (group, advantages) in enumerate(
+            zip(self.groups, self._advantages(self.groups), strict=True), start=1
+        ):
             if self._hurry() and not self._step_metrics:
                 raise Abandoned
             await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
@@ -118,7 +123,8 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
-        """Importance weights of every group's samples and steps, made from all of them; and what is to be logged of that."""
+        """Importance weights of every group's samples and steps, made from all of them; and what is to be logged of
+        that."""
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         drift = Drift(
@@ -130,14 +136,20 @@ class Update:
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
         size = self._plan.samples_per_group
         by_group = [weights[i : i + size] for i in range(0, len(weights), size)]
-        return by_group, {"gamma": corrected.gamma, **{f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()}}
+        return by_group, {
+            "gamma": corrected.gamma,
+            **{f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()},
+        }
 
-    # ---- rewards ------------------------------------------------------------------------------------------------------------------
+    # ---- rewards
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
         """(N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
         if self._advantage.aggregate == "rewards":
-            return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+            return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(
+                1, dtype=torch.float64
+            )
         rewards = [sample.score.values for group in groups for sample in group.samples]
         return torch.tensor(rewards, dtype=torch.float64), torch.tensor(
             [s.weight for s in self._config.reward.scorers], dtype=torch.float64
@@ -151,7 +163,9 @@ class Update:
             return [[1.0, -1.0] for _ in groups]
         ids = torch.tensor([group.group for group in groups for _ in group.samples])
         rewards, weights = self._rewards(groups)
-        flat = aggregate_advantages(rewards, weights, ids, self._advantage, self._history, self._prompt_ids(groups)).tolist()
+        flat = aggregate_advantages(
+            rewards, weights, ids, self._advantage, self._history, self._prompt_ids(groups)
+        ).tolist()
         size = len(groups[0].samples)
         return [flat[i : i + size] for i in range(0, len(flat), size)]
 
@@ -167,7 +181,8 @@ class Update:
             clip_max=a.clip_max,
         )
 
-    # ---- ranks --------------------------------------------------------------------------------------------------------------------
+    # ---- ranks
+    # --------------------------------------------------------------------------------------------------------------------
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
         samples = self._chosen(group)
@@ -181,7 +196,10 @@ class Update:
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
         """The samples that are trained on."""
-        return [group.samples[i] for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))]
+        return [
+            group.samples[i]
+            for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
+        ]
 
     async def _assess(self, group: ReadyGroup) -> list[SampleDrift]:
         batch = self._batch(group, [0.0] * self._plan.samples_per_group)
@@ -190,7 +208,9 @@ class Update:
         # Rank r has every world_size-th sample from r on.
         return [found[i % len(found)][i // len(found)] for i in range(self._plan.samples_per_group)]
 
-    async def _accumulate(self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None) -> None:
+    async def _accumulate(
+        self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None
+    ) -> None:
         batch = self._batch(group, advantages)
         if weights is not None:
             batch = msgspec.structs.replace(batch, weights=tuple(tuple(row) for row in weights))
@@ -204,10 +224,13 @@ class Update:
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Those of an update from those of its optimizer steps: maxima stay maxima, everything else is averaged over the steps that have it
-    (steps of other windows have other metrics per denoising step)."""
+    """Those of an update from those of its optimizer steps: maxima stay maxima, everything else is averaged over the
+    steps that have it (steps of other windows have other metrics per denoising step)."""
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():
             columns.setdefault(name, []).append(value)
-    return {name: max(column) if name.endswith(("/max", "/absmax")) else sum(column) / len(column) for name, column in columns.items()}
+    return {
+        name: max(column) if name.endswith(("/max", "/absmax")) else sum(column) / len(column)
+        for name, column in columns.items()
+    }

@@ -1,14 +1,15 @@
 """From one reward per sample to group-relative advantages: (r - group mean) / (std + eps), clamped. float64 inside.
 
-Groups are whole here, before any batching: a group's mean over part of its samples would be a different algorithm. Group membership is
-an integer id, never the prompt's text, because a prompt may occur twice in an update.
+Groups are whole here, before any batching: a group's mean over part of its samples would be a different algorithm.
+Group membership is an integer id, never the prompt's text, because a prompt may occur twice in an update.
 
-Public references differ in the std: VeRL-Omni takes ddof 1 and flow_grpo ddof 0, both add 1e-4 to it; Flow-Factory takes ddof 0 and
-max(std, 1e-6); "none" is Dr. GRPO (arXiv 2503.20783). A group of one gets 0 here, as in VeRL-Omni's diffusion code (VeRL's token code
-would give it the raw reward).
+Public references differ in the std: VeRL-Omni takes ddof 1 and flow_grpo ddof 0, both add 1e-4 to it; Flow-Factory
+takes ddof 0 and max(std, 1e-6); "none" is Dr. GRPO (arXiv 2503.20783). A group of one gets 0 here, as in VeRL-Omni's
+diffusion code (VeRL's token code would give it the raw reward).
 
-Streaming: with std="global" an objective that is positively homogeneous in the advantage may accumulate gradients with `centred` rewards
-as groups arrive and multiply the sum by `global_scale` at the end, unless the clamp binds (`clip_binds`, and in advance `advantage_bound`).
+Streaming: with std="global" an objective that is positively homogeneous in the advantage may accumulate gradients with
+`centred` rewards as groups arrive and multiply the sum by `global_scale` at the end, unless the clamp binds
+(`clip_binds`, and in advance `advantage_bound`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,20 @@ EpsForm = Literal["added", "floor"]
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, std: StdKind, ddof: int, eps: float, clip_max: float, eps_form: EpsForm = "added"
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    std: StdKind,
+    ddof: int,
+    eps: float,
+    clip_max: float,
+    eps_form: EpsForm = "added",
 ) -> Tensor:
     """(N,) in rewards' dtype. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
 
-    std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0 or 1) is subtracted from the
-    count in the variance. eps_form: "added" divides by std + eps, "floor" by max(std, eps). Equal rewards give exactly 0.
+    std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0 or 1) is
+    subtracted from the count in the variance. eps_form: "added" divides by std + eps, "floor" by max(std, eps). Equal
+    rewards give exactly 0.
     """
     if not clip_max > 0:
         raise ValueError(f"clip_max must be > 0, got {clip_max}")
@@ -38,7 +47,14 @@ def group_advantages(
 
 
 def clip_binds(
-    rewards: Tensor, group_ids: Tensor, *, std: StdKind, ddof: int, eps: float, clip_max: float, eps_form: EpsForm = "added"
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    std: StdKind,
+    ddof: int,
+    eps: float,
+    clip_max: float,
+    eps_form: EpsForm = "added",
 ) -> bool:
     """Whether the clamp changes any of these advantages."""
     unclipped = unclipped_advantages(rewards, group_ids, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
@@ -48,8 +64,8 @@ def clip_binds(
 def advantage_bound(num_rewards: int, group_size: int, *, std: StdKind, ddof: int) -> float:
     """No advantage of an update of `num_rewards` in groups of at most `group_size` exceeds this, whatever the rewards.
 
-    A deviation d from a group's mean forces the group's squares to at least d^2 K / (K - 1), and these are part of the total
-    (N - ddof) std^2; with std="group" N is K. Infinite for "none".
+    A deviation d from a group's mean forces the group's squares to at least d^2 K / (K - 1), and these are part of the
+    total (N - ddof) std^2; with std="group" N is K. Infinite for "none".
     """
     if std == "none":
         return math.inf
@@ -66,7 +82,8 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def global_scale(rewards: Tensor, *, ddof: int, eps: float, eps_form: EpsForm = "added") -> float:
-    """What all of an update's rewards (N,) are multiplied by with std="global": `inverse_std` of their std. A single reward has std 1."""
+    """What all of an update's rewards (N,) are multiplied by with std="global": `inverse_std` of their std. A single
+    reward has std 1."""
     values = _finite64(rewards)
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 or 1, got {ddof}")
@@ -80,7 +97,8 @@ def global_scale(rewards: Tensor, *, ddof: int, eps: float, eps_form: EpsForm = 
 
 
 def inverse_std(deviation: float, eps: float, eps_form: EpsForm) -> float:
-    """1 / (deviation + eps) for "added", 1 / max(deviation, eps) for "floor"; 0 where that would divide by 0, since there is no signal."""
+    """1 / (deviation + eps) for "added", 1 / max(deviation, eps) for "floor"; 0 where that would divide by 0, since
+    there is no signal."""
     if eps < 0:
         raise ValueError(f"eps must be >= 0, got {eps}")
     if eps_form not in ("added", "floor"):
@@ -89,13 +107,16 @@ def inverse_std(deviation: float, eps: float, eps_form: EpsForm) -> float:
     return 1 / divisor if divisor > 0 else 0.0
 
 
-def unclipped_advantages(rewards: Tensor, group_ids: Tensor, *, std: StdKind, ddof: int, eps: float, eps_form: EpsForm) -> Tensor:
+def unclipped_advantages(
+    rewards: Tensor, group_ids: Tensor, *, std: StdKind, ddof: int, eps: float, eps_form: EpsForm
+) -> Tensor:
     """(N,) float64: `group_advantages` before the clamp."""
     if std not in ("global", "group", "none"):
         raise ValueError(f"std must be 'global', 'group' or 'none', got {std!r}")
     if group_ids.is_floating_point() or group_ids.shape != rewards.shape:
         raise ValueError(
-            f"group_ids must be integers of shape {tuple(rewards.shape)}, got {group_ids.dtype} of shape {tuple(group_ids.shape)}"
+            f"group_ids must be integers of shape {tuple(rewards.shape)}, got {group_ids.dtype} of shape"
+            f" {tuple(group_ids.shape)}"
         )
     values = _finite64(rewards)
     whole = global_scale(values, ddof=ddof, eps=eps, eps_form=eps_form) if std == "global" else 1.0

@@ -1,10 +1,12 @@
-"""Advantages from several scorers: rewards (N, K), a weight per scorer, weights not normalised. Settings: `algorithm.advantage`.
+"""Advantages from several scorers: rewards (N, K), a weight per scorer, weights not normalised. Settings:
+`algorithm.advantage`.
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
   advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count by weight, not by scale
   gdpo        A_k divided by the group's std whatever `std` says, A = sum_k w_k A_k, whitened over the update (GDPO, arXiv 2601.05242)
 
-The clamp comes last and once. Where ddof and eps occur twice, in A_k and in whitening, they are the same settings both times.
+The clamp comes last and once. Where ddof and eps occur twice, in A_k and in whitening, they are the same settings both
+times.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ def aggregate_advantages(
     history: RewardHistory | None = None,
     prompt_ids: Tensor | None = None,
 ) -> Tensor:
-    """(N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,) integers in any order.
+    """(N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,) integers in any
+    order.
 
-    With settings.track_prompts `history` and `prompt_ids` (N,) take the place of groups, so that groups of one prompt share statistics;
-    `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are ignored. Groups of one get 0, as does
-    a prompt's only reward ever.
+    With settings.track_prompts `history` and `prompt_ids` (N,) take the place of groups, so that groups of one prompt
+    share statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
+    ignored. Groups of one get 0, as does a prompt's only reward ever.
     """
     if not settings.clip_max > 0:
         raise ValueError(f"clip_max must be > 0, got {settings.clip_max}")
@@ -41,7 +44,8 @@ def aggregate_advantages(
     if not settings.track_prompts:
         advantages = _weighted(_of_groups(columns, group_ids, each), weights, settings)
         if settings.aggregate == "gdpo":
-            # Every group's sum to 0, so the update's mean is 0 but for rounding; without subtracting it, no signal stays exactly 0.
+            # Every group's sum to 0, so the update's mean is 0 but for rounding; without subtracting it, no signal
+            # stays exactly 0.
             advantages = advantages * _whitening(advantages, settings)
     else:
         if history is None or prompt_ids is None:
@@ -54,10 +58,12 @@ def aggregate_advantages(
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """The columns that advantages are taken of, and that a `RewardHistory` is kept of: (N, 1) float64, the weighted sum, with
-    aggregate="rewards"; the scorers' own (N, K) otherwise."""
+    """The columns that advantages are taken of, and that a `RewardHistory` is kept of: (N, 1) float64, the weighted
+    sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
     if rewards.ndim != 2 or rewards.numel() == 0 or weights.shape != rewards.shape[1:]:
-        raise ValueError(f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}")
+        raise ValueError(
+            f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}"
+        )
     columns = rewards.detach().to(torch.float64)
     if settings.aggregate != "rewards":
         return columns
@@ -70,7 +76,10 @@ def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Te
 
 def _of_groups(columns: Tensor, group_ids: Tensor, settings: Advantage) -> Tensor:
     std, ddof, eps, eps_form = settings.std, settings.ddof, settings.eps, settings.eps_form
-    each = [unclipped_advantages(column, group_ids, std=std, ddof=ddof, eps=eps, eps_form=eps_form) for column in columns.unbind(1)]
+    each = [
+        unclipped_advantages(column, group_ids, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
+        for column in columns.unbind(1)
+    ]
     return torch.stack(each, dim=1)
 
 

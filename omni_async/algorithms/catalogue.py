@@ -28,38 +28,47 @@ def _mix_homogeneous(algorithm: Algorithm) -> bool:
 def _mix_problems(config: Config) -> Iterator[str]:
     if config.rollout.sde is not None and config.rollout.sde.window.schedule == "uniform":
         yield (
-            "rollout.sde.window.schedule: mix_grpo slides one window over the steps; "
-            "set random, progressive, decay or exp_decay (or algorithm.name: flow_grpo, whose windows are drawn per group)"
+            "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive, decay or"
+            " exp_decay (or algorithm.name: flow_grpo, whose windows are drawn per group)"
         )
 
 
 def _dance_problems(config: Config) -> Iterator[str]:
     if config.rollout.sde is not None and config.rollout.sde.kind != "dance":
-        yield f"rollout.sde.kind: dance_grpo is defined for 'dance', got {config.rollout.sde.kind!r}; flow_grpo is the same loss for any kind"
+        yield (
+            f"rollout.sde.kind: dance_grpo is defined for 'dance', got {config.rollout.sde.kind!r}; flow_grpo is the"
+            " same loss for any kind"
+        )
     if config.algorithm.kl_coef > 0:
-        yield f"algorithm.kl_coef: dance_grpo has no KL term, got {config.algorithm.kl_coef}; flow_grpo is the same loss with one"
+        yield (
+            f"algorithm.kl_coef: dance_grpo has no KL term, got {config.algorithm.kl_coef}; flow_grpo is the same loss"
+            " with one"
+        )
 
 
 def _guard_problems(config: Config) -> Iterator[str]:
     if config.rollout.sde is not None and config.rollout.sde.kind != "flow":
         yield (
-            f"rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size), which is the noise scale of 'flow' alone; "
-            f"got {config.rollout.sde.kind!r}"
+            "rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size), which is the noise scale of 'flow'"
+            f" alone; got {config.rollout.sde.kind!r}"
         )
     if config.algorithm.clip_range_nats is not None:
         yield (
-            "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled, which no number of nats "
-            "bounds; set algorithm.clip_range, 2e-6 as published"
+            "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled, which"
+            " no number of nats bounds; set algorithm.clip_range, 2e-6 as published"
         )
 
 
 def _dppo_problems(config: Config) -> Iterator[str]:
     if config.algorithm.clip_range is not None or config.algorithm.clip_range_nats is not None:
-        yield "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set algorithm.dppo.kappa_max"
+        yield (
+            "algorithm.clip_range: flow_dppo drops rows by their KL instead of clipping; remove it and set"
+            " algorithm.dppo.kappa_max"
+        )
     if config.algorithm.dppo.kappa_max_nats is not None and config.algorithm.dppo.width == "unit":
         yield (
-            "algorithm.dppo.kappa_max_nats: with width unit the KL is that of Gaussians of variance 1, which is none of the denoising step's "
-            "in nats; set algorithm.dppo.kappa_max, or width: transition"
+            "algorithm.dppo.kappa_max_nats: with width unit the KL is that of Gaussians of variance 1, which is none of"
+            " the denoising step's in nats; set algorithm.dppo.kappa_max, or width: transition"
         )
 
 
@@ -88,15 +97,18 @@ def _awm_problems(config: Config) -> Iterator[str]:
 def _dpo_problems(config: Config) -> Iterator[str]:
     if config.data.preferences is None and config.rollout.group_size < 2:
         yield (
-            f"rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and {config.rollout.group_size} sample "
-            "makes no pair; use at least 2, or data.preferences"
+            "rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and"
+            f" {config.rollout.group_size} sample makes no pair; use at least 2, or data.preferences"
         )
     if config.algorithm.kl_coef > 0:
-        yield f"algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL; remove it, got {config.algorithm.kl_coef}"
+        yield (
+            "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL; remove it,"
+            f" got {config.algorithm.kl_coef}"
+        )
     draws = config.algorithm.forward.draws
     if config.trainer.workers > 1 and (draws is None or draws % config.trainer.workers):
         yield (
-            f"algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; "
+            "algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; "
             f"set a multiple of trainer.workers = {config.trainer.workers}, got {draws}"
         )
 
@@ -142,7 +154,10 @@ BUILT_IN: tuple[Objective, ...] = (
     ),
     Objective(
         name="flow_dppo",
-        summary="no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped (Flow-DPPO)",
+        summary=(
+            "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped"
+            " (Flow-DPPO)"
+        ),
         process="transition",
         compute="omni_async.algorithms.objectives.flow_dppo:flow_dppo",
         fields=(*_STEPS, "means"),
@@ -181,7 +196,10 @@ BUILT_IN: tuple[Objective, ...] = (
     ),
     Objective(
         name="diffusion_dpo",
-        summary="preferences between the best and the worst sample of a prompt, or between the pairs of a dataset (Diffusion-DPO)",
+        summary=(
+            "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
+            " (Diffusion-DPO)"
+        ),
         process="forward",
         compute="omni_async.algorithms.objectives.diffusion_dpo:diffusion_dpo",
         fields=_FINAL,

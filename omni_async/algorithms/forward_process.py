@@ -1,5 +1,5 @@
-"""The forward process of objectives on final latents: x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps - x0, and which
-sigmas a sample is noised at.
+"""The forward process of objectives on final latents: x_sigma = (1 - sigma) x0 + sigma eps, its regression target eps -
+x0, and which sigmas a sample is noised at.
 
 Pure functions; randomness comes from the generator that is passed in.
 """
@@ -16,7 +16,8 @@ _SMALLEST_LOGIT_NORMAL = 0.01
 
 
 def noised(final: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype. `final`, `noise` (R, ...); `sigma` (R,), one per row."""
+    """x_sigma = (1 - sigma) final + sigma noise, (R, ...) in final's dtype. `final`, `noise` (R, ...); `sigma` (R,),
+    one per row."""
     if noise.shape != final.shape:
         raise ValueError(f"noise must have shape {tuple(final.shape)} like final, got {tuple(noise.shape)}")
     if sigma.shape != final.shape[:1]:
@@ -36,15 +37,18 @@ def mean_square(a: Tensor, b: Tensor) -> Tensor:
 
 
 def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, generator: Generator) -> Tensor:
-    """(K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order and in the dtype and on the device of `sigmas`.
+    """(K,) sigmas > 0 of one sample's noise draws, K = `num_draws`, in random order and in the dtype and on the device
+    of `sigmas`.
 
-    sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation, so none repeats
-    before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0]. `logit_normal` does not use their
-    values: sigmoid(z) of a standard normal z, one draw from each of K equally likely strata, shifted as SD3 schedules are,
-    sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
+    sigmas (N + 1,): the sampler's own, decreasing, the last one 0. `schedule` takes the others in a random permutation,
+    so none repeats before all have occurred (DiffusionNFT, arXiv 2509.16117); `schedule_wo_first` without sigmas[0].
+    `logit_normal` does not use their values: sigmoid(z) of a standard normal z, one draw from each of K equally likely
+    strata, shifted as SD3 schedules are, sigma = s t / (1 + (s - 1) t), and at least 0.01 (AWM, arXiv 2509.25050).
     """
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] != 0:
-        raise ValueError(f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}")
+        raise ValueError(
+            f"sigmas must have shape (N + 1,), N >= 1, and end in 0, got shape {tuple(sigmas.shape)}: {sigmas.tolist()}"
+        )
     count = num_draws(len(sigmas) - 1, forward, timestep_fraction)
     where = generator.device
     if forward.sigmas == "logit_normal":
@@ -54,5 +58,7 @@ def draw_sigmas(sigmas: Tensor, forward: Forward, timestep_fraction: float, gene
         shifted = forward.shift * t / (1 + (forward.shift - 1) * t)
         return shifted.clamp(min=_SMALLEST_LOGIT_NORMAL).to(sigmas)
     choices = sigmas[1:-1] if forward.sigmas == "schedule_wo_first" else sigmas[:-1]
-    permutations = [torch.randperm(len(choices), generator=generator, device=where) for _ in range(-(-count // len(choices)))]
+    permutations = [
+        torch.randperm(len(choices), generator=generator, device=where) for _ in range(-(-count // len(choices)))
+    ]
     return choices[torch.cat(permutations)[:count].to(choices.device)]

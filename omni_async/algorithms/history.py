@@ -1,10 +1,12 @@
 """What a run remembers of every prompt's rewards, for advantages against all of them instead of this update's alone.
 
-The mean (and with std="group" the std) is over every reward the prompt has had, this update's included; with std="global" the std is over
-this update's rewards alone. That is what flow_grpo's PerPromptStatTracker computes when it is never cleared. Prompts are told apart by
-index, never by text. Per prompt only count, mean and M2 = sum of squared deviations are kept, merged as in Chan, Golub and LeVeque (1979).
+The mean (and with std="group" the std) is over every reward the prompt has had, this update's included; with
+std="global" the std is over this update's rewards alone. That is what flow_grpo's PerPromptStatTracker computes when it
+is never cleared. Prompts are told apart by index, never by text. Per prompt only count, mean and M2 = sum of squared
+deviations are kept, merged as in Chan, Golub and LeVeque (1979).
 
-Computing advantages changes nothing; `commit`, called when an update is done, does. An abandoned update therefore leaves no trace.
+Computing advantages changes nothing; `commit`, called when an update is done, does. An abandoned update therefore
+leaves no trace.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ class _Moments:
     def scales(self, settings: Advantage) -> Tensor:
         """(C,): 1 / std in the settings' form of eps."""
         deviations = (self.m2 / max(self.count - settings.ddof, 1)).sqrt().tolist()
-        return torch.tensor([inverse_std(deviation, settings.eps, settings.eps_form) for deviation in deviations], dtype=torch.float64)
+        return torch.tensor(
+            [inverse_std(deviation, settings.eps, settings.eps_form) for deviation in deviations], dtype=torch.float64
+        )
 
 
 class RewardHistory:
-    """Rewards come as (N,) or, for several scorers, as columns (N, C), always the same C; prompt_ids are integers (N,)."""
+    """Rewards come as (N,) or, for several scorers, as columns (N, C), always the same C; prompt_ids are integers
+    (N,)."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Moments] = {}
@@ -56,11 +61,19 @@ class RewardHistory:
         return self._prompts[prompt].count if prompt in self._prompts else 0
 
     def advantages(self, rewards: Tensor, prompt_ids: Tensor, settings: Advantage) -> Tensor:
-        """float64 in the shape of `rewards`, each column against its own statistics, not clamped. A prompt's only reward ever gets 0."""
+        """float64 in the shape of `rewards`, each column against its own statistics, not clamped. A prompt's only
+        reward ever gets 0."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
-        batch = [global_scale(column, ddof=settings.ddof, eps=settings.eps, eps_form=settings.eps_form) for column in columns.unbind(1)]
-        scale = torch.tensor(batch, dtype=torch.float64) if settings.std == "global" else torch.ones(columns.shape[1], dtype=torch.float64)
+        batch = [
+            global_scale(column, ddof=settings.ddof, eps=settings.eps, eps_form=settings.eps_form)
+            for column in columns.unbind(1)
+        ]
+        scale = (
+            torch.tensor(batch, dtype=torch.float64)
+            if settings.std == "global"
+            else torch.ones(columns.shape[1], dtype=torch.float64)
+        )
         advantages = torch.empty_like(columns)
         for prompt, moments in merged.items():
             members = prompt_ids == prompt
@@ -86,7 +99,8 @@ class RewardHistory:
             valid = columns >= 1 and rest == 0 and len(widths) == 1 and all(math.isfinite(number) for number in numbers)
             if not valid or numbers[0] < 1 or numbers[0] != int(numbers[0]) or min(numbers[1 + columns :]) < 0:
                 raise ValueError(
-                    f"reward history of prompt {prompt}: expected [count >= 1, means..., M2s...] like every other, got {numbers}"
+                    f"reward history of prompt {prompt}: expected [count >= 1, means..., M2s...] like every other, got"
+                    f" {numbers}"
                 )
             values = torch.tensor(numbers[1:], dtype=torch.float64)
             history._prompts[int(prompt)] = _Moments(int(numbers[0]), values[:columns], values[columns:])
@@ -105,7 +119,8 @@ class RewardHistory:
             raise ValueError(f"rewards must have shape (N,) or (N, C) with N, C >= 1, got {tuple(rewards.shape)}")
         if prompt_ids.is_floating_point() or prompt_ids.shape != rewards.shape[:1]:
             raise ValueError(
-                f"prompt_ids must be integers of shape {tuple(rewards.shape[:1])}, got {prompt_ids.dtype} of shape {tuple(prompt_ids.shape)}"
+                f"prompt_ids must be integers of shape {tuple(rewards.shape[:1])}, got {prompt_ids.dtype} of shape"
+                f" {tuple(prompt_ids.shape)}"
             )
         columns = rewards.detach().to(torch.float64).reshape(len(rewards), -1)
         if not columns.isfinite().all():

@@ -11,8 +11,9 @@ def num_trained(window: int, fraction: float) -> int:
 
 
 def num_draws(num_inference_steps: int, forward: Forward, timestep_fraction: float) -> int:
-    """How many noise draws K a sample of `num_inference_steps` N gets: `forward.draws`, or else timestep_fraction of the sigmas to draw
-    from, rounded down but at least 1. There are N of them, and N - 1 for `schedule_wo_first`, where N = 1 is a ValueError."""
+    """How many noise draws K a sample of `num_inference_steps` N gets: `forward.draws`, or else timestep_fraction of
+    the sigmas to draw from, rounded down but at least 1. There are N of them, and N - 1 for `schedule_wo_first`, where
+    N = 1 is a ValueError."""
     if num_inference_steps < 1:
         raise ValueError(f"num_inference_steps must be >= 1, got {num_inference_steps}")
     choices = num_inference_steps - (forward.sigmas == "schedule_wo_first")

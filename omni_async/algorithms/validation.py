@@ -1,4 +1,5 @@
-"""Combinations of an objective with the rest of a recipe that cannot work, each with the reason and the way out. Imports no torch."""
+"""Combinations of an objective with the rest of a recipe that cannot work, each with the reason and the way out.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ def problems(config: Config) -> Iterator[str]:
 def _transition(config: Config, objective: Objective) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
     if config.rollout.sde is None:
-        yield f"rollout.sde: {name} trains denoising steps that were taken with noise, and null takes none; set kind, noise_level and window"
+        yield (
+            f"rollout.sde: {name} trains denoising steps that were taken with noise, and null takes none; set kind,"
+            " noise_level and window"
+        )
     if config.rollout.group_size < 2:
-        yield f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got {config.rollout.group_size}"
+        yield (
+            f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got"
+            f" {config.rollout.group_size}"
+        )
     if "means" in objective.fields and config.correction.mode == "interpolated":
         yield (
-            f"algorithm.correction.mode: {name} needs the mean of the policy its ratio is taken to, and 'interpolated' estimates its log-prob "
-            "alone; use bypass or decoupled"
+            f"algorithm.correction.mode: {name} needs the mean of the policy its ratio is taken to, and 'interpolated'"
+            " estimates its log-prob alone; use bypass or decoupled"
         )
     yield from correction.problems(algorithm.correction)
 
@@ -40,36 +47,48 @@ def _forward(config: Config, objective: Objective) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
     if config.rollout.sde is not None:
         yield (
-            f"rollout.sde: {name} trains on final latents and noises them itself, so an SDE window would be noise that nobody learns from; "
-            "set rollout.sde: null"
+            f"rollout.sde: {name} trains on final latents and noises them itself, so an SDE window would be noise that"
+            " nobody learns from; set rollout.sde: null"
         )
     if algorithm.correction != Correction():
         yield (
-            f"algorithm.correction: {name} has no ratio to the policy that made a sample, so there is nothing to correct; remove the section"
+            f"algorithm.correction: {name} has no ratio to the policy that made a sample, so there is nothing to"
+            " correct; remove the section"
         )
     if algorithm.clip_range is not None or algorithm.clip_range_nats is not None:
         instead = "; algorithm.awm.clip_range is its own" if name == "awm" else ""
         yield f"algorithm.clip_range: {name} does not clip a ratio of denoising steps{instead}; remove it"
     if objective.unit != "pair" and config.rollout.group_size < 2:
-        yield f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got {config.rollout.group_size}"
+        yield (
+            f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got"
+            f" {config.rollout.group_size}"
+        )
 
 
 def _ranks(config: Config, objective: Objective) -> Iterator[str]:
     workers, samples = config.trainer.workers, config.rollout.group_size
     if objective.unit != "pair" and samples % workers:
-        yield f"trainer.workers: {workers} ranks do not divide rollout.group_size = {samples}; each group is dealt over the ranks"
+        yield (
+            f"trainer.workers: {workers} ranks do not divide rollout.group_size = {samples}; each group is dealt over"
+            " the ranks"
+        )
 
 
 def _offline(config: Config, objective: Objective) -> Iterator[str]:
     if config.data.preferences is None:
         return
     if objective.unit != "pair":
-        yield f"data.preferences: {objective.name} learns from rewards of its own samples; preference pairs are for diffusion_dpo"
+        yield (
+            f"data.preferences: {objective.name} learns from rewards of its own samples; preference pairs are for"
+            " diffusion_dpo"
+        )
     if config.rollout.group_size != 2:
         yield f"rollout.group_size: a preference pair is a group of 2, got {config.rollout.group_size}"
     if config.reward.scorers:
         yield "reward.scorers: with data.preferences nothing is scored; remove them"
     if config.validation is not None:
-        yield "validation: with data.preferences nothing is generated, so nothing can be validated; set validation: null"
+        yield (
+            "validation: with data.preferences nothing is generated, so nothing can be validated; set validation: null"
+        )
     if config.data.prompts is not None:
         yield "data.prompts: with data.preferences the prompts come from the pairs; remove it"

@@ -1,4 +1,5 @@
-"""The arms of an overlap benchmark: the named schedules, `async` once for each staleness budget. The same runtime with other keys."""
+"""The arms of an overlap benchmark: the named schedules, `async` once for each staleness budget. The same runtime with
+other keys."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def _parse(name: str) -> Arm:
 
 
 def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, fewest: int = 1) -> Config:
-    """The recipe with what all arms share; without `updates`, at least `fewest` of them. ConfigError where it cannot be benchmarked, or an
-    override is an arm's to decide."""
+    """The recipe with what all arms share; without `updates`, at least `fewest` of them. ConfigError where it cannot be
+    benchmarked, or an override is an arm's to decide."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         for owned, instead in _OWNED.items():
@@ -85,14 +86,18 @@ def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, few
     if updates is None and base.trainer.updates < fewest:
         base = replace(base, trainer=replace(base.trainer, updates=fewest))
     if base.data.preferences is not None:
-        raise ConfigError(f"{recipe}: data.preferences: an offline job generates nothing, so there is nothing to overlap")
+        raise ConfigError(
+            f"{recipe}: data.preferences: an offline job generates nothing, so there is nothing to overlap"
+        )
     return base
 
 
 def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> Config:
-    """The arm's configuration, its buffers large enough never to be what it waits for. ConfigError where the recipe rules the arm out.
+    """The arm's configuration, its buffers large enough never to be what it waits for. ConfigError where the recipe
+    rules the arm out.
 
-    A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do the same work.
+    A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do
+    the same work.
     """
     updates = base.trainer.updates
     groups = (arm.max_updates + 1) * base.trainer.groups_per_update

@@ -45,22 +45,43 @@ same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong 
 def add_bench(commands: Any) -> None:
     """Add the command to the command line's subparsers. Imports nothing heavy."""
     raw = argparse.RawDescriptionHelpFormatter
-    bench = commands.add_parser("bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw)
+    bench = commands.add_parser(
+        "bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw
+    )
     kinds = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     overlap = kinds.add_parser(
-        "overlap", help="the schedules side by side: what overlapping the stages gains", description=_OVERLAP, formatter_class=raw
+        "overlap",
+        help="the schedules side by side: what overlapping the stages gains",
+        description=_OVERLAP,
+        formatter_class=raw,
     )
     add = overlap.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file; with --report the folder of a benchmark")
-    add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe in every arm (values are YAML)")
-    add("--profile", metavar="P", help="replay this profile on emulated devices: a profile.json, or the name of a shipped one")
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="override a value of the recipe in every arm (values are YAML)",
+    )
+    add(
+        "--profile",
+        metavar="P",
+        help="replay this profile on emulated devices: a profile.json, or the name of a shipped one",
+    )
     add("--repeats", type=_positive, default=5, metavar="N", help="rounds, each with one run of every arm (default: 5)")
     length = overlap.add_mutually_exclusive_group()
     length.add_argument(
-        "--updates", type=_positive, metavar="N", help="updates of a run (default: the recipe's, or what the largest S needs)"
+        "--updates",
+        type=_positive,
+        metavar="N",
+        help="updates of a run (default: the recipe's, or what the largest S needs)",
     )
     length.add_argument(
-        "--steps", type=_positive, metavar="N", help="updates measured in a run, in place of --updates: arms with a small S end sooner"
+        "--steps",
+        type=_positive,
+        metavar="N",
+        help="updates measured in a run, in place of --updates: arms with a small S end sooner",
     )
     add("--arms", metavar="A,B,...", help="schedules to run (default: all of the above, with S = 0, 1, 2, 4, 8)")
     add("--out", type=Path, metavar="DIR", help="folder of runs and results (default: runs/overlap-RECIPE)")
@@ -84,14 +105,18 @@ def bench(options: argparse.Namespace) -> int:
     folder = options.out or Path("runs") / f"overlap-{options.recipe.stem}"
     try:
         if options.report:
-            if given := [name for name in ("overrides", "profile", "updates", "steps", "arms") if getattr(options, name)]:
+            if given := [
+                name for name in ("overrides", "profile", "updates", "steps", "arms") if getattr(options, name)
+            ]:
                 raise ConfigError(f"--report: runs nothing, so it takes no {given[0]}; leave it out")
             folder = options.out or (options.recipe if options.recipe.is_dir() else options.recipe.parent)
             overlap = read_overlap(options.recipe)
             try:
                 write_report(folder, overlap)
             except (ArithmeticError, LookupError, ValueError, TypeError) as error:  # a file that no benchmark wrote
-                raise ConfigError(f"{options.recipe}: its numbers make no report: {type(error).__name__}: {error}") from None
+                raise ConfigError(
+                    f"{options.recipe}: its numbers make no report: {type(error).__name__}: {error}"
+                ) from None
         else:
             overlap = run_overlap(
                 options.recipe,
@@ -106,7 +131,10 @@ def bench(options: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt:
         console.print(
-            f"interrupted; the same command goes on with what is missing in {folder}", markup=False, highlight=False, soft_wrap=True
+            f"interrupted; the same command goes on with what is missing in {folder}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
         raise
     except OSError as error:

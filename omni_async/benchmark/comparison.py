@@ -1,4 +1,5 @@
-"""From the runs of every arm to the numbers of the table: medians over repeats, predictions beside them, speed-ups and what they consist of."""
+"""From the runs of every arm to the numbers of the table: medians over repeats, predictions beside them, speed-ups and
+what they consist of."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from omni_async.benchmark.result import ArmRecord, Measured, Overlap, Spread, St
 
 
 class Speedup(msgspec.Struct, frozen=True):
-    """Over a baseline: `ratio` of the step times of the same round, over rounds. `shares`: category -> its part of the seconds saved."""
+    """Over a baseline: `ratio` of the step times of the same round, over rounds. `shares`: category -> its part of the
+    seconds saved."""
 
     ratio: Spread
     shares: dict[str, float]
@@ -20,8 +22,8 @@ class Speedup(msgspec.Struct, frozen=True):
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """An arm's numbers over its repeats; seconds are measured ones. `attribution`, `stages` and `busy` are those of the repeat with the median
-    step time, so that they belong together; `staleness` is the sum of all."""
+    """An arm's numbers over its repeats; seconds are measured ones. `attribution`, `stages` and `busy` are those of the
+    repeat with the median step time, so that they belong together; `staleness` is the sum of all."""
 
     name: str
     runs: int
@@ -44,7 +46,8 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(overlap: Overlap) -> dict[str, ArmSummary]:
-    """By arm, in the benchmark's order; arms without a measured run are left out. `deviation` = simulated / measured - 1."""
+    """By arm, in the benchmark's order; arms without a measured run are left out. `deviation` = simulated / measured -
+    1."""
     measured = {arm.name: arm for arm in overlap.arms if arm.measured}
     return {name: _summary(arm, measured) for name, arm in measured.items()}
 
@@ -81,7 +84,9 @@ def _summary(arm: ArmRecord, others: dict[str, ArmRecord]) -> ArmSummary:
         staleness_max=max(staleness, default=0),
         peak_memory_bytes=max(memory, default=None),
         speedups={
-            name: _speedup(arm, others[name]) for name in BASELINES if name in others and name != arm.name and _rounds(arm, others[name])
+            name: _speedup(arm, others[name])
+            for name in BASELINES
+            if name in others and name != arm.name and _rounds(arm, others[name])
         },
     )
 
@@ -91,7 +96,9 @@ def _rounds(arm: ArmRecord, baseline: ArmRecord) -> list[int]:
 
 
 def _speedup(arm: ArmRecord, baseline: ArmRecord) -> Speedup:
-    ratio = spread([baseline.measured[number].step_s / arm.measured[number].step_s for number in _rounds(arm, baseline)])
+    ratio = spread(
+        [baseline.measured[number].step_s / arm.measured[number].step_s for number in _rounds(arm, baseline)]
+    )
     before, after = median_run(baseline).attribution, median_run(arm).attribution
     return Speedup(ratio, differences(before, after), in_words(ratio.median, baseline.name, before, after))
 

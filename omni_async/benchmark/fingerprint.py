@@ -1,4 +1,5 @@
-"""What a run's numbers depend on beside its configuration: this package's code, and what the files hold that the configuration names."""
+"""What a run's numbers depend on beside its configuration: this package's code, and what the files hold that the
+configuration names."""
 
 from __future__ import annotations
 

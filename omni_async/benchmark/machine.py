@@ -26,8 +26,13 @@ class Machine(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         memory = f"{self.memory_bytes / 2**30:.0f} GiB"
-        versions = ", ".join([f"Python {self.python}", *(f"{name} {version}" for name, version in self.packages.items())])
-        return f"{self.cpu}, {self.cpus} CPUs, {memory}{''.join(f', {gpu}' for gpu in self.gpus)}; {self.system}; {versions}"
+        versions = ", ".join(
+            [f"Python {self.python}", *(f"{name} {version}" for name, version in self.packages.items())]
+        )
+        return (
+            f"{self.cpu}, {self.cpus} CPUs, {memory}{''.join(f', {gpu}' for gpu in self.gpus)}; {self.system};"
+            f" {versions}"
+        )
 
 
 def describe_machine(with_gpus: bool = False) -> Machine:

@@ -1,4 +1,5 @@
-"""One run's numbers, from the folder it left behind: step times from `metrics.jsonl`, everything between them from `trace.json`."""
+"""One run's numbers, from the folder it left behind: step times from `metrics.jsonl`, everything between them from
+`trace.json`."""
 
 from __future__ import annotations
 
@@ -36,28 +37,32 @@ class NotMeasurableError(ValueError):
 
 
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
-    """Updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least `steps` and the shortest that is measured."""
+    """Updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least `steps` and the
+    shortest that is measured."""
     period = math.lcm(max_updates + 1, publish_every)
     length = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + length + max_updates
 
 
 def steady_part(config: Config) -> tuple[int, int]:
-    """The updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2, S + 2) updates fill the pipeline, the
-    last S drain it, and between them lie whole periods. ConfigError if too few are left."""
+    """The updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2, S + 2)
+    updates fill the pipeline, the last S drain it, and between them lie whole periods. ConfigError if too few are
+    left."""
     updates, budget = config.trainer.updates, config.staleness.max_updates
     needed = max(2, budget + 2) + _FEWEST + budget
     if updates < needed:
         raise ConfigError(
-            f"trainer.updates: {updates} are too few: with a staleness budget of {budget} the first {max(2, budget + 2)} and the last {budget} are not "
-            f"measured, and {_FEWEST} must be left; at least --updates {needed}"
+            f"trainer.updates: {updates} are too few: with a staleness budget of {budget} the first"
+            f" {max(2, budget + 2)} and the last {budget} are not measured, and {_FEWEST} must be left; at least"
+            f" --updates {needed}"
         )
     steady = Steady(config, updates)
     return steady.first, steady.last
 
 
 def measure(run: Path, config: Config) -> Measured:
-    """`run` is the folder of a run that is done, `config` what it ran with. NotMeasurableError if something is missing there."""
+    """`run` is the folder of a run that is done, `config` what it ran with. NotMeasurableError if something is missing
+    there."""
     try:
         summary = read_summary(run / "summary.json")
         finished = _finished(run / "metrics.jsonl")
@@ -101,7 +106,9 @@ def _finished(metrics: Path) -> dict[int, float]:
     return {line["update"]: line["finished"] for line in lines if "finished" in line}
 
 
-def _stages(spans: Sequence[Span], start: float, end: float, updates: int, config: Config, profile: Profile | None) -> dict[str, Stage]:
+def _stages(
+    spans: Sequence[Span], start: float, end: float, updates: int, config: Config, profile: Profile | None
+) -> dict[str, Stage]:
     workers = {"rollout": config.rollout.workers, "reward": config.reward.workers}
     result = {}
     for stage, (role, kinds, profiled) in _STAGES.items():

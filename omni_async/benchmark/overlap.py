@@ -1,4 +1,5 @@
-"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures what each run left behind.
+"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures what each run
+left behind.
 
 What is complete is what a run's own folder says, so the same call continues after any interruption.
 """
@@ -62,9 +63,10 @@ def run_overlap(
 ) -> Overlap:
     """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
-    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the recipe's); with `steps`
-    instead, each arm's runs are as long as it takes to measure that many. `train` and `simulator` stand in for the real ones. ConfigError
-    before anything runs; a run that fails is recorded with its reason. KeyboardInterrupt comes out after what is there was written.
+    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the
+    recipe's); with `steps` instead, each arm's runs are as long as it takes to measure that many. `train` and
+    `simulator` stand in for the real ones. ConfigError before anything runs; a run that fails is recorded with its
+    reason. KeyboardInterrupt comes out after what is there was written.
     """
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
@@ -164,7 +166,9 @@ def _overlap(plan: Plan, records: Records, predictions: dict[str, Prediction], s
         law=f"profile {emulation.profile}, times {emulation.time_scale:g}"
         if emulation is not None
         else "no run to take service times from",
-        arms=tuple(_arm(planned, records.get(planned.arm.name, []), predictions.get(planned.arm.name)) for planned in plan.arms),
+        arms=tuple(
+            _arm(planned, records.get(planned.arm.name, []), predictions.get(planned.arm.name)) for planned in plan.arms
+        ),
     )
 
 
@@ -187,7 +191,8 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 
 
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
-    """Real devices: the law is that of the service times which the synchronous arm's median run observed, or else the first arm's that has any."""
+    """Real devices: the law is that of the service times which the synchronous arm's median run observed, or else the
+    first arm's that has any."""
     for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
         if not arm.measured:
             continue

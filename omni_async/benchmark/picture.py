@@ -62,7 +62,13 @@ def _step_times(axes: Any, arms: list[ArmSummary]) -> None:
         step = arm.step_s
         errors = [[step.median - step.low], [step.high - step.median]]
         axes.errorbar(
-            x, step.median, errors, fmt="o", color=_COLOURS["training"], capsize=4, label="measured (median, quartiles)" if x == 0 else None
+            x,
+            step.median,
+            errors,
+            fmt="o",
+            color=_COLOURS["training"],
+            capsize=4,
+            label="measured (median, quartiles)" if x == 0 else None,
         )
         if arm.law_s is not None:
             axes.hlines(arm.law_s, x - 0.3, x + 0.3, color="black", label="law" if x == 0 else None)
@@ -104,10 +110,21 @@ def _roles(axes: Any, arms: list[ArmSummary]) -> None:
         bottoms = [0.0] * len(arms)
         for state, colour in _STATES.items():
             heights = [arm.busy.get(role, {}).get(state, 0.0) for arm in arms]
-            axes.bar(places, heights, bottom=bottoms, color=colour, width=0.9 * width, label=state if number == 0 else None)
+            axes.bar(
+                places, heights, bottom=bottoms, color=colour, width=0.9 * width, label=state if number == 0 else None
+            )
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
         for place in places:
-            axes.annotate(role, (place, 0.02), rotation=90, ha="center", va="bottom", fontsize=7, color="white", path_effects=outline)
+            axes.annotate(
+                role,
+                (place, 0.02),
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color="white",
+                path_effects=outline,
+            )
     axes.set_ylim(0, 1)
     axes.set_ylabel("fraction of the time")
     axes.set_title("What each role does", loc="left", pad=22)
@@ -122,7 +139,15 @@ def _staleness(axes: Any, arms: list[ArmSummary]) -> None:
     for age, line in enumerate(shares):
         for x, share in enumerate(line):
             if share > 0:
-                axes.text(x, age, f"{100 * share:.0f} %", ha="center", va="center", fontsize=8, color="white" if share > 0.55 else "black")
+                axes.text(
+                    x,
+                    age,
+                    f"{100 * share:.0f} %",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if share > 0.55 else "black",
+                )
     axes.set_yticks(range(oldest + 1))
     axes.set_ylabel("staleness of trained groups, updates")
     axes.set_title("Staleness", loc="left")

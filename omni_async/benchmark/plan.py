@@ -52,8 +52,8 @@ class Plan:
     arms: tuple[PlannedArm, ...]
 
     def jobs(self) -> Iterator[Job]:
-        """Round by round, every arm once in each. A round starts one arm later than the one before it, so that no arm always follows the same
-        one. Arms of a round share its seed: the same prompts and the same noise."""
+        """Round by round, every arm once in each. A round starts one arm later than the one before it, so that no arm
+        always follows the same one. Arms of a round share its seed: the same prompts and the same noise."""
         runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
         for number in range(self.repeats):
             first = number % len(runnable) if runnable else 0
@@ -76,8 +76,8 @@ def make_plan(
     updates: int | None,
     steps: int | None = None,
 ) -> Plan:
-    """With `steps` each arm's runs are just long enough to measure that many. ConfigError, one line, where nothing can be measured; an arm that
-    the recipe rules out is skipped with the reason."""
+    """With `steps` each arm's runs are just long enough to measure that many. ConfigError, one line, where nothing can
+    be measured; an arm that the recipe rules out is skipped with the reason."""
     if steps is not None:
         every = base_config(recipe, overrides, None).weights.publish_every
         updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)
@@ -95,7 +95,9 @@ def make_plan(
 def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, steps: int | None) -> PlannedArm:
     if steps is not None:
         every = base.weights.publish_every if arm.schedule == "async" else 1  # the other schedules publish every update
-        base = structs.replace(base, trainer=structs.replace(base.trainer, updates=enough_updates(arm.max_updates, steps, every)))
+        base = structs.replace(
+            base, trainer=structs.replace(base.trainer, updates=enough_updates(arm.max_updates, steps, every))
+        )
     try:
         return PlannedArm(arm, preflight(arm_config(recipe, overrides, base, arm)))
     except ConfigError as error:
@@ -103,13 +105,18 @@ def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, ste
 
 
 def finished_run(inputs: RunInputs) -> Path | None:
-    """The newest run folder in `run.dir` that was done by this code with exactly this configuration, profile, prompts and model, and left a
-    timeline."""
+    """The newest run folder in `run.dir` that was done by this code with exactly this configuration, profile, prompts
+    and model, and left a timeline."""
     wanted, mark = to_yaml(redact(msgspec.to_builtins(inputs.config))), fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted
-            if same and stamped(run) == mark and read_summary(run / "summary.json").status == "done" and (run / "trace.json").is_file():
+            if (
+                same
+                and stamped(run) == mark
+                and read_summary(run / "summary.json").status == "done"
+                and (run / "trace.json").is_file()
+            ):
                 return run
         except (OSError, ValueError, RecursionError):  # cut off while it was written
             continue

@@ -16,8 +16,8 @@ Simulator = Callable[[Config, Profile], float]
 
 
 def predict(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
-    """Seconds as they will be measured: the profile's, times `time_scale`. In a schedule where nothing overlaps the law with S = 0 is the sum of
-    all stages; streaming inside the step shortens it."""
+    """Seconds as they will be measured: the profile's, times `time_scale`. In a schedule where nothing overlaps the law
+    with S = 0 is the sum of all stages; streaming inside the step shortens it."""
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)
     try:

@@ -1,4 +1,5 @@
-"""What a person sees while a benchmark runs: a line per finished run and, on a terminal, a bar with the run's updates under them."""
+"""What a person sees while a benchmark runs: a line per finished run and, on a terminal, a bar with the run's updates
+under them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,20 @@ class Progress:
     """`total` runs, of which some may be complete already. A context manager; `run` gives the console of one run."""
 
     def __init__(self, total: int, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=_REFRESH_PER_S)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("runs"),
+            TimeElapsedColumn(),
+        )
+        self._bar = Bar(
+            *columns,
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+            refresh_per_second=_REFRESH_PER_S,
+        )
         self._task = self._bar.add_task("starting", total=total)
         self._total, self._ended = total, 0
         self._began = time.monotonic()
@@ -33,7 +46,9 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def plan(self, plan: Plan, predicted: dict[str, float]) -> None:
@@ -44,10 +59,16 @@ class Progress:
                 self.say(f"{name} skipped: {planned.skipped}")
                 continue
             law = f", law {predicted[planned.arm.name]:.3g} s per update" if planned.arm.name in predicted else ""
-            workers = f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} ranks"
+            workers = (
+                f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers}"
+                " ranks"
+            )
             buffers = f"buffer.groups {config.buffer.groups}, buffer.trajectories {config.buffer.trajectories}"
             self.say(f"{name} S = {config.staleness.max_updates}, {workers}; {buffers}{law}")
-        self.say(f"{self._total} runs of up to {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds; {plan.out}")
+        self.say(
+            f"{self._total} runs of up to {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds;"
+            f" {plan.out}"
+        )
 
     def run(self, job: Job) -> RunConsole:
         return RunConsole(self, f"{job.arm.name}, round {job.round + 1}", job.config.trainer.updates)
@@ -67,13 +88,18 @@ class Progress:
         else:
             took = "complete already" if seconds is None else f"in {seconds:.0f} s"
             self.say(
-                f"{place}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s, {took}{self._left()}"
+                f"{place}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s,"
+                f" {took}{self._left()}"
             )
 
     def _left(self) -> str:
         elapsed = f"; elapsed {_clock(time.monotonic() - self._began)}"
         left = self._total - self._ended
-        return f"{elapsed}, about {_clock(left * sum(self._seconds) / len(self._seconds))} left" if left and self._seconds else elapsed
+        return (
+            f"{elapsed}, about {_clock(left * sum(self._seconds) / len(self._seconds))} left"
+            if left and self._seconds
+            else elapsed
+        )
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,5 @@
-"""One Ray for all runs of a benchmark, so that starting it is no part of any run. A run that finds Ray started leaves it running."""
+"""One Ray for all runs of a benchmark, so that starting it is no part of any run. A run that finds Ray started leaves
+it running."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _CONTROL_CPUS = 1
 
 @contextmanager
 def ray_session(configs: Sequence[Config]) -> Iterator[None]:
-    """Ray with room for the largest of these jobs, for as long as the block lasts; nothing where none of them needs it, or it runs already.
-    ConfigError if it cannot be started or joined."""
+    """Ray with room for the largest of these jobs, for as long as the block lasts; nothing where none of them needs it,
+    or it runs already. ConfigError if it cannot be started or joined."""
     on_ray = [config for config in configs if config.run.runtime == "ray"]
     if not on_ray:
         yield
@@ -42,4 +43,6 @@ def _cpus(config: Config) -> int:
     if config.emulation is not None:
         return 1
     workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": config.trainer.workers}
-    return math.ceil(sum(count * getattr(config.placement, role).cpus for role, count in workers.items())) + _CONTROL_CPUS
+    return (
+        math.ceil(sum(count * getattr(config.placement, role).cpus for role, count in workers.items())) + _CONTROL_CPUS
+    )

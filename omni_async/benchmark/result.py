@@ -36,16 +36,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Seconds per update that one device of the stage was busy, and the coefficient of variation of its jobs (None: not known)."""
+    """Seconds per update that one device of the stage was busy, and the coefficient of variation of its jobs (None: not
+    known)."""
 
     seconds: float
     variation: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's steady part: `updates` updates, warm-up and drain left out. `step_s`: mean seconds per update; `steps_s`: each of them.
-    `images_per_s`: samples trained on, by the whole job. `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured
-    fractions. `staleness` (groups by staleness) and `peak_memory_bytes` are the whole run's."""
+    """One run's steady part: `updates` updates, warm-up and drain left out. `step_s`: mean seconds per update;
+    `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job. `attribution` sums to `step_s`.
+    `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by staleness) and `peak_memory_bytes`
+    are the whole run's."""
 
     updates: int
     step_s: float
@@ -60,7 +62,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a run found complete)."""
+    """`folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a
+    run found complete)."""
 
     round: int
     status: Literal["done", "failed"]
@@ -71,7 +74,8 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds as they are measured (the emulation's time scale applied). `simulated_s`: the simulator's step, or None with `not_simulated`."""
+    """Seconds as they are measured (the emulation's time scale applied). `simulated_s`: the simulator's step, or None
+    with `not_simulated`."""
 
     times: StageTimes
     law_s: float
@@ -118,7 +122,8 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
-    """`summary` (what the table shows) is written beside the raw numbers for other readers; `read_overlap` leaves it aside."""
+    """`summary` (what the table shows) is written beside the raw numbers for other readers; `read_overlap` leaves it
+    aside."""
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 

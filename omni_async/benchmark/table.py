@@ -35,8 +35,8 @@ class Section:
 
 
 def sections(overlap: Overlap) -> list[Section]:
-    """Rows have a cell per arm of the benchmark, in its order; an arm without a number has `failed`, `skipped` or `not run` in the first row.
-    What no arm has is left out."""
+    """Rows have a cell per arm of the benchmark, in its order; an arm without a number has `failed`, `skipped` or `not
+    run` in the first row. What no arm has is left out."""
     summaries = compare(overlap)
     state = {arm.name: "skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms}
 
@@ -60,7 +60,12 @@ def sections(overlap: Overlap) -> list[Section]:
         row("per device", lambda s: number(s.images_per_s_per_device.median)),
     ]
     if overlap.time_scale != 1:
-        throughput.append(row("per device, in the profile's time", lambda s: number(s.images_per_s_per_device.median * overlap.time_scale)))
+        throughput.append(
+            row(
+                "per device, in the profile's time",
+                lambda s: number(s.images_per_s_per_device.median * overlap.time_scale),
+            )
+        )
     roles = [role for role in ROLES if any(role in summary.busy for summary in summaries.values())]
     ages = sorted({age for summary in summaries.values() for age in summary.staleness})
     speedups = []
@@ -71,7 +76,9 @@ def sections(overlap: Overlap) -> list[Section]:
     busy = [row(role, partial(_shares, role)) for role in roles]
     staleness = [row("mean", lambda s: f"{s.staleness_mean:.2f}"), row("maximum", lambda s: str(s.staleness_max))]
     staleness += [row(f"{age}, % of groups", partial(_age, age)) for age in ages]
-    memory = [row("peak of the job", lambda s: number(s.peak_memory_bytes / 2**30) if s.peak_memory_bytes else _NOTHING)]
+    memory = [
+        row("peak of the job", lambda s: number(s.peak_memory_bytes / 2**30) if s.peak_memory_bytes else _NOTHING)
+    ]
     titled = {
         "seconds per update": step,
         "images/s": throughput,
@@ -87,7 +94,8 @@ def sections(overlap: Overlap) -> list[Section]:
 
 
 def notes(overlap: Overlap) -> Iterator[str]:
-    """What the table leaves to words: speed-ups attributed, failures and skipped arms with their reasons, the law's source, the machine."""
+    """What the table leaves to words: speed-ups attributed, failures and skipped arms with their reasons, the law's
+    source, the machine."""
     summaries = compare(overlap)
     best = fastest(summaries)
     for summary in summaries.values():
@@ -102,7 +110,10 @@ def notes(overlap: Overlap) -> Iterator[str]:
         if arm.prediction is not None and arm.prediction.not_simulated:
             yield f"{arm.name}: not simulated: {arm.prediction.not_simulated}"
     yield f"law and simulation: {overlap.law}"
-    yield f"{overlap.repeats} interleaved repeats of up to {overlap.updates} updates; warm-up and drain left out; {overlap.machine}"
+    yield (
+        f"{overlap.repeats} interleaved repeats of up to {overlap.updates} updates; warm-up and drain left out;"
+        f" {overlap.machine}"
+    )
 
 
 def markdown(overlap: Overlap) -> str:
@@ -118,7 +129,10 @@ def markdown(overlap: Overlap) -> str:
 
 
 def _line(cells: list[str], widths: list[int]) -> str:
-    padded = [cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+    padded = [
+        cell.rjust(width) if column else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
     return f"| {' | '.join(padded)} |"
 
 
@@ -144,7 +158,13 @@ def number(value: float | None) -> str:
     """Three significant digits."""
     if value is None:
         return _NOTHING
-    return f"{value:.3g}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1e}"
+    return (
+        f"{value:.3g}"
+        if 0.001 <= abs(value) < 1000 or value == 0
+        else f"{value:.0f}"
+        if abs(value) >= 1000
+        else f"{value:.1e}"
+    )
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -177,7 +197,9 @@ def _category(name: str, summary: ArmSummary) -> str:
 
 def _shares(role: str, summary: ArmSummary) -> str:
     shares = summary.busy.get(role)
-    return " / ".join(f"{100 * shares[name]:.0f}" for name in ("busy", "starved", "backpressured")) if shares else _NOTHING
+    return (
+        " / ".join(f"{100 * shares[name]:.0f}" for name in ("busy", "starved", "backpressured")) if shares else _NOTHING
+    )
 
 
 def _stage(name: str, summary: ArmSummary) -> str:

@@ -6,7 +6,8 @@ update-000020/
   state.json        versions, counters, cursors: `State`
   manifest.json     every file's size and digest, written last
 
-A folder is written beside its place and renamed when it is whole. Nothing in it is code: no pickle, neither written nor read.
+A folder is written beside its place and renamed when it is whole. Nothing in it is code: no pickle, neither written nor
+read.
 """
 
 from omni_async.checkpoint.errors import CheckpointError

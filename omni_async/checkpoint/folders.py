@@ -30,7 +30,8 @@ def _aside(folder: Path) -> Path:
 
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    """Where each of them lies: in its place, or still aside if the process was killed before another of its version was in that."""
+    """Where each of them lies: in its place, or still aside if the process was killed before another of its version was
+    in that."""
     found = _by_version(checkpoints)
     yield from (found[version] for version in sorted(found, reverse=True))
 
@@ -41,8 +42,16 @@ def newest_version(checkpoints: Path) -> int:
 
 
 def _by_version(checkpoints: Path) -> dict[int, Path]:
-    places = {int(match[1]): path for path in checkpoints.glob("update-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()}
-    aside = {int(match[1]): path for path in checkpoints.glob(".update-*") if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()}
+    places = {
+        int(match[1]): path
+        for path in checkpoints.glob("update-*")
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    }
+    aside = {
+        int(match[1]): path
+        for path in checkpoints.glob(".update-*")
+        if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()
+    }
     return aside | places
 
 
@@ -55,11 +64,12 @@ def require_whole(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, keep: int, written: Path) -> None:
-    """Only `written`, which was just put in its place, and the newest before it stay, `keep` in all; and nothing that was never finished.
+    """Only `written`, which was just put in its place, and the newest before it stay, `keep` in all; and nothing that
+    was never finished.
 
-    Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used: their updates no
-    longer exist, nor do the lines of the ledger that their states count. Left there, they would come first when the run is resumed again,
-    and take the places of whole ones.
+    Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
+    their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
+    first when the run is resumed again, and take the places of whole ones.
     """
     found = [*newest_first(checkpoints)]
     kept = found[found.index(written) :][:keep]
@@ -71,8 +81,8 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
 def finish(folder: Path) -> None:
     """Put what was written at `partial(folder)` in its place, for good when it returns.
 
-    One that lies there already, of the same version, gives way: it is damaged, or the run was resumed from it, stopped before its next
-    update, and has finished groups since. Until the new one is in its place it is kept aside.
+    One that lies there already, of the same version, gives way: it is damaged, or the run was resumed from it, stopped
+    before its next update, and has finished groups since. Until the new one is in its place it is kept aside.
     """
     if folder.exists():
         shutil.rmtree(_aside(folder), ignore_errors=True)

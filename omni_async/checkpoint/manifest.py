@@ -19,7 +19,8 @@ _ALWAYS = {"state.json"}
 
 
 class Content(msgspec.Struct, frozen=True):
-    """`digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the folder it lies in."""
+    """`digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the
+    folder it lies in."""
 
     size: int
     digest: str
@@ -40,10 +41,12 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads `folder` after this meets
-    nothing but the files that the manifest names, and some that nobody reads."""
+    """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads
+    `folder` after this meets nothing but the files that the manifest names, and some that nobody reads."""
     try:
-        (folder / FILE).lstat()  # first: a wrong path may lead to a folder that holds half a disk, links and pipes included
+        (
+            folder / FILE
+        ).lstat()  # first: a wrong path may lead to a folder that holds half a disk, links and pipes included
         found = dict(_files(folder))
     except FileNotFoundError:
         found = {}
@@ -63,14 +66,15 @@ def check_manifest(folder: Path) -> None:
 
 
 def _is_bystander(name: str) -> bool:
-    """What people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside the folders), and no reader of a checkpoint opens."""
+    """What people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside the folders), and no reader of
+    a checkpoint opens."""
     folder, _, file = name.rpartition("/")
     return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below `folder`, under its path from there. CheckpointError for what is no file: a link leads elsewhere, a pipe is waited
-    for, a device has no end."""
+    """Every file below `folder`, under its path from there. CheckpointError for what is no file: a link leads
+    elsewhere, a pipe is waited for, a device has no end."""
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -81,7 +85,9 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
                 elif entry.is_file(follow_symlinks=False):
                     yield path.relative_to(folder).as_posix(), path
                 else:
-                    raise CheckpointError(f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices")
+                    raise CheckpointError(
+                        f"{path} is neither a file nor a folder; a checkpoint has no links, pipes or devices"
+                    )
 
 
 def _read(path: Path) -> Manifest:

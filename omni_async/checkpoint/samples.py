@@ -1,5 +1,5 @@
-"""What the groups of a checkpoint were made with. Those that wait for the trainer are of use to a run that would make the same ones; any other
-makes them again, from the same prompts and seeds."""
+"""What the groups of a checkpoint were made with. Those that wait for the trainer are of use to a run that would make
+the same ones; any other makes them again, from the same prompts and seeds."""
 
 from __future__ import annotations
 

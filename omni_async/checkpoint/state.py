@@ -18,8 +18,9 @@ _MOST = 10**12  # updates, groups, images: no run has more
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count. `rule`: what the update rule
-    remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the ready groups were made with."""
+    """`control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count.
+    `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the
+    ready groups were made with."""
 
     control: Continuation
     pipeline: str
@@ -75,21 +76,36 @@ def _impossible(state: State) -> str | None:
     groups = [*(one.group for one in control.unfinished), *(one.group for one in control.ready)]
     if len(set(groups)) != len(groups):
         return "a group stands there twice"
-    return next((f"{what}.{problem}" for what in ("engine", "rule") if (problem := _too_large(getattr(state, what)))), None)
+    return next(
+        (f"{what}.{problem}" for what in ("engine", "rule") if (problem := _too_large(getattr(state, what)))), None
+    )
 
 
 def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
-    yield from (("version", control.version), ("next_group", control.next_group), ("images", control.images), ("admitted", ledger.admitted))
+    yield from (
+        ("version", control.version),
+        ("next_group", control.next_group),
+        ("images", control.images),
+        ("admitted", ledger.admitted),
+    )
     yield "ledger.size", ledger.size
     # A version below its first is what a run has validated whose first round is under way.
-    yield from (("validated", 0 if control.validated in (None, -1) else control.validated), *ledger.events.items(), *ledger.reasons.items())
+    yield from (
+        ("validated", 0 if control.validated in (None, -1) else control.validated),
+        *ledger.events.items(),
+        *ledger.reasons.items(),
+    )
     yield from (("staleness", number) for pair in ledger.staleness.items() for number in pair)
     yield from (("a validation round", one.version) for one in control.rounds)
     for one in control.unfinished:
         yield from (("an unfinished group", one.group), ("attempts", one.attempts))
     for group in control.ready:
-        yield from (("a ready group", group.group), ("admitted_version", group.admitted_version), ("prompt", group.prompt.index))
+        yield from (
+            ("a ready group", group.group),
+            ("admitted_version", group.admitted_version),
+            ("prompt", group.prompt.index),
+        )
         yield from (("step_versions", version) for sample in group.samples for version in sample.step_versions)
 
 

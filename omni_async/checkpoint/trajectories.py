@@ -1,5 +1,5 @@
-"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group. And what can be told of any safetensors file of a
-checkpoint without reading its tensors."""
+"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group. And what can be told of
+any safetensors file of a checkpoint without reading its tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ARRAY = "array"  # the name of what has none: an emulated trajectory
 
 
 def check_tensors(folder: Path) -> None:
-    """CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow it. That there are no
-    links is what `check_manifest` says."""
+    """CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow it.
+    That there are no links is what `check_manifest` says."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(folder.rglob("*.safetensors")):
@@ -42,7 +42,8 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
     leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
     path = _path(folder, group)
     path.parent.mkdir(exist_ok=True)
-    # The format knows no views: what lies in another order would come back in that order, and what samples share is refused.
+    # The format knows no views: what lies in another order would come back in that order, and what samples share is
+    # refused.
     if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
         from safetensors.numpy import save_file as save_arrays
 

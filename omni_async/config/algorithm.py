@@ -15,17 +15,20 @@ from omni_async.config.section import doc as _doc
 
 class Advantage(Section, kw_only=True, frozen=True):
     std: Annotated[
-        Literal["global", "group", "none"], _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all.")
+        Literal["global", "group", "none"],
+        _doc("Divide (reward - group mean) by the std of the update, of the group, or not at all."),
     ] = "global"
     ddof: Annotated[Literal[0, 1], _doc("1: unbiased variance (VeRL-Omni); 0: population variance (flow_grpo).")] = 1
     eps: Annotated[float, _doc("Keeps the division by a small std finite; see eps_form.", ge=0, most=LARGEST)] = 1e-4
-    eps_form: Annotated[Literal["added", "floor"], _doc("`added`: divide by std + eps; `floor`: by max(std, eps).")] = "added"
+    eps_form: Annotated[Literal["added", "floor"], _doc("`added`: divide by std + eps; `floor`: by max(std, eps).")] = (
+        "added"
+    )
     clip_max: Annotated[float, _doc("Advantages are clamped to +-clip_max.", gt=0, most=LARGEST)] = 5.0
     aggregate: Annotated[
         Literal["rewards", "advantages", "gdpo"],
         _doc(
-            "Several scorers. `rewards`: advantage of the weighted sum. `advantages`: weighted sum of each scorer's own advantages (MixGRPO). "
-            "`gdpo`: that, whitened over the update (GDPO)."
+            "Several scorers. `rewards`: advantage of the weighted sum. `advantages`: weighted sum of each scorer's own"
+            " advantages (MixGRPO). `gdpo`: that, whitened over the update (GDPO)."
         ),
     ] = "rewards"
     track_prompts: Annotated[
@@ -37,46 +40,59 @@ class Advantage(Section, kw_only=True, frozen=True):
 
 
 class Correction(Section, kw_only=True, frozen=True):
-    """Which policy the ratio is taken to, and what is done about the distance between that policy and the one that made the sample."""
+    """Which policy the ratio is taken to, and what is done about the distance between that policy and the one that made
+    the sample."""
 
     mode: Annotated[
         Literal["auto", "none", "bypass", "decoupled", "interpolated"],
         _doc(
-            "`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at this staleness.max_updates. `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal policy (the weights at the start of the update), times "
-            "an importance weight proximal / behaviour. `interpolated`: the same with the proximal log-prob estimated from the other two. "
-            "`none`: ratio to the proximal policy and no weight, as if samples were fresh."
+            "`auto`: bypass up to S = 4, decoupled with tempered weights and kappa_nats 2 beyond: what served best at"
+            " this staleness.max_updates. `bypass`: ratio to the behaviour policy. `decoupled`: ratio to the proximal"
+            " policy (the weights at the start of the update), times an importance weight proximal / behaviour."
+            " `interpolated`: the same with the proximal log-prob estimated from the other two. `none`: ratio to the"
+            " proximal policy and no weight, as if samples were fresh."
         ),
     ] = "auto"
     weights: Annotated[
         Literal["none", "importance", "tempered"],
         _doc(
-            "`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), gamma in (0, 1] chosen from the update so "
-            "that the effective sample size of the rows no mask drops is `ess_target`."
+            "`importance`: w = exp(L), L the log-ratio proximal / behaviour. `tempered`: exp(gamma L), gamma in (0, 1]"
+            " chosen from the update so that the effective sample size of the rows no mask drops is `ess_target`."
         ),
     ] = "none"
     level: Annotated[
         Literal["step", "trajectory", "sequence"],
         _doc(
-            "`step`: a weight per denoising step. The others: one per sample, from all its trained steps; `trajectory` from the sum of L, or the "
-            "mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D (VeRL-Omni)."
+            "`step`: a weight per denoising step. The others: one per sample, from all its trained steps; `trajectory`"
+            " from the sum of L, or the mean of L / D with log_ratio `mean`; `sequence` from the sum of L / D"
+            " (VeRL-Omni)."
         ),
     ] = "step"
     log_ratio: Annotated[
         Literal["sum", "mean"],
         _doc(
-            "`sum`: L in nats over all latent elements, a true log-ratio. `mean`: L / D, per element (geometric), as published code does; nearly a no-op."
+            "`sum`: L in nats over all latent elements, a true log-ratio. `mean`: L / D, per element (geometric), as"
+            " published code does; nearly a no-op."
         ),
     ] = "sum"
-    ess_target: Annotated[float, _doc("Effective sample size, as a fraction, that tempering aims at.", gt=0, lt=1)] = 0.7
+    ess_target: Annotated[float, _doc("Effective sample size, as a fraction, that tempering aims at.", gt=0, lt=1)] = (
+        0.7
+    )
     cap: Annotated[Positive | None, _doc("Truncate weights at this; null leaves them.")] = 2.0
     band: Annotated[tuple[Positive, Positive] | None, _doc("Weights outside [lo, hi] become 0 (IcePop).")] = None
     normalise: Annotated[
-        bool | None, _doc("Divide weights by their mean over the rows that `denominator` counts; null: tempered ones only.")
+        bool | None,
+        _doc("Divide weights by their mean over the rows that `denominator` counts; null: tempered ones only."),
     ] = None
     kappa_nats: Annotated[
-        Positive | None, _doc("Mask steps whose exact Gaussian KL between proximal and behaviour policy exceeds this many nats (D kappa).")
+        Positive | None,
+        _doc(
+            "Mask steps whose exact Gaussian KL between proximal and behaviour policy exceeds this many nats (D kappa)."
+        ),
     ] = None
-    m2: Annotated[Positive | None, _doc("M2PO: mask the largest squared log-ratios until the mean of the rest is below this.")] = None
+    m2: Annotated[
+        Positive | None, _doc("M2PO: mask the largest squared log-ratios until the mean of the rest is below this.")
+    ] = None
     k1: Annotated[tuple[Positive, Positive] | None, _doc("Reject where the ratio exp(L) leaves [lo, hi].")] = None
     k2: Annotated[Positive | None, _doc("Reject where L^2 / 2 exceeds this.")] = None
     k3: Annotated[Positive | None, _doc("Reject where exp(L) - 1 - L exceeds this.")] = None
@@ -85,7 +101,8 @@ class Correction(Section, kw_only=True, frozen=True):
         _doc("k1, k2, k3 of each step alone, or of a whole sample: the sum, mean or maximum over its steps."),
     ] = "step"
     denominator: Annotated[
-        Literal["kept", "all"], _doc("Average over what is left, or over all rows as published code does (the gradient shrinks).")
+        Literal["kept", "all"],
+        _doc("Average over what is left, or over all rows as published code does (the gradient shrinks)."),
     ] = "kept"
 
     @property
@@ -94,7 +111,8 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def needs_update(self) -> bool:
-        """Whether a row's correction depends on the other rows of its update, so that all must be known before the first gradient."""
+        """Whether a row's correction depends on the other rows of its update, so that all must be known before the
+        first gradient."""
         return self.weights == "tempered" or self.m2 is not None
 
     @property
@@ -103,7 +121,8 @@ class Correction(Section, kw_only=True, frozen=True):
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
-# The largest S at which taking the ratio to the behaviour policy served at least as well as anything else (docs/algorithms/correction.md).
+# The largest S at which taking the ratio to the behaviour policy served at least as well as anything else
+# (docs/algorithms/correction.md).
 _BYPASS_UP_TO = 4
 
 
@@ -115,7 +134,9 @@ def automatic_correction(max_updates: int) -> Correction:
 
 
 class Mix(Section, kw_only=True, frozen=True):
-    log_ratio_coef: Annotated[float, _doc("Weight of half the squared mean log-ratio, MixGRPO's KL term.", ge=0, most=LARGEST)] = 0.0
+    log_ratio_coef: Annotated[
+        float, _doc("Weight of half the squared mean log-ratio, MixGRPO's KL term.", ge=0, most=LARGEST)
+    ] = 0.0
 
 
 class Guard(Section, kw_only=True, frozen=True):
@@ -124,52 +145,72 @@ class Guard(Section, kw_only=True, frozen=True):
         _doc("Normalise ratios by the micro-batch's mean step scale (VeRL-Omni) or each row's own (Flow-Factory)."),
     ] = "batch"
     divide: Annotated[
-        bool, _doc("Divide the loss by the squared root step size, which equalises steps (VeRL-Omni does, Flow-Factory not).")
+        bool,
+        _doc(
+            "Divide the loss by the squared root step size, which equalises steps (VeRL-Omni does, Flow-Factory not)."
+        ),
     ] = True
 
 
 class Dppo(Section, kw_only=True, frozen=True):
-    kappa_max: Annotated[float, _doc("Rows drift no further than this KL per latent element.", gt=0, most=LARGEST)] = 1e-5
-    kappa_max_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample; wins over kappa_max.")] = None
+    kappa_max: Annotated[float, _doc("Rows drift no further than this KL per latent element.", gt=0, most=LARGEST)] = (
+        1e-5
+    )
+    kappa_max_nats: Annotated[Positive | None, _doc("The same in nats of the whole sample; wins over kappa_max.")] = (
+        None
+    )
     width: Annotated[
-        Literal["transition", "unit"], _doc("KL with the transition's own variance, or with variance 1 (VeRL-Omni: add_kl_coefficient).")
+        Literal["transition", "unit"],
+        _doc("KL with the transition's own variance, or with variance 1 (VeRL-Omni: add_kl_coefficient)."),
     ] = "transition"
 
 
 class Nft(Section, kw_only=True, frozen=True):
-    beta: Annotated[float, _doc("Mixes current and old velocity into the positive and negative policies.", gt=0, most=LARGEST)] = 1.0
+    beta: Annotated[
+        float, _doc("Mixes current and old velocity into the positive and negative policies.", gt=0, most=LARGEST)
+    ] = 1.0
     adv_mode: Annotated[
-        Literal["all", "positive_only", "negative_only", "one_only", "binary"], _doc("Which part of the advantage counts.")
+        Literal["all", "positive_only", "negative_only", "one_only", "binary"],
+        _doc("Which part of the advantage counts."),
     ] = "all"
     decay: Annotated[
         Literal["none", "slow", "late"],
         _doc(
-            "How slowly the old policy, which draws the samples, follows: `none` at once (type 0); `slow` min(.001 u, .5) after u updates (type 1); "
-            "`late` 0 for 75 updates, then min(.0075 (u - 75), .999) (type 2)."
+            "How slowly the old policy, which draws the samples, follows: `none` at once (type 0); `slow` min(.001 u,"
+            " .5) after u updates (type 1); `late` 0 for 75 updates, then min(.0075 (u - 75), .999) (type 2)."
         ),
     ] = "slow"
 
 
 class Awm(Section, kw_only=True, frozen=True):
     weighting: Annotated[
-        Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"], _doc("Weight of the flow-matching error as a log-likelihood.")
+        Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"],
+        _doc("Weight of the flow-matching error as a log-likelihood."),
     ] = "ghuber"
     power: Annotated[float, _doc("Exponent p of `ghuber`.", gt=0, le=1)] = 0.25
-    ratio: Annotated[Literal["exp_first", "sum_first"], _doc("A ratio per noise draw, or one per sample from the mean over its draws.")] = (
-        "exp_first"
-    )
-    advantage_max: Annotated[Positive | None, _doc("Rescale advantages from +-clip_max to +-this; null leaves them.")] = 1.0
-    clip_range: Annotated[float, _doc("PPO clip range; the log-ratio is of order 1 here, so 1 hardly clips.", gt=0, most=LARGEST)] = 1.0
-    ema_coef: Annotated[float, _doc("Weight of the pull to the moving average (needs trainer.ema).", ge=0, most=LARGEST)] = 0.0
+    ratio: Annotated[
+        Literal["exp_first", "sum_first"],
+        _doc("A ratio per noise draw, or one per sample from the mean over its draws."),
+    ] = "exp_first"
+    advantage_max: Annotated[
+        Positive | None, _doc("Rescale advantages from +-clip_max to +-this; null leaves them.")
+    ] = 1.0
+    clip_range: Annotated[
+        float, _doc("PPO clip range; the log-ratio is of order 1 here, so 1 hardly clips.", gt=0, most=LARGEST)
+    ] = 1.0
+    ema_coef: Annotated[
+        float, _doc("Weight of the pull to the moving average (needs trainer.ema).", ge=0, most=LARGEST)
+    ] = 0.0
     ema_coef_end: Annotated[
-        Annotated[float, most(LARGEST, ge=0)] | None, _doc("Reached linearly at the last update; null keeps it constant.")
+        Annotated[float, most(LARGEST, ge=0)] | None,
+        _doc("Reached linearly at the last update; null keeps it constant."),
     ] = None
-    kl_form: Annotated[Literal["velocity", "elbo"], _doc("`velocity`: squared velocity difference; `elbo`: that over 2 std^2.")] = (
-        "velocity"
-    )
-    off_policy: Annotated[bool, _doc("Ratio to the policy at the start of the update, computed again, instead of to a detached copy.")] = (
-        False
-    )
+    kl_form: Annotated[
+        Literal["velocity", "elbo"], _doc("`velocity`: squared velocity difference; `elbo`: that over 2 std^2.")
+    ] = "velocity"
+    off_policy: Annotated[
+        bool, _doc("Ratio to the policy at the start of the update, computed again, instead of to a detached copy.")
+    ] = False
 
 
 class Dpo(Section, kw_only=True, frozen=True):
@@ -183,7 +224,10 @@ class Forward(Section, kw_only=True, frozen=True):
 
     draws: Annotated[
         Annotated[int, most(10_000, ge=1)] | None,
-        _doc("Noise draws per sample; null: timestep_fraction of the sampling steps. More than there are sigmas repeat them."),
+        _doc(
+            "Noise draws per sample; null: timestep_fraction of the sampling steps. More than there are sigmas repeat"
+            " them."
+        ),
     ] = None
     sigmas: Annotated[
         Literal["schedule", "schedule_wo_first", "logit_normal"],
@@ -195,24 +239,32 @@ class Forward(Section, kw_only=True, frozen=True):
 class Algorithm(Section, kw_only=True, frozen=True):
     name: Annotated[str, _doc("The objective; `omni-async list` shows them.")] = "flow_grpo"
     clip_range: Annotated[
-        Positive | None, _doc("PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c].")
+        Positive | None,
+        _doc("PPO clip range c on r, the exponential of the mean log-ratio per latent element: [1 - c, 1 + c]."),
     ] = None
     clip_range_nats: Annotated[
         Positive | None,
-        _doc("The same on L, the log-ratio of the whole sample in nats: [-c, c], whatever the resolution, the transition and the step."),
+        _doc(
+            "The same on L, the log-ratio of the whole sample in nats: [-c, c], whatever the resolution, the transition"
+            " and the step."
+        ),
     ] = None
-    kl_coef: Annotated[float, _doc("Weight of the KL (or squared velocity difference) to the reference policy.", ge=0, most=LARGEST)] = 0.0
+    kl_coef: Annotated[
+        float, _doc("Weight of the KL (or squared velocity difference) to the reference policy.", ge=0, most=LARGEST)
+    ] = 0.0
     kl_form: Annotated[
         Literal["published", "exact", "mean"],
         _doc(
-            "`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL; `mean`: squared difference of means alone."
+            "`published`: variance without the step size, as flow_grpo; `exact`: the Gaussian KL; `mean`: squared"
+            " difference of means alone."
         ),
     ] = "published"
     timestep_fraction: Annotated[
         float, _doc("Share of a sample's trainable steps that is trained, drawn anew for every sample.", gt=0, le=1)
     ] = 1.0
     unconditional_gradient: Annotated[
-        bool, _doc("Let the gradient through guidance's unconditional branch: the exact derivative. flow_grpo detaches it.")
+        bool,
+        _doc("Let the gradient through guidance's unconditional branch: the exact derivative. flow_grpo detaches it."),
     ] = True
     advantage: Annotated[Advantage, _doc("From rewards to advantages.")] = msgspec.field(default_factory=Advantage)
     correction: Annotated[Correction, _doc("Off-policy correction.")] = msgspec.field(default_factory=Correction)

@@ -21,8 +21,8 @@ def _window(c: Config) -> Iterator[str]:
         yield f"rollout.sde.window.size: {window.size} steps do not fit into range {list(window.range)}"
     elif hi > steps - 1:
         yield (
-            f"rollout.sde.window.range: the last step is never trained (its transition is degenerate), so hi may be at most "
-            f"num_inference_steps - 1 = {steps - 1}, got {hi}"
+            "rollout.sde.window.range: the last step is never trained (its transition is degenerate), so hi may be at"
+            f" most num_inference_steps - 1 = {steps - 1}, got {hi}"
         )
 
 
@@ -32,15 +32,18 @@ def _data(c: Config) -> Iterator[str]:
             yield "emulation.profile: emulated devices generate their samples; leave out data.preferences"
         return
     if c.data.prompts is None and c.data.preferences is None:
-        yield "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline diffusion_dpo"
+        yield (
+            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"
+            " diffusion_dpo"
+        )
 
 
 def _live_groups(c: Config) -> Iterator[str]:
     live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
     if live > _MOST_LIVE_GROUPS:
         yield (
-            f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most {_MOST_LIVE_GROUPS} are "
-            f"kept track of; lower one of them"
+            f"staleness.max_updates: (S + 1) x trainer.groups_per_update = {live} groups may be alive at once, at most"
+            f" {_MOST_LIVE_GROUPS} are kept track of; lower one of them"
         )
 
 
@@ -48,10 +51,16 @@ def _placement(c: Config) -> Iterator[str]:
     for role in ("rollout", "reward", "trainer"):
         cpus, gpus = getattr(c.placement, role).cpus, getattr(c.placement, role).gpus
         if gpus > 1 and gpus != int(gpus):
-            yield f"placement.{role}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a whole number, got {gpus:g}"
+            yield (
+                f"placement.{role}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a"
+                f" whole number, got {gpus:g}"
+            )
         for kind, asked in (("cpus", cpus), ("gpus", gpus)):
             if 0 < asked < _LEAST_SHARE:
-                yield f"placement.{role}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got {asked:g}"
+                yield (
+                    f"placement.{role}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got"
+                    f" {asked:g}"
+                )
 
 
 def _exact(c: Config) -> Iterator[str]:
@@ -59,16 +68,23 @@ def _exact(c: Config) -> Iterator[str]:
         return
     live = (c.staleness.max_updates + 1) * c.trainer.groups_per_update
     if c.buffer.groups < live:
-        yield f"buffer.groups: staleness.exact waits for all {live} admitted groups, so they must fit; got {c.buffer.groups}"
+        yield (
+            f"buffer.groups: staleness.exact waits for all {live} admitted groups, so they must fit; got"
+            f" {c.buffer.groups}"
+        )
     if c.weights.publish_every != 1:
-        yield f"weights.publish_every: staleness.exact trains on nothing older than S updates, so every update is published; got {c.weights.publish_every}"
+        yield (
+            "weights.publish_every: staleness.exact trains on nothing older than S updates, so every update is"
+            f" published; got {c.weights.publish_every}"
+        )
 
 
 def _publishing(c: Config) -> Iterator[str]:
     if c.staleness.max_updates + 1 < c.weights.publish_every:
         yield (
-            f"staleness.max_updates: {c.staleness.max_updates} is smaller than weights.publish_every - 1 = {c.weights.publish_every - 1}: "
-            f"the trainer would wait for groups that only a publish admits; raise max_updates or lower publish_every"
+            f"staleness.max_updates: {c.staleness.max_updates} is smaller than weights.publish_every - 1 ="
+            f" {c.weights.publish_every - 1}: the trainer would wait for groups that only a publish admits; raise"
+            " max_updates or lower publish_every"
         )
     if c.weights.payload == "lora" and c.model.lora is None:
         yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
@@ -77,21 +93,35 @@ def _publishing(c: Config) -> Iterator[str]:
 def _batches(c: Config) -> Iterator[str]:
     t = c.trainer
     if t.groups_per_update % t.steps_per_update:
-        yield f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
+        yield (
+            f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
+        )
     if t.backend == "plain" and t.workers > 1:
         yield f"trainer.backend: 'plain' is one rank, got trainer.workers = {t.workers}; use 'fsdp2' or 'auto'"
     if c.buffer.groups < t.groups_per_update and t.streaming == "off":
-        yield f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update}, which streaming: off collects first"
+        yield (
+            f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update},"
+            " which streaming: off collects first"
+        )
 
 
 def _reward(c: Config) -> Iterator[str]:
     needed = c.trainer.groups_per_update * c.rollout.group_size
     if not c.reward.streaming and c.buffer.trajectories < needed:
-        yield f"buffer.trajectories: with reward.streaming: false an update's {needed} samples lie there at once, got {c.buffer.trajectories}"
+        yield (
+            f"buffer.trajectories: with reward.streaming: false an update's {needed} samples lie there at once, got"
+            f" {c.buffer.trajectories}"
+        )
     if c.reward.backoff_max_s < c.reward.backoff_s:
-        yield f"reward.backoff_max_s: pauses begin with reward.backoff_s = {c.reward.backoff_s:g}, got {c.reward.backoff_max_s:g}"
+        yield (
+            f"reward.backoff_max_s: pauses begin with reward.backoff_s = {c.reward.backoff_s:g}, got"
+            f" {c.reward.backoff_max_s:g}"
+        )
     if c.reward.hedge_s is not None and c.reward.hedge_s >= c.reward.timeout_s:
-        yield f"reward.hedge_s: a call is given up after reward.timeout_s = {c.reward.timeout_s:g}, so expected less, got {c.reward.hedge_s:g}"
+        yield (
+            f"reward.hedge_s: a call is given up after reward.timeout_s = {c.reward.timeout_s:g}, so expected less, got"
+            f" {c.reward.hedge_s:g}"
+        )
 
 
 def _algorithm(c: Config) -> Iterator[str]:
@@ -107,14 +137,23 @@ def _algorithm(c: Config) -> Iterator[str]:
 
 def _runtime(c: Config) -> Iterator[str]:
     if c.placement.colocated and c.staleness.max_updates > 0:
-        yield f"placement.colocated: roles that share devices take turns, which is staleness.max_updates: 0, got {c.staleness.max_updates}"
+        yield (
+            "placement.colocated: roles that share devices take turns, which is staleness.max_updates: 0, got"
+            f" {c.staleness.max_updates}"
+        )
     if c.run.runtime == "inprocess" and c.weights.transport == "collective":
         yield "weights.transport: 'collective' needs run.runtime: ray; in one process use object_store"
     if c.run.runtime == "inprocess" and c.emulation is None:
         if c.rollout.engine == "vllm_omni" and c.data.preferences is None:
-            yield "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray, or engine: diffusers"
+            yield (
+                "run.runtime: 'inprocess' cannot host the vllm_omni engine (it claims the process); use runtime: ray,"
+                " or engine: diffusers"
+            )
         if c.trainer.workers > 1:
-            yield f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use runtime: ray"
+            yield (
+                f"run.runtime: 'inprocess' has one trainer rank, got trainer.workers = {c.trainer.workers}; use"
+                " runtime: ray"
+            )
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

@@ -38,8 +38,8 @@ def _bound(meta: msgspec.Meta, key: str, word: str) -> str:
 
 
 def describe(annotation: Any, value: Any = None) -> str:
-    """The allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`. Bounds that only keep absurd values out
-    are named where `value` may have left them."""
+    """The allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`. Bounds
+    that only keep absurd values out are named where `value` may have left them."""
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
     bounds = [_bound(m, key, word) for m in metas for key, word in _BOUNDS if _matters(m, key, value)]
@@ -48,7 +48,11 @@ def describe(annotation: Any, value: Any = None) -> str:
     elif origin in (Union, types.UnionType):
         text = " or ".join(describe(a, value) for a in args)
     elif origin is tuple:
-        text = f"list of {describe(args[0], value)}" if args[-1] is Ellipsis else f"list of {len(args)} {describe(args[0], value)}"
+        text = (
+            f"list of {describe(args[0], value)}"
+            if args[-1] is Ellipsis
+            else f"list of {len(args)} {describe(args[0], value)}"
+        )
     elif base is type(None):
         text = "null"
     elif origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
@@ -77,7 +81,9 @@ def _is_above(meta: msgspec.Meta, value: Any) -> bool:
 
 def reason(annotation: Any, value: Any) -> str:
     """Why `value` is too large; empty where the bound says it all."""
-    return next((str(why) for m in _strip(annotation)[1] if (why := (m.extra or {}).get("why")) and _is_above(m, value)), "")
+    return next(
+        (str(why) for m in _strip(annotation)[1] if (why := (m.extra or {}).get("why")) and _is_above(m, value)), ""
+    )
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
@@ -101,7 +107,8 @@ def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
-    """The annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list). None if the path leaves the schema."""
+    """The annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list). None if the path leaves the
+    schema."""
     annotation: Any = root
     for key in path:
         items = _items_of(annotation)

@@ -1,4 +1,5 @@
-"""From a YAML file and `key.path=value` overrides to a `Config`, or one `ConfigError` that names the place and what is allowed there."""
+"""From a YAML file and `key.path=value` overrides to a `Config`, or one `ConfigError` that names the place and what is
+allowed there."""
 
 from __future__ import annotations
 
@@ -21,8 +22,17 @@ from omni_async.config.redact import is_secret_key, one_line, redact, redact_tex
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 
-# Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working directory. But for run.dir.
-_PATHS = ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume", "emulation.profile", "run.dir")
+# Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
+# directory. But for run.dir.
+_PATHS = (
+    "model.path",
+    "data.prompts",
+    "data.preferences",
+    "validation.prompts",
+    "checkpoint.resume",
+    "emulation.profile",
+    "run.dir",
+)
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -40,11 +50,15 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, except that a key given twice is an error, `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and
-    dates are text (as in YAML 1.2)."""
+    """Plain YAML, except that a key given twice is an error, `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`,
+    `off`, `yes`, `no` and dates are text (as in YAML 1.2)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's way)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -81,7 +95,9 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
     _Loader.add_constructor(_tag, _Loader.construct_number)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -175,14 +191,19 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
         try:
             resolved = (folder / Path(here[last]).expanduser()).resolve()
             if long := [name for name in resolved.parts if len(os.fsencode(name)) > _LONGEST_NAME]:
-                raise ValueError(f"a name in it has {len(os.fsencode(long[0]))} bytes, file systems take {_LONGEST_NAME}")
+                raise ValueError(
+                    f"a name in it has {len(os.fsencode(long[0]))} bytes, file systems take {_LONGEST_NAME}"
+                )
             here[last] = str(resolved)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{path}: expected a path, got {_shown(here[last])}: {error}") from None
 
 
-def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None) -> None:
-    """Refuse what no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer types, endless structures."""
+def _require_plain(
+    value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None
+) -> None:
+    """Refuse what no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer types,
+    endless structures."""
     place = ".".join(path)
     values = count() if values is None else values
     if next(values) > _MOST_VALUES:
@@ -192,7 +213,9 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
             raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and not _is_encodable(key):
-                raise ConfigError(f"{place or 'the file'}: half a surrogate pair is no character, got the key {_shown(key)}")
+                raise ConfigError(
+                    f"{place or 'the file'}: half a surrogate pair is no character, got the key {_shown(key)}"
+                )
             _require_plain(item, (*path, str(key)), (*above, value), values)
     elif isinstance(value, str) and not _is_encodable(value):
         raise ConfigError(f"{place}: half a surrogate pair is no character, got {_shown(value)}")
@@ -202,11 +225,14 @@ def _require_plain(value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...
     elif isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(f"{place}: expected a number below 2**63, got one of {value.bit_length()} bits")
     elif value is not None and not isinstance(value, (str, int, float)):
-        raise ConfigError(f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}")
+        raise ConfigError(
+            f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}"
+        )
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether it can be written to a file: not with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8."""
+    """Whether it can be written to a file: not with half a surrogate pair, as from "\\ud800" or a name on the command
+    line that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -291,12 +317,14 @@ def _require_no_contradiction(path: Path, config: Config, overrides: Sequence[st
         section, _, name = key.partition(".")
         if key in decided and (given := getattr(getattr(config, section), name)) != decided[key]:
             raise ConfigError(
-                f"{path}: {key}: schedule {config.schedule!r} sets it to {_shown(decided[key])}, got {_shown(given)}; leave one of them out"
+                f"{path}: {key}: schedule {config.schedule!r} sets it to {_shown(decided[key])}, got {_shown(given)};"
+                " leave one of them out"
             )
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, apply the schedule, validate. Raises ConfigError with a one-line message; nothing heavy is imported."""
+    """Read, override, apply the schedule, validate. Raises ConfigError with a one-line message; nothing heavy is
+    imported."""
     path = Path(path)
     tree = _read(path)
     for override in overrides:

@@ -1,4 +1,5 @@
-"""Opens files that somebody names: a recipe, prompts, a profile. Whatever stands at the path, opening it neither waits nor reads on for ever."""
+"""Opens files that somebody names: a recipe, prompts, a profile. Whatever stands at the path, opening it neither waits
+nor reads on for ever."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ class TooLargeError(OSError):
 
 
 def require_file(path: str | Path) -> None:
-    """OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file (links are followed)."""
+    """OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file (links are
+    followed)."""
     _require_plain_file(Path(path).stat(), path)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A plain file opened for reading. OSError, as from `require_file`, if it is none: looked at again after opening, since names change hands."""
+    """A plain file opened for reading. OSError, as from `require_file`, if it is none: looked at again after opening,
+    since names change hands."""
     require_file(path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:

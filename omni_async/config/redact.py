@@ -1,8 +1,9 @@
 """What may be shown: configurations and texts without credentials, and texts that stay one line on a terminal.
 
-A secret is recognised by its place: the value of a key named like one (`api_key`, `Authorization`), the user and password of a URL, a query
-value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's exception) may quote a secret without any of that, or
-encoded; whoever knows the configuration gives its `secrets_in` along.
+A secret is recognised by its place: the value of a key named like one (`api_key`, `Authorization`), the user and
+password of a URL, a query value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's
+exception) may quote a secret without any of that, or encoded; whoever knows the configuration gives its `secrets_in`
+along.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class _Place(NamedTuple):
-    """Names, what their values are made of, and what in a name makes its value a secret here, besides what does everywhere. Bounded, so that a
-    hostile text costs no more than its length."""
+    """Names, what their values are made of, and what in a name makes its value a secret here, besides what does
+    everywhere. Bounded, so that a hostile text costs no more than its length."""
 
     names: re.Pattern[str]
     values: re.Pattern[str]
@@ -46,7 +47,9 @@ class _Place(NamedTuple):
 
 # In a query, nothing else is as often a secret as what has such a name: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`.
 _QUERY = _Place(
-    re.compile(r"[?&]([^=?&#\s]{1,120})="), re.compile(r"[^&#\s]+"), re.compile(r"(?i)token|key|passw|secret|signature|credential")
+    re.compile(r"[?&]([^=?&#\s]{1,120})="),
+    re.compile(r"[^&#\s]+"),
+    re.compile(r"(?i)token|key|passw|secret|signature|credential"),
 )
 _ASSIGNED = _Place(re.compile(r"(?<![?&\w])([\w.-]{1,120})="), re.compile(r"[^\s&,;]+"))
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
@@ -62,8 +65,8 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of every URL, query values and
-    assignments named like secrets, and bearer tokens."""
+    """`text` without `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of every
+    URL, query values and assignments named like secrets, and bearer tokens."""
     shown, at = [], 0
     for start, end in secret_forms.find(text, secrets):
         shown += [text[at:start], MASK]
@@ -74,7 +77,8 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def redact(value: Any) -> Any:
-    """The same for a tree of dicts, lists and scalars; values under keys named like secrets are masked whole, but for null and references."""
+    """The same for a tree of dicts, lists and scalars; values under keys named like secrets are masked whole, but for
+    null and references."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
@@ -90,10 +94,13 @@ def secrets_in(value: Any) -> frozenset[str]:
 
 
 def one_line(text: str, longest: int = 10_000) -> str:
-    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their escapes, the end is cut off."""
+    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their
+    escapes, the end is cut off."""
     text = text.strip()
     shown = text if len(text) <= longest else f"{text[:longest]}..."
-    return "".join(c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown)
+    return "".join(
+        c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown
+    )
 
 
 def _has_text(value: Any) -> bool:
@@ -134,7 +141,9 @@ def _secrets(value: Any, under_secret_key: bool) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _secrets(item, under_secret_key)
-    elif under_secret_key and not isinstance(value, bool) and value is not None and not str(value).startswith(REFERENCE):
+    elif (
+        under_secret_key and not isinstance(value, bool) and value is not None and not str(value).startswith(REFERENCE)
+    ):
         yield str(value)
     elif isinstance(value, str):
         for match in _USERINFO.finditer(value):

@@ -28,7 +28,11 @@ def reference() -> str:
     parts = [_HEAD]
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     parts.append("## Top level\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
-    parts.extend(_row(path, field, default) for path, field, default in walk(Config, "") if path in sections and sections[path] is None)
+    parts.extend(
+        _row(path, field, default)
+        for path, field, default in walk(Config, "")
+        if path in sections and sections[path] is None
+    )
     parts.append("")
     for section, struct in sections.items():
         if struct is None:

@@ -21,25 +21,35 @@ class Reward(Section, kw_only=True, frozen=True):
     batch: Annotated[
         int,
         _doc(
-            "Most samples a worker scores at once; it never waits to fill a batch.", "a worker holds them all in memory", ge=1, most=100_000
+            "Most samples a worker scores at once; it never waits to fill a batch.",
+            "a worker holds them all in memory",
+            ge=1,
+            most=100_000,
         ),
     ] = 8
     streaming: Annotated[
         bool,
-        _doc("Score samples as they appear; false: only once everything that may be generated now is generated, as an in-step loop does."),
+        _doc(
+            "Score samples as they appear; false: only once everything that may be generated now is generated, as an"
+            " in-step loop does."
+        ),
     ] = True
     timeout_s: Annotated[float, _doc("Longest one call of a scorer may take.", gt=0, most=MOST_SECONDS)] = 60.0
     hedge_s: Annotated[
         Seconds | None,
         _doc(
-            "A second call is made beside one that takes longer, and the first answer counts: for scorers that are `concurrent`. null: never."
+            "A second call is made beside one that takes longer, and the first answer counts: for scorers that are"
+            " `concurrent`. null: never."
         ),
     ] = None
-    retries: Annotated[int, _doc("Times a failed score is tried again before its group is rejected.", ge=0, most=1000)] = 3
+    retries: Annotated[
+        int, _doc("Times a failed score is tried again before its group is rejected.", ge=0, most=1000)
+    ] = 3
     backoff_s: Annotated[
         float,
         _doc(
-            "Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles every time.",
+            "Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles"
+            " every time.",
             ge=0,
             most=MOST_SECONDS,
         ),
@@ -48,7 +58,8 @@ class Reward(Section, kw_only=True, frozen=True):
     outage_s: Annotated[
         float,
         _doc(
-            "How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are rejected.",
+            "How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are"
+            " rejected.",
             ge=0,
             most=MOST_SECONDS,
         ),
@@ -56,7 +67,8 @@ class Reward(Section, kw_only=True, frozen=True):
     max_abs: Annotated[
         float,
         _doc(
-            "Largest absolute reward: a group with a larger one, or with a scorer whose weighted value is larger, is rejected with the reason.",
+            "Largest absolute reward: a group with a larger one, or with a scorer whose weighted value is larger, is"
+            " rejected with the reason.",
             gt=0,
             le=1e12,
         ),
@@ -64,8 +76,8 @@ class Reward(Section, kw_only=True, frozen=True):
     probe: Annotated[
         bool,
         _doc(
-            "Let every scorer score a synthetic picture before samples are drawn, and end the run if it fails twice with the same error that is "
-            "no outage. false: a scorer that has scored nothing yet counts as down."
+            "Let every scorer score a synthetic picture before samples are drawn, and end the run if it fails twice"
+            " with the same error that is no outage. false: a scorer that has scored nothing yet counts as down."
         ),
     ] = True
     scorers: Annotated[tuple[Scorer, ...], _doc("The reward is the weighted sum of these.")] = ()

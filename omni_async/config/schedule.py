@@ -8,7 +8,8 @@
 | `one_step_off`   | the next update's samples are generated while one is trained; both wait for each other, and for the weights          |
 | `async`          | nothing waits unless `staleness.max_updates` says so                                                                |
 
-A schedule replaces the keys it decides, whatever the recipe says of them. `async` leaves the staleness budget to the recipe.
+A schedule replaces the keys it decides, whatever the recipe says of them. `async` leaves the staleness budget to the
+recipe.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ from msgspec.structs import replace
 
 from omni_async.config.schema import Config, Resources, ScheduleName
 
-_IN_STEP = {"reward.streaming": False, "trainer.streaming": "off", "staleness.max_updates": 0, "weights.publish_every": 1}
-_OVERLAPPED = {"reward.streaming": True, "trainer.streaming": "auto", "weights.swap": "step", "placement.colocated": False}
+_IN_STEP = {
+    "reward.streaming": False,
+    "trainer.streaming": "off",
+    "staleness.max_updates": 0,
+    "weights.publish_every": 1,
+}
+_OVERLAPPED = {
+    "reward.streaming": True,
+    "trainer.streaming": "auto",
+    "weights.swap": "step",
+    "placement.colocated": False,
+}
 
 # What each schedule decides, as key paths.
 SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
@@ -41,7 +52,8 @@ SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
 
 
 def apply_schedule(config: Config) -> Config:
-    """The configuration with its schedule's keys set and its buffers large enough for them; the same if it names none. Idempotent."""
+    """The configuration with its schedule's keys set and its buffers large enough for them; the same if it names none.
+    Idempotent."""
     if config.schedule is None:
         return config
     was_colocated = config.placement.colocated
@@ -54,7 +66,8 @@ def apply_schedule(config: Config) -> Config:
 
 
 def num_devices(config: Config) -> float:
-    """Every accelerator of the job, reward workers' included; every CPU where it uses none. Shared devices count once."""
+    """Every accelerator of the job, reward workers' included; every CPU where it uses none. Shared devices count
+    once."""
     roles = _roles(config)
     kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
     counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
@@ -62,10 +75,14 @@ def num_devices(config: Config) -> float:
 
 
 def num_existing_devices(config: Config) -> float:
-    """The same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated ones, accelerators, and a cluster that is
-    joined count as they are asked for, because these were handed out."""
+    """The same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated ones,
+    accelerators, and a cluster that is joined count as they are asked for, because these were handed out."""
     devices = num_devices(config)
-    handed_out = config.emulation is not None or config.run.ray_address is not None or any(role.gpus for _, role in _roles(config))
+    handed_out = (
+        config.emulation is not None
+        or config.run.ray_address is not None
+        or any(role.gpus for _, role in _roles(config))
+    )
     return devices if handed_out else min(devices, len(os.sched_getaffinity(0)))
 
 
@@ -79,7 +96,8 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 
 def _on_all_devices(config: Config) -> Config:
-    """As many workers of each role as fit on the devices of all roles together; of ranks, as many as a group's samples can be dealt over."""
+    """As many workers of each role as fit on the devices of all roles together; of ranks, as many as a group's samples
+    can be dealt over."""
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"

@@ -1,7 +1,7 @@
 """The whole YAML schema: one struct per section, bounds in the types, defaults that work. Imports no torch and no Ray.
 
-`docs/configuration.md` is generated from this file (`omni-async docs`), so every field's comment is its documentation: write it as
-`Meta(description=...)`.
+`docs/configuration.md` is generated from this file (`omni-async docs`), so every field's comment is its documentation:
+write it as `Meta(description=...)`.
 """
 
 from __future__ import annotations
@@ -46,34 +46,48 @@ class Run(Section, kw_only=True, frozen=True):
     seed: Annotated[int, _doc("Seeds prompt order, SDE windows and every sample's noise.", ge=0, lt=2**31)] = 0
     dir: Annotated[Plain, _doc("Where run folders go, relative to the working directory.")] = "runs"
     runtime: Annotated[
-        Literal["ray", "inprocess"], _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop.")
+        Literal["ray", "inprocess"],
+        _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop."),
     ] = "ray"
-    ray_address: Annotated[Plain | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")] = None
+    ray_address: Annotated[
+        Plain | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")
+    ] = None
     startup_timeout_s: Annotated[
         float, _doc("How long actors, and what their engines start, may take to come up.", gt=0, most=MOST_SECONDS)
     ] = 600.0
     health_timeout_s: Annotated[
-        float, _doc("How long an actor may not answer before it counts as hung, is killed and replaced.", gt=0, most=MOST_SECONDS)
+        float,
+        _doc(
+            "How long an actor may not answer before it counts as hung, is killed and replaced.",
+            gt=0,
+            most=MOST_SECONDS,
+        ),
     ] = 60.0
     restarts: Annotated[
         int,
         _doc(
-            "How often within an hour each part that was lost (killed, hung, its machine gone) comes back before the run gives up; 0: any loss "
-            "ends the run.",
+            "How often within an hour each part that was lost (killed, hung, its machine gone) comes back before the"
+            " run gives up; 0: any loss ends the run.",
             ge=0,
             most=1000,
         ),
     ] = 5
     closing_timeout_s: Annotated[
         float,
-        _doc("How long the update under way and the last checkpoint may take once a run is over or interrupted.", gt=0, most=MOST_SECONDS),
+        _doc(
+            "How long the update under way and the last checkpoint may take once a run is over or interrupted.",
+            gt=0,
+            most=MOST_SECONDS,
+        ),
     ] = 1800.0
 
 
 class Lora(Section, kw_only=True, frozen=True):
     rank: Annotated[int, _doc("Rank of the update.", "no layer is that wide", ge=1, most=16_384)] = 32
     alpha: Annotated[float, _doc("Scale: the update is multiplied by alpha / rank.", gt=0, most=LARGEST)] = 64.0
-    target_modules: Annotated[tuple[str, ...], _doc("Names (suffixes) of the linear layers that get adapters.", min_length=1)] = (
+    target_modules: Annotated[
+        tuple[str, ...], _doc("Names (suffixes) of the linear layers that get adapters.", min_length=1)
+    ] = (
         "to_q",
         "to_k",
         "to_v",
@@ -82,23 +96,37 @@ class Lora(Section, kw_only=True, frozen=True):
 
 
 class Model(Section, kw_only=True, frozen=True):
-    pipeline: Annotated[str, _doc("Model family, a name of the entry-point group `omni_async.pipelines`.")] = "qwen_image"
+    pipeline: Annotated[str, _doc("Model family, a name of the entry-point group `omni_async.pipelines`.")] = (
+        "qwen_image"
+    )
     path: Annotated[Plain, _doc("Checkpoint folder in diffusers layout; relative paths start at the recipe's folder.")]
-    dtype: Annotated[Literal["float32", "bfloat16"], _doc("Dtype of the engines' weights, and of the trainer's compute.")] = "float32"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], _doc("Dtype of the engines' weights, and of the trainer's compute.")
+    ] = "float32"
     lora: Annotated[Lora | None, _doc("Train adapters instead of all weights.")] = None
 
 
 class Data(Section, kw_only=True, frozen=True):
     prompts: Annotated[
-        Plain | None, _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys).")
+        Plain | None,
+        _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys)."),
     ] = None
     preferences: Annotated[
         Plain | None,
-        _doc("Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating: offline diffusion_dpo."),
+        _doc(
+            "Preference pairs (`.parquet` with `prompt`, `chosen`, `rejected`) to train on instead of generating:"
+            " offline diffusion_dpo."
+        ),
     ] = None
     shuffle: Annotated[bool, _doc("A new seeded order every epoch.")] = True
     max_prompt_chars: Annotated[
-        int, _doc("Longer prompts are refused before anything starts.", "a line of a prompt file has no more", ge=1, most=2**20)
+        int,
+        _doc(
+            "Longer prompts are refused before anything starts.",
+            "a line of a prompt file has no more",
+            ge=1,
+            most=2**20,
+        ),
     ] = 4000
 
 
@@ -108,59 +136,90 @@ class WindowConfig(Section, kw_only=True, frozen=True):
     schedule: Annotated[
         Literal["uniform", "random", "progressive", "decay", "exp_decay"],
         _doc(
-            "Where windows start. `uniform`: drawn for every group (Flow-GRPO-Fast). The others share one window per update (MixGRPO): "
-            "`random` draws it; `progressive` stays `updates_per_position` updates, then moves by `stride`; `decay` and `exp_decay` stay "
-            "ever shorter at later positions."
+            "Where windows start. `uniform`: drawn for every group (Flow-GRPO-Fast). The others share one window per"
+            " update (MixGRPO): `random` draws it; `progressive` stays `updates_per_position` updates, then moves by"
+            " `stride`; `decay` and `exp_decay` stay ever shorter at later positions."
         ),
     ] = "uniform"
-    updates_per_position: Annotated[int, _doc("Updates a sliding window stays at its first position.", ge=1, most=MOST_UPDATES)] = 25
+    updates_per_position: Annotated[
+        int, _doc("Updates a sliding window stays at its first position.", ge=1, most=MOST_UPDATES)
+    ] = 25
     stride: Annotated[int, _doc("Steps a sliding window moves by.", ge=1, most=MOST_STEPS)] = 1
-    at_end: Annotated[Literal["roll_back", "stay"], _doc("After the last position: start over, or stay there.")] = "roll_back"
+    at_end: Annotated[Literal["roll_back", "stay"], _doc("After the last position: start over, or stay there.")] = (
+        "roll_back"
+    )
     decay_rate: Annotated[float, _doc("`exp_decay`: rate k per position beyond `decay_from`.", gt=0, most=1000)] = 0.1
     decay_from: Annotated[int, _doc("`exp_decay`: the first position that is left sooner.", ge=0, most=MOST_STEPS)] = 0
 
 
 class Sde(Section, kw_only=True, frozen=True):
-    kind: Annotated[Literal["flow", "cps", "dance"], _doc("Transition kernel: Flow-GRPO, coefficient-preserving, or DanceGRPO.")] = "flow"
+    kind: Annotated[
+        Literal["flow", "cps", "dance"], _doc("Transition kernel: Flow-GRPO, coefficient-preserving, or DanceGRPO.")
+    ] = "flow"
     noise_level: Annotated[float, _doc("Noise scale n (eta).", gt=0, le=10)] = 0.7
-    window: Annotated[WindowConfig, _doc("Which steps carry noise and are trained.")] = msgspec.field(default_factory=WindowConfig)
+    window: Annotated[WindowConfig, _doc("Which steps carry noise and are trained.")] = msgspec.field(
+        default_factory=WindowConfig
+    )
 
 
 class Emulated(Section, kw_only=True, frozen=True):
     step_s: Annotated[float, _doc("Seconds of one denoising step of a batch.", ge=0, most=MOST_SECONDS)] = 0.01
-    per_sample_s: Annotated[float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)] = 0.0
+    per_sample_s: Annotated[
+        float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)
+    ] = 0.0
     decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0, most=MOST_SECONDS)] = 0.0
 
 
 class Rollout(Section, kw_only=True, frozen=True):
     engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("What draws the samples.")] = "vllm_omni"
-    workers: Annotated[int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    workers: Annotated[
+        int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
+    ] = 1
     group_size: Annotated[int, _doc("Samples per prompt group.", IN_A_GROUP, ge=1, most=10_000)] = 8
     height: Annotated[int, _doc("Image height in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
     width: Annotated[int, _doc("Image width in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
-    num_inference_steps: Annotated[int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)] = 10
+    num_inference_steps: Annotated[
+        int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)
+    ] = 10
     true_cfg_scale: Annotated[float, _doc("Classifier-free guidance; 1 switches it off.", ge=1, most=1000)] = 1.0
     negative_prompt: Annotated[str, _doc("The unconditional branch's prompt when true_cfg_scale > 1.")] = " "
     max_inflight: Annotated[
-        int, _doc("Samples one engine holds at a time (running and queued).", "an engine holds them all in memory", ge=1, most=100_000)
+        int,
+        _doc(
+            "Samples one engine holds at a time (running and queued).",
+            "an engine holds them all in memory",
+            ge=1,
+            most=100_000,
+        ),
     ] = 16
     max_batch: Annotated[
-        int, _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000)
+        int,
+        _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000),
     ] = 16
-    timeout_s: Annotated[float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)] = 600.0
-    retries: Annotated[int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0, most=1000)] = 2
-    share_initial_noise: Annotated[bool, _doc("Samples of a group start from the same noise (lowers reward variance).")] = False
+    timeout_s: Annotated[
+        float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)
+    ] = 600.0
+    retries: Annotated[
+        int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0, most=1000)
+    ] = 2
+    share_initial_noise: Annotated[
+        bool, _doc("Samples of a group start from the same noise (lowers reward variance).")
+    ] = False
     sde: Annotated[
-        Sde | None, _doc("How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone.")
+        Sde | None,
+        _doc("How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone."),
     ] = msgspec.field(default_factory=Sde)
-    emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(default_factory=Emulated)
+    emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(
+        default_factory=Emulated
+    )
 
 
 class Staleness(Section, kw_only=True, frozen=True):
     max_updates: Annotated[
         int,
         _doc(
-            "S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous loop.",
+            "S: the most updates between the policy that made a sample and the one trained on it. 0 is the synchronous"
+            " loop.",
             "S + 1 updates' groups are admitted at once, and what a policy made a thousand updates ago teaches nothing",
             ge=0,
             most=1000,
@@ -169,19 +228,32 @@ class Staleness(Section, kw_only=True, frozen=True):
     exact: Annotated[
         bool,
         _doc(
-            "Train only when every admitted group is ready, so that after the first S updates all samples are exactly S updates old: slow, "
-            "but reproducible; for experiments on staleness."
+            "Train only when every admitted group is ready, so that after the first S updates all samples are exactly S"
+            " updates old: slow, but reproducible; for experiments on staleness."
         ),
     ] = False
 
 
 class Buffer(Section, kw_only=True, frozen=True):
     trajectories: Annotated[
-        int, _doc("Samples being generated or waiting for a score, over all engines.", "they all lie in memory", ge=1, most=1_000_000)
+        int,
+        _doc(
+            "Samples being generated or waiting for a score, over all engines.",
+            "they all lie in memory",
+            ge=1,
+            most=1_000_000,
+        ),
     ] = 64
-    groups: Annotated[int, _doc("Admitted groups the trainer has not taken yet.", "they all lie in memory", ge=1, most=100_000)] = 16
+    groups: Annotated[
+        int, _doc("Admitted groups the trainer has not taken yet.", "they all lie in memory", ge=1, most=100_000)
+    ] = 16
     window: Annotated[
-        int, _doc("The trainer takes any ready group among the oldest `window`; 1 is strict admission order.", ge=1, most=100_000)
+        int,
+        _doc(
+            "The trainer takes any ready group among the oldest `window`; 1 is strict admission order.",
+            ge=1,
+            most=100_000,
+        ),
     ] = 1
 
 
@@ -189,28 +261,41 @@ class Weights(Section, kw_only=True, frozen=True):
     transport: Annotated[
         Literal["object_store", "collective", "disk"],
         _doc(
-            "How weights travel. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a torch.distributed "
-            "broadcast in a process group of its own. `disk`: safetensors files in the run folder, renamed into place."
+            "How weights travel. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a"
+            " torch.distributed broadcast in a process group of its own. `disk`: safetensors files in the run folder,"
+            " renamed into place."
         ),
     ] = "object_store"
-    payload: Annotated[Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")] = "full"
-    publish_every: Annotated[int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1, most=1001)] = 1
+    payload: Annotated[
+        Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")
+    ] = "full"
+    publish_every: Annotated[
+        int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1, most=1001)
+    ] = 1
     swap: Annotated[
         Literal["step", "request", "drain"],
         _doc("When engines switch: between two denoising steps, between samples, or when all leased samples are done."),
     ] = "step"
-    bucket_mb: Annotated[int, _doc("Size of the flat buckets.", "a bucket is one piece of memory on either side", ge=1, most=65_536)] = 256
-    timeout_s: Annotated[float, _doc("Longest an engine may take to stage and swap a version.", gt=0, most=MOST_SECONDS)] = 600.0
+    bucket_mb: Annotated[
+        int, _doc("Size of the flat buckets.", "a bucket is one piece of memory on either side", ge=1, most=65_536)
+    ] = 256
+    timeout_s: Annotated[
+        float, _doc("Longest an engine may take to stage and swap a version.", gt=0, most=MOST_SECONDS)
+    ] = 600.0
 
 
 class Optimizer(Section, kw_only=True, frozen=True):
     name: Annotated[Literal["adamw", "sgd"], _doc("Optimizer.")] = "adamw"
     lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0, most=1000)] = 3e-4
     betas: Annotated[tuple[Beta, Beta], _doc("AdamW's betas.")] = (0.9, 0.999)
-    eps: Annotated[float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0, most=1)] = 1e-8
+    eps: Annotated[
+        float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0, most=1)
+    ] = 1e-8
     weight_decay: Annotated[float, _doc("Decoupled weight decay.", ge=0, most=1000)] = 1e-4
     momentum: Annotated[float, _doc("SGD's momentum.", ge=0, lt=1)] = 0.0
-    schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = "constant"
+    schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = (
+        "constant"
+    )
     warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0, most=MOST_UPDATES)] = 0
     max_grad_norm: Annotated[Positive | None, _doc("Clip the gradient's global norm; null leaves it.")] = 1.0
 
@@ -218,16 +303,20 @@ class Optimizer(Section, kw_only=True, frozen=True):
 class Ema(Section, kw_only=True, frozen=True):
     decay: Annotated[float, _doc("Decay after warm-up.", ge=0, lt=1)] = 0.9
     warmup: Annotated[
-        Literal["ratio", "linear"], _doc("Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM).")
+        Literal["ratio", "linear"],
+        _doc("Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM)."),
     ] = "ratio"
     every: Annotated[int, _doc("Optimizer steps between averages.", ge=1, most=MOST_UPDATES)] = 8
 
 
 class Trainer(Section, kw_only=True, frozen=True):
     backend: Annotated[
-        Literal["auto", "fsdp2", "plain"], _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise.")
+        Literal["auto", "fsdp2", "plain"],
+        _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise."),
     ] = "auto"
-    workers: Annotated[int, _doc("Trainer ranks; each group's samples are dealt over them.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    workers: Annotated[
+        int, _doc("Trainer ranks; each group's samples are dealt over them.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
+    ] = 1
     updates: Annotated[int, _doc("Policy updates in this run.", ge=1, most=MOST_UPDATES)] = 100
     groups_per_update: Annotated[
         int, _doc("P: prompt groups per update.", "the groups of an update are alive at once", ge=1, most=10_000)
@@ -244,10 +333,15 @@ class Trainer(Section, kw_only=True, frozen=True):
     ] = 8
     streaming: Annotated[
         Literal["auto", "on", "off"],
-        _doc("Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever it is exact."),
+        _doc(
+            "Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever"
+            " it is exact."
+        ),
     ] = "auto"
     gradient_checkpointing: Annotated[bool, _doc("Recompute activations in backward.")] = False
-    ema: Annotated[Ema | None, _doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")] = None
+    ema: Annotated[
+        Ema | None, _doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")
+    ] = None
     optimizer: Annotated[Optimizer, _doc("Optimizer and schedule.")] = msgspec.field(default_factory=Optimizer)
 
 
@@ -255,25 +349,35 @@ class Validation(Section, kw_only=True, frozen=True):
     every: Annotated[
         int,
         _doc(
-            "Updates between validation rounds; the first (version 0) and the last version are always validated.", ge=1, most=MOST_UPDATES
+            "Updates between validation rounds; the first (version 0) and the last version are always validated.",
+            ge=1,
+            most=MOST_UPDATES,
         ),
     ] = 20
     prompts: Annotated[Plain, _doc("Prompts never trained on.")]
     samples_per_prompt: Annotated[int, _doc("Seeds per prompt.", ge=1, most=10_000)] = 1
     num_inference_steps: Annotated[int, _doc("Denoising steps, noise 0.", SCHEDULERS, ge=1, most=MOST_STEPS)] = 20
-    share: Annotated[float, _doc("Most of an engine's places validation may take while training samples wait.", gt=0, le=1)] = 0.5
+    share: Annotated[
+        float, _doc("Most of an engine's places validation may take while training samples wait.", gt=0, le=1)
+    ] = 0.5
 
 
 class Checkpoint(Section, kw_only=True, frozen=True):
     every: Annotated[
-        int, _doc("Updates between checkpoints (one is always written at the end and on interruption).", ge=1, most=MOST_UPDATES)
+        int,
+        _doc(
+            "Updates between checkpoints (one is always written at the end and on interruption).",
+            ge=1,
+            most=MOST_UPDATES,
+        ),
     ] = 20
     keep: Annotated[int, _doc("Newest checkpoints kept.", ge=1, most=MOST_UPDATES)] = 3
     resume: Annotated[
         Plain | None,
         _doc(
-            "`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or start one, and say what was "
-            "passed over; a run folder: go on with it, done or not; a checkpoint folder: start a new run from it."
+            "`auto`: go on with the newest run of this name that is not done and has a checkpoint to go on from, or"
+            " start one, and say what was passed over; a run folder: go on with it, done or not; a checkpoint folder:"
+            " start a new run from it."
         ),
     ] = None
 
@@ -291,7 +395,9 @@ class Tracking(Section, kw_only=True, frozen=True):
 
 
 class Resources(Section, kw_only=True, frozen=True):
-    cpus: Annotated[float, _doc("CPUs of one actor; also its thread count.", "no machine has so many", gt=0, most=10_000)] = 1.0
+    cpus: Annotated[
+        float, _doc("CPUs of one actor; also its thread count.", "no machine has so many", gt=0, most=10_000)
+    ] = 1.0
     gpus: Annotated[float, _doc("Accelerators of one actor.", "no machine has so many", ge=0, most=1000)] = 0.0
 
 
@@ -300,18 +406,24 @@ class Placement(Section, kw_only=True, frozen=True):
     reward: Annotated[Resources, _doc("Each reward worker.")] = msgspec.field(default_factory=Resources)
     trainer: Annotated[Resources, _doc("Each trainer rank.")] = msgspec.field(default_factory=Resources)
     colocated: Annotated[
-        bool, _doc("The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer rank.")
+        bool,
+        _doc(
+            "The roles share the same devices and take turns: a device holds an engine, a reward worker and a trainer"
+            " rank."
+        ),
     ] = False
 
     @property
     def reward_in_turn(self) -> bool:
-        """Whether reward workers wait for shared devices: not if they need none of the accelerators that the others share."""
+        """Whether reward workers wait for shared devices: not if they need none of the accelerators that the others
+        share."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
 
 
 class Emulation(Section, kw_only=True, frozen=True):
     profile: Annotated[
-        Plain, _doc("Service times and payload sizes to replay: a `profile.json` of a run, or the name of a shipped profile.")
+        Plain,
+        _doc("Service times and payload sizes to replay: a `profile.json` of a run, or the name of a shipped profile."),
     ]
     time_scale: Annotated[float, _doc("Factor on every service time: 0.01 turns 100 s into 1 s.", gt=0, le=1000)] = 1.0
     payload_scale: Annotated[float, _doc("Factor on every payload's size.", ge=0, le=1000)] = 1.0
@@ -323,28 +435,40 @@ ScheduleName = Literal["sync", "sync_colocated", "async_reward", "one_step_off",
 class Config(Section, kw_only=True, frozen=True):
     schedule: Annotated[
         ScheduleName | None,
-        _doc("A named arrangement of the keys that decide what overlaps with what (docs/tuning.md); null: the keys as they are."),
+        _doc(
+            "A named arrangement of the keys that decide what overlaps with what (docs/tuning.md); null: the keys as"
+            " they are."
+        ),
     ] = None
-    run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles live.")] = msgspec.field(default_factory=Run)
+    run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles live.")] = msgspec.field(
+        default_factory=Run
+    )
     model: Annotated[Model, _doc("What is trained.")]
     data: Annotated[Data, _doc("The prompts.")]
     rollout: Annotated[Rollout, _doc("How samples are made.")] = msgspec.field(default_factory=Rollout)
     reward: Annotated[Reward, _doc("How samples are scored.")] = msgspec.field(default_factory=Reward)
-    staleness: Annotated[Staleness, _doc("How far generation may run ahead of training.")] = msgspec.field(default_factory=Staleness)
+    staleness: Annotated[Staleness, _doc("How far generation may run ahead of training.")] = msgspec.field(
+        default_factory=Staleness
+    )
     buffer: Annotated[Buffer, _doc("How much may lie between the roles.")] = msgspec.field(default_factory=Buffer)
     weights: Annotated[Weights, _doc("How new weights reach the engines.")] = msgspec.field(default_factory=Weights)
     algorithm: Annotated[Algorithm, _doc("The objective.")] = msgspec.field(default_factory=Algorithm)
     trainer: Annotated[Trainer, _doc("How the policy is trained.")] = msgspec.field(default_factory=Trainer)
     validation: Annotated[Validation | None, _doc("Rounds on held-out prompts; null: none.")] = None
-    checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(default_factory=Checkpoint)
+    checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(
+        default_factory=Checkpoint
+    )
     tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
     emulation: Annotated[
         Emulation | None,
         _doc(
-            "Replace engines, scorers and trainer ranks by emulated devices that take a profile's time; everything between them stays real."
+            "Replace engines, scorers and trainer ranks by emulated devices that take a profile's time; everything"
+            " between them stays real."
         ),
     ] = None
-    placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(default_factory=Placement)
+    placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(
+        default_factory=Placement
+    )
 
     @property
     def correction(self) -> Correction:

@@ -1,8 +1,9 @@
 """Finds known secrets in a text, in whatever form libraries put them there.
 
-A secret may stand as it is, or percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or in one of these inside another.
-Escapes are undone, again and again, on a copy that remembers where each of its bytes comes from; base64 and hex are looked for as what the secret
-would be in them, wherever in the encoded bytes it begins. Compressed or encrypted it is not found.
+A secret may stand as it is, or percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or
+in one of these inside another. Escapes are undone, again and again, on a copy that remembers where each of its bytes
+comes from; base64 and hex are looked for as what the secret would be in them, wherever in the encoded bytes it begins.
+Compressed or encrypted it is not found.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from html.entities import html5
 from typing import NamedTuple
 from urllib.parse import quote
 
-# Escapes within escapes, undone in every order: a JSON body, quoted in JSON, in a Python repr. A hostile text could have more orders than time.
+# Escapes within escapes, undone in every order: a JSON body, quoted in JSON, in a Python repr. A hostile text could
+# have more orders than time.
 _DEEPEST = 4
 _MOST_VIEWS = 40
 _HEX = rb"[0-9A-Fa-f]"
 _PERCENT = re.compile(rb"%(HH)".replace(b"H", _HEX))
-_ENTITY = re.compile(rb"&(?:#(?P<decimal>[0-9]{1,7});|#[xX](?P<hex>H{1,6});|(?P<name>[A-Za-z][0-9A-Za-z]{1,30};))".replace(b"H", _HEX))
+_ENTITY = re.compile(
+    rb"&(?:#(?P<decimal>[0-9]{1,7});|#[xX](?P<hex>H{1,6});|(?P<name>[A-Za-z][0-9A-Za-z]{1,30};))".replace(b"H", _HEX)
+)
 _BACKSLASH = re.compile(
     rb"\\(?:u(?P<high>[dD][89abAB]HH)\\u(?P<low>[dD][c-fC-F]HH)|u(?P<u4>HHHH)|u\{(?P<braced>H{1,6})\}|U(?P<u8>HHHHHHHH)"
     rb"|x(?P<byte>HH)|(?P<octal>[0-3][0-7]{2})|(?P<simple>[abfnrtv])|(?P<same>[^0-9A-Za-z]))".replace(b"H", _HEX)
@@ -52,7 +56,10 @@ def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
     given = {secret for secret in secrets if secret}
     if not given:
         return []
-    plain = [_Needle(form.encode("utf-8", "surrogatepass")) for form in given | {secret.replace(" ", "+") for secret in given}]
+    plain = [
+        _Needle(form.encode("utf-8", "surrogatepass"))
+        for form in given | {secret.replace(" ", "+") for secret in given}
+    ]
     encoded = [data for secret in given for data in _to_encode(secret)]
     in_hex = [_Needle(data.hex().encode()) for data in encoded]
     in_base64 = [needle for data in encoded for needle in _base64(data)]
@@ -60,11 +67,14 @@ def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
     for view in _views(text):
         spans += _found(view, plain)
         spans += _found(_rewritten(view._replace(data=view.data.lower()), _BETWEEN_HEX, lambda _: b""), in_hex)
-        spans += _found(_rewritten(view._replace(data=view.data.translate(_STANDARD)), _LINE_ENDS, lambda _: b""), in_base64)
+        spans += _found(
+            _rewritten(view._replace(data=view.data.translate(_STANDARD)), _LINE_ENDS, lambda _: b""), in_base64
+        )
     return _merged(spans)
 
 
-# ---- the text, with escapes undone --------------------------------------------------------------------------------------------------
+# ---- the text, with escapes undone
+# --------------------------------------------------------------------------------------------------
 
 
 def _views(text: str) -> Iterator[_View]:
@@ -142,25 +152,35 @@ def _character(number: int) -> bytes:
 _ESCAPES = ((_PERCENT, _unquoted), (_BACKSLASH, _as_bytes), (_BACKSLASH, _as_text), (_ENTITY, _unescaped))
 
 
-# ---- the secret, encoded ------------------------------------------------------------------------------------------------------------
+# ---- the secret, encoded
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _to_encode(secret: str) -> set[bytes]:
     """What an encoder may have got for it."""
     plain = secret.encode("utf-8", "surrogatepass")
-    escaped = {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(plain), quote(plain, safe="")}
-    return {plain, secret.encode("utf-16-le", "surrogatepass")} | {form.encode("utf-8", "surrogatepass") for form in escaped}
+    escaped = {
+        json.dumps(secret)[1:-1],
+        json.dumps(secret, ensure_ascii=False)[1:-1],
+        quote(plain),
+        quote(plain, safe=""),
+    }
+    return {plain, secret.encode("utf-16-le", "surrogatepass")} | {
+        form.encode("utf-8", "surrogatepass") for form in escaped
+    }
 
 
 def _base64(data: bytes) -> Iterator[_Needle]:
-    """The characters that are the same whatever stands before and behind `data`, for each of three places where it may begin."""
+    """The characters that are the same whatever stands before and behind `data`, for each of three places where it may
+    begin."""
     for shift, first in ((0, 0), (1, 2), (2, 3)):
         last, rest = divmod(8 * (shift + len(data)), 6)
         encoded = binascii.b2a_base64(bytes(shift) + data, newline=False)
         yield _Needle(encoded[first:last], int(shift > 0), int(rest > 0))
 
 
-# ---- both ---------------------------------------------------------------------------------------------------------------------------
+# ---- both
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _found(view: _View, needles: Iterable[_Needle]) -> Iterator[tuple[int, int]]:

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
-    """A field's documentation and bounds. `most` is an upper bound that messages name only to whoever is above it. `why` there is one, or
-    what a pattern allows, in words."""
+    """A field's documentation and bounds. `most` is an upper bound that messages name only to whoever is above it.
+    `why` there is one, or what a pattern allows, in words."""
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 
@@ -20,7 +20,8 @@ def most(bound: float, **bounds: Any) -> Meta:
     return Meta(le=bound, extra={"generous": True}, **bounds)
 
 
-# Every number is bounded above: what is absurd is a slip of the finger, and is said before it fills the memory or waits for ever.
+# Every number is bounded above: what is absurd is a slip of the finger, and is said before it fills the memory or waits
+# for ever.
 MOST_SECONDS = 1e6  # more than eleven days
 MOST_UPDATES = 10_000_000
 MOST_WORKERS = 10_000

@@ -1,8 +1,9 @@
 """Slots: what bounds staleness.
 
-There are (S + 1) x P of them. A group takes one when it is admitted and gives it back when the update that trained it is held by every
-engine, or when the group ended otherwise. A group admitted at version a therefore always meets a trainer that is at most S updates further:
-everything in flight, the trained-but-not-yet-held included, fits into S + 1 updates.
+There are (S + 1) x P of them. A group takes one when it is admitted and gives it back when the update that trained it
+is held by every engine, or when the group ended otherwise. A group admitted at version a therefore always meets a
+trainer that is at most S updates further: everything in flight, the trained-but-not-yet-held included, fits into S + 1
+updates.
 
 Capacity is slots *held*, never a running count, so it survives rejections, resumes and restarts.
 """
@@ -25,7 +26,8 @@ class SlotStatistics(Struct, frozen=True):
 
 
 class Slots:
-    """Owns who holds a slot. Waits for nothing: whoever needs a free slot asks again after `release`, `hold` or `end`."""
+    """Owns who holds a slot. Waits for nothing: whoever needs a free slot asks again after `release`, `hold` or
+    `end`."""
 
     def __init__(self, max_updates: int, groups_per_update: int) -> None:
         self.capacity = (max_updates + 1) * groups_per_update

@@ -1,4 +1,5 @@
-"""How long to wait before trying again, and what waits for that. Deterministic: no jitter, time from the event loop's timers."""
+"""How long to wait before trying again, and what waits for that. Deterministic: no jitter, time from the event loop's
+timers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Backoff(Struct, frozen=True):
 
 
 class Later:
-    """Calls that wait for their time, by name. Waits for timers of the running loop; `cancel` and `close` end the wait without the call."""
+    """Calls that wait for their time, by name. Waits for timers of the running loop; `cancel` and `close` end the wait
+    without the call."""
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}

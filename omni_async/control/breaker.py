@@ -1,12 +1,13 @@
-"""A circuit breaker: whether somebody who keeps failing is asked at all. Pure bookkeeping; it owns no task and waits for nothing.
+"""A circuit breaker: whether somebody who keeps failing is asked at all. Pure bookkeeping; it owns no task and waits
+for nothing.
 
     closed ------ trip ------> open --- try_again, after a pause ---> half open
        ^                        ^                                        |
        |                        +--------------- missed -----------------+
        +------------------------ succeeded ------------------------------+
 
-Open, nobody is asked. Half open, an attempt is made to see. The pauses grow from one attempt to the next, and `give_up_s` after it opened the
-breaker has *given up*: attempts go on, but nobody should wait for them any more.
+Open, nobody is asked. Half open, an attempt is made to see. The pauses grow from one attempt to the next, and
+`give_up_s` after it opened the breaker has *given up*: attempts go on, but nobody should wait for them any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The two bounded buffers between the roles.
 
-Room is reserved *before* work begins: a sample's place when it is leased to an engine, a group's place when it is admitted. So `put` never
-waits, nothing that is finished ever waits for room, and the classic deadlock (a buffer full of young groups while the trainer waits for the
-oldest) cannot form. Backpressure is felt where it does no harm: at the next lease or admission.
+Room is reserved *before* work begins: a sample's place when it is leased to an engine, a group's place when it is
+admitted. So `put` never waits, nothing that is finished ever waits for room, and the classic deadlock (a buffer full of
+young groups while the trainer waits for the oldest) cannot form. Backpressure is felt where it does no harm: at the
+next lease or admission.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class TrajectoryBuffer:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._reserved: set[str] = set()
-        self._queues: dict[SampleKind, OrderedDict[str, ScoreJob]] = {"validation": OrderedDict(), "train": OrderedDict()}
+        self._queues: dict[SampleKind, OrderedDict[str, ScoreJob]] = {
+            "validation": OrderedDict(),
+            "train": OrderedDict(),
+        }
         self._scoring: dict[str, tuple[str, ScoreJob]] = {}  # sample -> the reward worker that has it
         self._suspects: set[str] = set()
 
@@ -107,9 +111,10 @@ class TrajectoryBuffer:
 class ReplayBuffer:
     """Scored groups, taken by the trainer in windowed admission order.
 
-    `window` = 1 is strict first-in-first-out. With a larger window a ready group may overtake up to `window - 1` older ones that are not
-    ready, but only while every other untaken group can still be trained within its own budget: group g, admitted at version a, must be taken
-    by update a + S, so before a younger group takes a place there must be enough places left for all groups due by each later update.
+    `window` = 1 is strict first-in-first-out. With a larger window a ready group may overtake up to `window - 1` older
+    ones that are not ready, but only while every other untaken group can still be trained within its own budget: group
+    g, admitted at version a, must be taken by update a + S, so before a younger group takes a place there must be
+    enough places left for all groups due by each later update.
     """
 
     def __init__(self, capacity: int, *, window: int, max_updates: int, groups_per_update: int) -> None:
@@ -152,8 +157,8 @@ class ReplayBuffer:
         return len(self._ready) == len(self._admitted)
 
     def take(self, update: int, places: int) -> ReadyGroup | None:
-        """The group that update number `update` (version being trained) should train next, if one is ready; `places` is how many groups the
-        update still needs, this one included."""
+        """The group that update number `update` (version being trained) should train next, if one is ready; `places` is
+        how many groups the update still needs, this one included."""
         for overtaken, group in enumerate(self._admitted):
             if overtaken >= self._window:
                 return None

@@ -1,7 +1,8 @@
 """Sending together what comes together: for calls that cost as much for one item as for many.
 
-Owns the items that wait and one delivery under way. `send` waits for its item's delivery; a delivery waits for nothing but itself, and the next
-one starts when it ends, with everything that came meanwhile. Nothing is held back to fill a batch.
+Owns the items that wait and one delivery under way. `send` waits for its item's delivery; a delivery waits for nothing
+but itself, and the next one starts when it ends, with everything that came meanwhile. Nothing is held back to fill a
+batch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ R = TypeVar("R")
 
 
 class Coalescer(Generic[T, R]):
-    """`deliver` takes items and returns one result for each, in their order; what it raises, all their senders get. A sender that is cancelled
-    withdraws its item unless that has left."""
+    """`deliver` takes items and returns one result for each, in their order; what it raises, all their senders get. A
+    sender that is cancelled withdraws its item unless that has left."""
 
     def __init__(self, deliver: Callable[[list[T]], Awaitable[Sequence[R]]]) -> None:
         self._deliver = deliver

@@ -1,4 +1,5 @@
-"""The coordinator: one asyncio class that hosts the whole control plane. Everybody else asks it for work and tells it what was done.
+"""The coordinator: one asyncio class that hosts the whole control plane. Everybody else asks it for work and tells it
+what was done.
 
 | call            | made by    | waits for                                  | unblocked by                                          |
 |-----------------|------------|--------------------------------------------|-------------------------------------------------------|
@@ -8,10 +9,11 @@
 | `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
 | `events`        | driver     | anything that happened                     | any of the above                                      |
 
-A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under way has been answered
-for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the trainer's leaving it; what is unfinished then is
-dropped, though a run that goes on from the checkpoint takes it up again. No call here touches a tensor or runs in another thread, and none blocks
-but for the ledger's file, which `continuation` synchronises; state changes only between awaits. A worker that leaves is told at once: it gets nothing.
+A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under
+way has been answered for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the
+trainer's leaving it; what is unfinished then is dropped, though a run that goes on from the checkpoint takes it up
+again. No call here touches a tensor or runs in another thread, and none blocks but for the ledger's file, which
+`continuation` synchronises; state changes only between awaits. A worker that leaves is told at once: it gets nothing.
 """
 
 from __future__ import annotations
@@ -64,16 +66,23 @@ class Coordinator:
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
-        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the machine. `has_scored`: the
-        scorers, as they are now, have scored samples of this run: one that fails is waited for."""
+        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the
+        machine. `has_scored`: the scorers, as they are now, have scored samples of this run: one that fails is waited
+        for."""
         start = start or Continuation()
         self._ledger_sync = ledger_sync
         self._config = config
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
         self._intake = Intake(config, prompts, self._factory, start)
-        schedule = ValidationSchedule(config.validation.every, self._last_version, start.validated) if config.validation else None
-        self._validation = Validation(schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)), start.validated)
+        schedule = (
+            ValidationSchedule(config.validation.every, self._last_version, start.validated)
+            if config.validation
+            else None
+        )
+        self._validation = Validation(
+            schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)), start.validated
+        )
         self._groups = Population(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleFlow(config)
         self._record = Record(start)
@@ -81,7 +90,9 @@ class Coordinator:
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
-        self._outcomes = Outcomes(config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored)
+        self._outcomes = Outcomes(
+            config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored
+        )
         self._ready = Bell()
         self._weights = Bell()
         self._log = EventLog()
@@ -93,10 +104,12 @@ class Coordinator:
     def ledger(self) -> Ledger:
         return self._groups.ledger
 
-    # ---- producers ----------------------------------------------------------------------------------------------------------------
+    # ---- producers
+    # ----------------------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over, or goes on without this engine."""
+        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over, or goes on
+        without this engine."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # nobody generates with weights that nobody checked
         return await self._samples.lease(engine, free, capacity)
@@ -108,10 +121,12 @@ class Coordinator:
         """It is generated again with the same seed; after `rollout.retries` the group is dropped."""
         self._outcomes.sample_failed(engine, sample_id, error)
 
-    # ---- reward workers -----------------------------------------------------------------------------------------------------------
+    # ---- reward workers
+    # -----------------------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this worker."""
+        """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this
+        worker."""
         self._outcomes.asks(worker)
         return await self._samples.jobs(worker, limit)
 
@@ -120,22 +135,23 @@ class Coordinator:
         self._outcomes.scored(worker, kinds, results)
 
     async def scorer_wrong(self, reason: str) -> bool:
-        """A scorer fails what it is tried with before it gets a sample, in the same way every time. Whether that ends the run: not if samples
-        were scored before, for then something that scorers need has gone, and may come back."""
+        """A scorer fails what it is tried with before it gets a sample, in the same way every time. Whether that ends
+        the run: not if samples were scored before, for then something that scorers need has gone, and may come back."""
         if self._outcomes.has_scored:
             return False
         self._fail(reason)
         return True
 
-    # ---- trainer ------------------------------------------------------------------------------------------------------------------
+    # ---- trainer
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         """Before the first version is published: what training samples must carry."""
         self._factory.fields = fields
 
     async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
-        """Groups for the update that starts from `version` and still needs `places` groups, as many as may be trained by now. Empty: the run
-        is over, and the update will not be made."""
+        """Groups for the update that starts from `version` and still needs `places` groups, as many as may be trained
+        by now. Empty: the run is over, and the update will not be made."""
         taken: list[ReadyGroup] = []
         while not self._closed:
             while len(taken) < places and (ready := self._take(version, places - len(taken))):
@@ -168,8 +184,9 @@ class Coordinator:
         return self.versions.held == version and self._groups.all_ready
 
     async def update_done(self, report: UpdateReport) -> bool:
-        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish. Reported after the run
-        ended it comes too late: its groups are in the ledger as dropped. Returns whether the run goes on."""
+        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish.
+        Reported after the run ended it comes too late: its groups are in the ledger as dropped. Returns whether the run
+        goes on."""
         self.versions.trained = report.version
         if self._ended:
             return False
@@ -191,14 +208,16 @@ class Coordinator:
             self._end()
         return not self._closed
 
-    # ---- weights ------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def announce(self, version: int, digest: str) -> None:
         """The publisher is about to send `version` to the engines."""
         self.versions.announce(version, digest)
 
     async def engine_holds(self, report: WeightReport) -> None:
-        """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free again."""
+        """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free
+        again."""
         if not self.versions.knows(report.engine):
             return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
@@ -235,7 +254,8 @@ class Coordinator:
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])
 
-    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes
+    # -------------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
         """It gets work once it holds weights no older than everybody's."""
@@ -243,7 +263,8 @@ class Coordinator:
         self._samples.engine_joins(engine)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
-        """It is gone, or given up: its samples are generated again, with their seeds, by others; what it still says is ignored."""
+        """It is gone, or given up: its samples are generated again, with their seeds, by others; what it still says is
+        ignored."""
         if not self.versions.knows(engine):
             return
         if not self._closed:
@@ -252,7 +273,9 @@ class Coordinator:
         self.versions.leave(engine)
         self._weights.ring()
         leased = self._samples.engine_lost(engine)
-        self._held_may_differ(before)  # first: a round that ends with the engine's samples must not be the last one if another is due
+        self._held_may_differ(
+            before
+        )  # first: a round that ends with the engine's samples must not be the last one if another is due
         for sample_id in leased:
             self._outcomes.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
 
@@ -261,7 +284,8 @@ class Coordinator:
         self._outcomes.scorer_lost(worker)
 
     async def engine_leaves(self, engine: str) -> None:
-        """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it has."""
+        """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it
+        has."""
         self._samples.engine_leaves(engine)
 
     async def scorer_leaves(self, worker: str) -> None:
@@ -269,7 +293,8 @@ class Coordinator:
         self._samples.scorer_leaves(worker)
 
     async def objects_lost(self, engine: str) -> None:
-        """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is generated again."""
+        """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is
+        generated again."""
         if not self._closed:
             self._outcomes.objects_lost(engine)
 
@@ -278,7 +303,8 @@ class Coordinator:
         if not self._closed:
             self._outcomes.group_gone(group, reason)
 
-    # ---- ends of groups and rounds ---------------------------------------------------------------------------------------------------------------
+    # ---- ends of groups and rounds
+    # ---------------------------------------------------------------------------------------------------------------
 
     def end_round(self, round_: ValidationRound) -> None:
         """If it is complete."""
@@ -304,10 +330,15 @@ class Coordinator:
     def end_run(self, reason: str) -> None:
         self._fail(reason)
 
-    # ---- the end ------------------------------------------------------------------------------------------------------------------
+    # ---- the end
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _finish_if_complete(self) -> None:
-        if self.versions.held == self._last_version and not self._validation.rounds and self.versions.trained == self._last_version:
+        if (
+            self.versions.held == self._last_version
+            and not self._validation.rounds
+            and self.versions.trained == self._last_version
+        ):
             self._close("done", None)
 
     async def closing(self) -> None:
@@ -338,7 +369,8 @@ class Coordinator:
             self._end()
 
     async def conclude(self) -> None:
-        """Every role has finished, or is given up: what the trainer has not answered for is dropped. Nothing is told after this."""
+        """Every role has finished, or is given up: what the trainer has not answered for is dropped. Nothing is told
+        after this."""
         self._close("failed", "the roles finished before the run did")
         self._end()
         self._log.add("concluded", {})
@@ -363,13 +395,16 @@ class Coordinator:
         if problem is not None and self._outcome[0] != "failed":
             self._outcome = ("failed", problem)
         status, reason = self._outcome
-        self._log.add("ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()})
+        self._log.add(
+            "ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()}
+        )
 
     @property
     def _closed(self) -> bool:
         return self._outcome is not None
 
-    # ---- watching -----------------------------------------------------------------------------------------------------------------
+    # ---- watching
+    # -----------------------------------------------------------------------------------------------------------------
 
     async def events(self) -> list[RunEvent]:
         return await self._log.take()
@@ -381,12 +416,13 @@ class Coordinator:
         self._log.add("phase", {"text": text})
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be made again."""
+        """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be
+        made again."""
         self._intake.take_up(groups)
 
     async def continuation(self) -> Continuation:
-        """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it was before what was
-        unfinished was dropped. OSError if the ledger lines that it counts are not safe."""
+        """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it
+        was before what was unfinished was dropped. OSError if the ledger lines that it counts are not safe."""
         self._ledger_sync()
         return self._last_state or self._state()
 
@@ -410,4 +446,8 @@ class Coordinator:
         return {**self._groups.statistics(), "trajectories": msgspec.structs.asdict(self._samples.statistics())}
 
     async def statistics(self) -> dict[str, Any]:
-        return {"buffers": self._buffer_statistics(), "conservation": self.ledger.counters(), "engines": self.versions.engines()}
+        return {
+            "buffers": self._buffer_statistics(),
+            "conservation": self.ledger.counters(),
+            "engines": self.versions.engines(),
+        }

@@ -1,12 +1,14 @@
-"""Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping but for two waits.
+"""Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping
+but for two waits.
 
 | call    | made for      | waits for                                    | unblocked by                                                              |
 |---------|---------------|----------------------------------------------|---------------------------------------------------------------------------|
 | `lease` | a producer    | a queued sample and a place for a trajectory | `add`, what frees a place (`release`, `forget`), `engine_leaves`, `_lost` |
 | `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `answered`, `forget`, a timer, `scorer_leaves`, `_lost`      |
 
-A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time of training samples comes
-when none is at an engine and none could be: none is queued, or no place is free. What is full is therefore emptied, and nothing waits for ever.
+A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time
+of training samples comes when none is at an engine and none could be: none is queued, or no place is free. What is full
+is therefore emptied, and nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class SampleFlow:
         self._retries = Later()
         self._closed = False
 
-    # ---- generation ---------------------------------------------------------------------------------------------------------------
+    # ---- generation
+    # ---------------------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[SampleRequest]) -> None:
         for request in requests:
@@ -76,13 +79,15 @@ class SampleFlow:
         return self._queue.leases_of(engine)
 
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
-        """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its place."""
+        """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its
+        place."""
         request = self._queue.end_lease(engine, sample_id)
         if not self._streaming:
             self._rewarders.ring()
         return request
 
-    # ---- scoring ------------------------------------------------------------------------------------------------------------------
+    # ---- scoring
+    # ------------------------------------------------------------------------------------------------------------------
 
     def generated(self, job: ScoreJob) -> None:
         self._buffer.put(job)
@@ -93,7 +98,11 @@ class SampleFlow:
         return self._rewarders.take(lambda: self._jobs(worker, limit), worker)
 
     def _may_score(self) -> bool:
-        return self._closed or self._buffer.queued("validation") or (self._buffer.queued("train") and self._may_score_training())
+        return (
+            self._closed
+            or self._buffer.queued("validation")
+            or (self._buffer.queued("train") and self._may_score_training())
+        )
 
     def _may_score_training(self) -> bool:
         if self._streaming:
@@ -103,7 +112,9 @@ class SampleFlow:
     def _jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         if self._closed or worker in self._lost_scorers:
             return []
-        return self._buffer.take(worker, limit, ("validation", "train") if self._may_score_training() else ("validation",))
+        return self._buffer.take(
+            worker, limit, ("validation", "train") if self._may_score_training() else ("validation",)
+        )
 
     def being_scored(self, worker: str, sample_id: str) -> bool:
         """With this reward worker, which has not answered yet, and still of use."""
@@ -115,7 +126,8 @@ class SampleFlow:
         self._rewarders.send_home(worker)
 
     def scorer_lost(self, worker: str) -> list[ScoreJob]:
-        """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before all that came later."""
+        """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before
+        all that came later."""
         self._lost_scorers.add(worker)
         jobs = self._buffer.jobs_of(worker)
         for job in reversed(jobs):
@@ -143,7 +155,8 @@ class SampleFlow:
         self._buffer.retry(job)
         self._rewarders.ring()
 
-    # ---- ends ---------------------------------------------------------------------------------------------------------------------
+    # ---- ends
+    # ---------------------------------------------------------------------------------------------------------------------
 
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will not be."""
@@ -157,7 +170,8 @@ class SampleFlow:
         self._producers.ring()
 
     def forget(self, group: int, sample_ids: Iterable[str]) -> None:
-        """The group ended. Leased samples keep their place until their engine answers; everything else of the group is gone."""
+        """The group ended. Leased samples keep their place until their engine answers; everything else of the group is
+        gone."""
         self._queue.forget(group)
         gone = {sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)}
         self._retries.cancel(gone)

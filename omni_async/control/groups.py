@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from omni_async.types import LedgerEntry, Prompt, ReadyGroup, ReadySample, SampleRequest, SampleResult, Score, ScoreJob, SdeWindow, Terminal
+from omni_async.types import (
+    LedgerEntry,
+    Prompt,
+    ReadyGroup,
+    ReadySample,
+    SampleRequest,
+    SampleResult,
+    Score,
+    ScoreJob,
+    SdeWindow,
+    Terminal,
+)
 
 
 def trained_steps(request: SampleRequest) -> tuple[int, ...]:
-    """The numbers of step versions that a result of `request` may carry. A training sample without a window carries all its steps', or none
-    if it comes from a dataset."""
+    """The numbers of step versions that a result of `request` may carry. A training sample without a window carries all
+    its steps', or none if it comes from a dataset."""
     if request.window is not None:
         return (request.window.size,)
     return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
@@ -19,13 +30,15 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
     """ValueError unless the result has a version for every trained step of its request."""
     if len(result.step_versions) not in (expected := trained_steps(request)):
         raise ValueError(
-            f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]} trained steps"
+            f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]}"
+            " trained steps"
         )
 
 
 class SampleProgress:
-    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost with; `suspected` counts
-    the reward workers and scorers that died or went down over it, be it by chance; `went_down` are the workers whose scorer did since then."""
+    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost
+    with; `suspected` counts the reward workers and scorers that died or went down over it, be it by chance; `went_down`
+    are the workers whose scorer did since then."""
 
     __slots__ = ("failures", "request", "result", "score", "score_attempts", "suspected", "went_down")
 
@@ -47,13 +60,18 @@ class SampleProgress:
     def job(self) -> ScoreJob:
         if self.result is None:
             raise ValueError(f"sample {self.request.sample_id} is not generated yet")
-        return ScoreJob(self.request.sample_id, self.request.kind, self.request.prompt, self.result.media, self.request.attempt)
+        return ScoreJob(
+            self.request.sample_id, self.request.kind, self.request.prompt, self.result.media, self.request.attempt
+        )
 
 
 class GroupProgress:
-    """A group and its samples. `attempts` is the most generations any of its samples needed, `losses` how often the trainer could not read it."""
+    """A group and its samples. `attempts` is the most generations any of its samples needed, `losses` how often the
+    trainer could not read it."""
 
-    def __init__(self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]) -> None:
+    def __init__(
+        self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]
+    ) -> None:
         self.group = group
         self.prompt = prompt
         self.window = window
@@ -74,7 +92,9 @@ class GroupProgress:
             progress = self.samples[sample.sample_id]
             versions = sample.step_versions
             first = versions[0] if versions else ready.admitted_version
-            progress.result = SampleResult(sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0)
+            progress.result = SampleResult(
+                sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0
+            )
             self.scored(progress, sample.score)
 
     def again(self, progress: SampleProgress) -> SampleRequest:
@@ -109,8 +129,8 @@ class GroupProgress:
         return (min(versions), max(versions)) if versions else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
-        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or
-        minus the one of admission where no policy took any."""
+        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest
+        that took a step, or minus the one of admission where no policy took any."""
         versions = self.step_versions
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(

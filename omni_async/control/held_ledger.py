@@ -1,7 +1,7 @@
 """Keeps the ledger of a resumed run as it is until the attempt has something to record.
 
-What an attempt says of groups before its first update, those that it rejected or dropped, is void if it ends there: the checkpoint that it went on
-from does not count these lines, and whoever resumes next makes the groups again.
+What an attempt says of groups before its first update, those that it rejected or dropped, is void if it ends there: the
+checkpoint that it went on from does not count these lines, and whoever resumes next makes the groups again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class LedgerSink(Protocol):
 
 
 class HeldBackSink:
-    """Holds entries in memory until a group is trained, or until `sync`: from then on whatever counts them counts lines of the file.
+    """Holds entries in memory until a group is trained, or until `sync`: from then on whatever counts them counts lines
+    of the file.
 
-    `take_over` opens the file's sink, and with that makes what an earlier attempt left there after the checkpoint void. It is called once, or again
-    after it raised.
+    `take_over` opens the file's sink, and with that makes what an earlier attempt left there after the checkpoint void.
+    It is called once, or again after it raised.
     """
 
     def __init__(self, take_over: Callable[[], LedgerSink]) -> None:
@@ -38,7 +39,8 @@ class HeldBackSink:
             self._hand_over()
 
     def _hand_over(self) -> LedgerSink:
-        """OSError if the lines cannot be written, also because the file is not the one that the attempt began from any more."""
+        """OSError if the lines cannot be written, also because the file is not the one that the attempt began from any
+        more."""
         if self._sink is None:
             try:
                 self._sink = self._take_over()

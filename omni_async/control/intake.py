@@ -1,4 +1,5 @@
-"""Which group is admitted next: one that an earlier life of the run had begun, in the order of its admission, or else the next number's.
+"""Which group is admitted next: one that an earlier life of the run had begun, in the order of its admission, or else
+the next number's.
 
 Owns the numbers that were given out and the prompts behind them. Pure bookkeeping; waits for nothing.
 """
@@ -24,7 +25,8 @@ class Intake:
         self.next_group = start.next_group  # the first number that was not given out
 
     def next(self, version: int) -> GroupProgress:
-        """A group for admission at `version`. It is complete if an earlier life had it ready, for the same prompt and with as many samples."""
+        """A group for admission at `version`. It is complete if an earlier life had it ready, for the same prompt and
+        with as many samples."""
         if not self._begun:
             self.next_group += 1
             return self._group(self.next_group - 1, version)

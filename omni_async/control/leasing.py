@@ -1,4 +1,5 @@
-"""Samples on their way to an engine: queued, then leased to exactly one engine until it answers. Pure bookkeeping; waits for nothing."""
+"""Samples on their way to an engine: queued, then leased to exactly one engine until it answers. Pure bookkeeping;
+waits for nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from omni_async.types import SampleKind, SampleRequest
 
 
 class WorkQueue:
-    """Training samples leave oldest group first, so a sample that is generated again goes first; validation samples in their order, at most
-    `share` of an engine's places while training samples wait. Engines are kept equally full of training samples."""
+    """Training samples leave oldest group first, so a sample that is generated again goes first; validation samples in
+    their order, at most `share` of an engine's places while training samples wait. Engines are kept equally full of
+    training samples."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -39,7 +41,8 @@ class WorkQueue:
         self.num_training += 1
 
     def lease(self, engine: str, free: int, capacity: int, engines: int) -> list[SampleRequest]:
-        """Up to `free` samples for an engine with `capacity` places, one of `engines`; at least one if any is queued."""
+        """Up to `free` samples for an engine with `capacity` places, one of `engines`; at least one if any is
+        queued."""
         chosen = self._take_validation(engine, free, capacity) if self._validation else []
         if self.num_training:
             chosen += self._take_training(engine, free - len(chosen), engines)
@@ -72,8 +75,8 @@ class WorkQueue:
         return request
 
     def end_lease(self, engine: str, sample_id: str) -> SampleRequest | None:
-        """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to (any more): the
-        sample's place, if it has one, belongs to somebody else."""
+        """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to
+        (any more): the sample's place, if it has one, belongs to somebody else."""
         owner, request = self._leases.get(sample_id, (None, None))
         if owner != engine or request is None:
             return None

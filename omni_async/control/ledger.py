@@ -1,7 +1,8 @@
 """The ledger: every admitted group ends in exactly one event, and that is checked, not hoped for.
 
-Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it happens. A sink that fails is
-told of in `problem`, where whoever ended the group looks: the books stay right, and the run can end in order.
+Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it
+happens. A sink that fails is told of in `problem`, where whoever ended the group looks: the books stay right, and the
+run can end in order.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Ledger:
 
     def end(self, entry: LedgerEntry) -> None:
         if entry.group not in self._live:
-            raise ConservationError(f"group {entry.group} is {entry.event} but not live: it ended before or was never admitted")
+            raise ConservationError(
+                f"group {entry.group} is {entry.event} but not live: it ended before or was never admitted"
+            )
         self._live.remove(entry.group)
         self.events[entry.event] += 1
         if entry.reason is not None:
@@ -77,7 +80,9 @@ class Ledger:
     def state(self) -> LedgerState:
         """Of everything but the live groups, which a continued run admits again."""
         admitted = self.admitted - len(self._live)
-        return LedgerState(admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest)
+        return LedgerState(
+            admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest
+        )
 
     def counters(self) -> dict[str, int]:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
@@ -89,11 +94,11 @@ class Ledger:
 
 
 class JsonlSink:
-    """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What could not be written is
-    written before the next line.
+    """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What
+    could not be written is written before the next line.
 
-    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin with them, OSError if it is
-    not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
+    `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin
+    with them, OSError if it is not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
     """
 
     def __init__(self, path: str | Path, counted: LedgerState | None = None) -> None:

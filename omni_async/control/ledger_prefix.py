@@ -1,7 +1,8 @@
-"""The lines of a ledger that a checkpoint counts: how many bytes they are and their digest, so that no run goes on from lines that were damaged.
+"""The lines of a ledger that a checkpoint counts: how many bytes they are and their digest, so that no run goes on from
+lines that were damaged.
 
-The digest is a chain, line by line: what a checkpoint knows of it is enough to extend it. Nobody reads the lines again to write a checkpoint,
-and whoever goes on with a run reads them once. Lines end in a line feed and in nothing else.
+The digest is a chain, line by line: what a checkpoint knows of it is enough to extend it. Nobody reads the lines again
+to write a checkpoint, and whoever goes on with a run reads them once. Lines end in a line feed and in nothing else.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ def encode_line(entry: Any) -> bytes:
 
 
 def extend(digest: str, line: bytes) -> str:
-    """Digest the lines that `digest` is of ("": none) and this one more: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries."""
+    """Digest the lines that `digest` is of ("": none) and this one more: xxh3, 128 bits, hexadecimal. It finds
+    accidents, not forgeries."""
     return xxhash.xxh3_128_hexdigest(digest.encode() + line)
 
 
 def require_prefix(path: Path, counted: LedgerState) -> None:
-    """Read the file's first lines and compare them with those that were counted. Raises LedgerDamaged, or OSError if it cannot be read."""
+    """Read the file's first lines and compare them with those that were counted. Raises LedgerDamaged, or OSError if it
+    cannot be read."""
     if not counted.lines and not counted.size:
         return
     if not counted.digest:
@@ -51,7 +54,9 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
         raise LedgerDamaged(f"the ledger has {lines} lines, the checkpoint counts {counted.lines}")
     if (size, digest) != (counted.size, counted.digest):
         found = _first_damage(path, counted.lines) or "lines are missing, doubled, swapped or changed"
-        raise LedgerDamaged(f"the first {counted.lines} lines of the ledger are not those that the checkpoint counts: {found}")
+        raise LedgerDamaged(
+            f"the first {counted.lines} lines of the ledger are not those that the checkpoint counts: {found}"
+        )
 
 
 def _first_damage(path: Path, lines: int) -> str | None:

@@ -1,8 +1,10 @@
-"""What comes of samples: generated, scored, failed, lost. Each ends as a part of a whole group or round, or is made again, or ends its group.
+"""What comes of samples: generated, scored, failed, lost. Each ends as a part of a whole group or round, or is made
+again, or ends its group.
 
-Pure bookkeeping between the messages of engines and reward workers and the groups they belong to; waits for nothing. A failure is tried again a
-bounded number of times and never becomes a number; what was only lost is made again from the same seeds. While nothing was ever scored, a scorer
-that fails a few samples of different prompts with errors that stay the same ends the run: it would fail the others, too.
+Pure bookkeeping between the messages of engines and reward workers and the groups they belong to; waits for nothing. A
+failure is tried again a bounded number of times and never becomes a number; what was only lost is made again from the
+same seeds. While nothing was ever scored, a scorer that fails a few samples of different prompts with errors that stay
+the same ends the run: it would fail the others, too.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ class Ends(Protocol):
     def end_run(self, reason: str) -> None: ...
 
 
-# Of so many groups, or prompts of a validation round, a sample must fail before the scorer is to blame: some prompts may be bad ones.
+# Of so many groups, or prompts of a validation round, a sample must fail before the scorer is to blame: some prompts
+# may be bad ones.
 _ALL_WRONG = 4
 
 
 class Outcomes:
-    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one was scored by these scorers before."""
+    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one was
+    scored by these scorers before."""
 
     def __init__(
         self,
@@ -58,11 +62,14 @@ class Outcomes:
         self._versions = versions
         self._ends = ends
         self._down: set[str] = set()  # reward workers that wait for a scorer
-        self._wrong: set[tuple[str, int, int]] = set()  # kind, group and prompt of samples that a scorer failed twice in the same way
+        self._wrong: set[tuple[str, int, int]] = (
+            set()
+        )  # kind, group and prompt of samples that a scorer failed twice in the same way
         self.has_scored = has_scored
         self.images = images
 
-    # ---- generation ---------------------------------------------------------------------------------------------------------------
+    # ---- generation
+    # ---------------------------------------------------------------------------------------------------------------
 
     def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Raises, to whoever reports it, what is wrong with a result that cannot be right; the sample is made again."""
@@ -119,7 +126,8 @@ class Outcomes:
         progress = home.samples.get(request.sample_id) if home else None
         return progress if progress is not None and progress.result is None else None
 
-    # ---- scoring ------------------------------------------------------------------------------------------------------------------
+    # ---- scoring
+    # ------------------------------------------------------------------------------------------------------------------
 
     def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
@@ -129,7 +137,9 @@ class Outcomes:
         for result in results:
             if not self._samples.being_scored(worker, result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            home = self._home("validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id))
+            home = self._home(
+                "validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id)
+            )
             if home is None:
                 self._samples.release(result.sample_id)
                 continue
@@ -182,9 +192,11 @@ class Outcomes:
         """A reward worker wants samples: its scorers answer."""
         self._down.discard(worker)
 
-    def _went_down(self, home: GroupProgress | ValidationRound, progress: SampleProgress, worker: str, error: str, outage: bool) -> None:
-        """Nothing was wrong before it was asked for this sample. While others wait too, that is no wonder: only what happens to the same worker
-        again is held against the sample."""
+    def _went_down(
+        self, home: GroupProgress | ValidationRound, progress: SampleProgress, worker: str, error: str, outage: bool
+    ) -> None:
+        """Nothing was wrong before it was asked for this sample. While others wait too, that is no wonder: only what
+        happens to the same worker again is held against the sample."""
         again = worker in progress.went_down
         if outage and not again:
             progress.went_down.add(worker)
@@ -204,18 +216,23 @@ class Outcomes:
         else:
             self._ends.end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
 
-    def _score_failed(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str, final: bool) -> None:
-        """Score it again after a pause, unless that is `final`; after `reward.retries` the group is rejected, or the round goes on without the
-        sample."""
+    def _score_failed(
+        self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str, final: bool
+    ) -> None:
+        """Score it again after a pause, unless that is `final`; after `reward.retries` the group is rejected, or the
+        round goes on without the sample."""
         progress.score_attempts += 1
         if progress.score_attempts <= self._config.reward.retries and not final:
             self._samples.retry_score(progress.job(), progress.score_attempts)
         elif isinstance(home, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
-            self._ends.end_group(home, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}")
+            self._ends.end_group(
+                home, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}"
+            )
 
-    # ---- what is lost ---------------------------------------------------------------------------------------------------------------
+    # ---- what is lost
+    # ---------------------------------------------------------------------------------------------------------------
 
     def scorer_lost(self, worker: str) -> None:
         """What it had taken is scored by others."""

@@ -1,7 +1,7 @@
 """Every admitted group, from its slot to its terminal event. Pure bookkeeping: waits for nothing and tells nobody.
 
-A group is *live* from its admission until the trainer takes it, and *in training* until the trainer has answered for its update. Each ends in
-exactly one line of the ledger: trained, rejected or dropped.
+A group is *live* from its admission until the trainer takes it, and *in training* until the trainer has answered for
+its update. Each ends in exactly one line of the ledger: trained, rejected or dropped.
 """
 
 from __future__ import annotations
@@ -34,19 +34,24 @@ class Population:
             config.buffer.groups, window=config.buffer.window, max_updates=self._budget, groups_per_update=per_update
         )
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
-        self._returned: dict[int, ReadyGroup | None] = {}  # by the trainer, which waits for them before it takes younger ones
+        self._returned: dict[
+            int, ReadyGroup | None
+        ] = {}  # by the trainer, which waits for them before it takes younger ones
         self.slots = Slots(self._budget, per_update)
         self._fruitless = Fruitless(self.slots.capacity)
         self.live: dict[int, GroupProgress] = {}
         self.ledger = ledger
 
-    # ---- on the way to the trainer --------------------------------------------------------------------------------------------------
+    # ---- on the way to the trainer
+    # --------------------------------------------------------------------------------------------------
 
     @property
     def may_admit(self) -> bool:
         """There is a slot, room downstream, and an update left that would train another group."""
         unfinished = len(self._training) + len(self.live)
-        return self.slots.free > 0 and self._replay.free > 0 and self.ledger.events["trained"] + unfinished < self._wanted
+        return (
+            self.slots.free > 0 and self._replay.free > 0 and self.ledger.events["trained"] + unfinished < self._wanted
+        )
 
     def admit(self, progress: GroupProgress) -> None:
         self.slots.take(progress.group)
@@ -84,13 +89,16 @@ class Population:
         return self._replay.all_ready and None not in self._returned.values()
 
     def take(self, version: int, places: int) -> ReadyGroup | None:
-        """What the update that starts from `version` and needs `places` more groups should train next, if it is ready. Raises TooStale."""
+        """What the update that starts from `version` and needs `places` more groups should train next, if it is ready.
+        Raises TooStale."""
         ready = self._take_returned() if self._returned else self._replay.take(version, places)
         if ready is None:
             return None
         staleness = version - ready.oldest_version
         if staleness > self._budget:
-            raise TooStale(f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._budget}")
+            raise TooStale(
+                f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._budget}"
+            )
         self._training[ready.group] = (self.live.pop(ready.group), ready)
         return ready
 
@@ -107,14 +115,16 @@ class Population:
         return bool(self._training)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """The live groups that are not scored yet, and those that are, be it that the trainer has them and leaves them."""
+        """The live groups that are not scored yet, and those that are, be it that the trainer has them and leaves
+        them."""
         returned = (ready for ready in self._returned.values() if ready is not None)
         ready = (*(ready for _, ready in self._training.values()), *returned, *self._replay.ready())
         done = {group.group for group in ready}
         unfinished = tuple(Unfinished(one.group, one.attempts) for one in self.live.values() if one.group not in done)
         return unfinished, ready
 
-    # ---- ends -----------------------------------------------------------------------------------------------------------------------
+    # ---- ends
+    # -----------------------------------------------------------------------------------------------------------------------
 
     def trained(self, report: UpdateReport) -> list[ReadyGroup]:
         """The update is made; the slots of its groups wait for the version to be held."""
@@ -135,7 +145,10 @@ class Population:
         self._returned.pop(progress.group, None)
         if not self._fruitless.too_many():
             return None
-        return f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}: {reason}"
+        return (
+            f"{self._fruitless.in_a_row} groups in a row ended without being trained; the last one was {event}:"
+            f" {reason}"
+        )
 
     def drop_all(self, reason: str) -> None:
         """The run is over, and the trainer will not answer for what it has any more."""
@@ -149,14 +162,20 @@ class Population:
         self._record(progress, event, reason)
         self.slots.end(progress.group)
 
-    def _record(self, progress: GroupProgress, event: Terminal, reason: str | None = None, trained_version: int | None = None) -> None:
+    def _record(
+        self, progress: GroupProgress, event: Terminal, reason: str | None = None, trained_version: int | None = None
+    ) -> None:
         self.ledger.end(progress.entry(self._run_id, event, reason, trained_version))
 
-    # ---- watching -------------------------------------------------------------------------------------------------------------------
+    # ---- watching
+    # -------------------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises ConservationError if the ledger and the slots disagree."""
         self.ledger.check(self.slots.live)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        return {"slots": msgspec.structs.asdict(self.slots.statistics()), "replay": msgspec.structs.asdict(self._replay.statistics())}
+        return {
+            "slots": msgspec.structs.asdict(self.slots.statistics()),
+            "replay": msgspec.structs.asdict(self._replay.statistics()),
+        }

@@ -1,5 +1,5 @@
-"""What is told of a run at its end besides its ledger: the mean reward of every update, and its validation rounds. A checkpoint keeps it, so that a
-resumed run's summary depends on no file that somebody may have removed or changed."""
+"""What is told of a run at its end besides its ledger: the mean reward of every update, and its validation rounds. A
+checkpoint keeps it, so that a resumed run's summary depends on no file that somebody may have removed or changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Record:
         self._rewards.append(_finite(reward))
 
     def validated(self, version: int, means: Mapping[str, float]) -> None:
-        """Add the round of `version`, whose `means` hold `reward` and the scorer's parts; nothing if no sample of it could be scored."""
+        """Add the round of `version`, whose `means` hold `reward` and the scorer's parts; nothing if no sample of it
+        could be scored."""
         if "reward" in means:
             parts = {name: _finite(value) for name, value in means.items()}
             self._rounds.append(Round(version, parts.pop("reward"), parts))

@@ -1,4 +1,5 @@
-"""What the coordinator tells of updates and validation rounds: numbers of finished groups, and which pictures to show. Pure functions."""
+"""What the coordinator tells of updates and validation rounds: numbers of finished groups, and which pictures to show.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ T = TypeVar("T")
 
 
 def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
-    """`staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained steps."""
+    """`staleness` has one entry per group: the version trained from, minus the oldest version that took any of its
+    trained steps."""
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,
@@ -41,11 +43,20 @@ def update_pictures(groups: Sequence[ReadyGroup], count: int) -> tuple[Picture, 
 
 
 def round_data(finished: ValidationRound) -> dict[str, Any]:
-    return {"version": finished.version, "versions": list(finished.versions), "parts": finished.means(), "failed": len(finished.failed)}
+    return {
+        "version": finished.version,
+        "versions": list(finished.versions),
+        "parts": finished.means(),
+        "failed": len(finished.failed),
+    }
 
 
 def round_pictures(finished: ValidationRound, count: int) -> tuple[Picture, ...]:
-    shown = [(s.result, s.request.prompt, s.score) for s in finished.samples.values() if s.result is not None and s.score is not None]
+    shown = [
+        (s.result, s.request.prompt, s.score)
+        for s in finished.samples.values()
+        if s.result is not None and s.score is not None
+    ]
     return tuple(Picture(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
 
 

@@ -1,4 +1,5 @@
-"""Makes sample requests: the one place that turns configuration, ids and the run seed into what an engine is asked for."""
+"""Makes sample requests: the one place that turns configuration, ids and the run seed into what an engine is asked
+for."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
 
 
 class RequestFactory:
-    """`fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation samples carry none."""
+    """`fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation
+    samples carry none."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -28,7 +30,10 @@ class RequestFactory:
         first = replace(first, window=window, fields=self.fields, initial_seed=shared)
         seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
         # Copies of one request: of all that admission does, filling in every field of every sample would take longest.
-        return [replace(first, sample_id=f"g{group}.s{sample}", sample=sample, seed=seeds[sample]) for sample in range(rollout.group_size)]
+        return [
+            replace(first, sample_id=f"g{group}.s{sample}", sample=sample, seed=seeds[sample])
+            for sample in range(rollout.group_size)
+        ]
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
         """The same prompts and seeds every round, so that rounds differ by the policy alone."""
@@ -46,7 +51,9 @@ class RequestFactory:
             for sample in range(validation.samples_per_prompt)
         ]
 
-    def _request(self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float) -> SampleRequest:
+    def _request(
+        self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float
+    ) -> SampleRequest:
         """What all samples of a prompt share; the rest is to be filled in."""
         rollout = self._config.rollout
         return SampleRequest(

@@ -14,7 +14,8 @@ _GROUPS = 32
 def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
     """False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
 
-    With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are equal.
+    With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
+    equal.
     """
     columns = [[score.value for score in scores]]
     if each_scorer:

@@ -1,7 +1,8 @@
 """One owner for every task of a run.
 
-Tasks are started by name; the first one that fails, or `stop()`, ends all of them, and leaving the `async with` block waits until each has
-really finished. Nothing outlives the block, and the failure that ended it is raised with its task's name.
+Tasks are started by name; the first one that fails, or `stop()`, ends all of them, and leaving the `async with` block
+waits until each has really finished. Nothing outlives the block, and the failure that ended it is raised with its
+task's name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class TaskFailed(RuntimeError):
 
 
 class Supervisor:
-    """`async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`"""
+    """`async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await
+    supervisor.wait()`"""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -61,5 +63,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.stop()

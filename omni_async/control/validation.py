@@ -1,4 +1,5 @@
-"""Validation rounds: when one is due, who is in it, and what it found. Rounds take no slot and nothing waits for them, except the end of the run."""
+"""Validation rounds: when one is due, who is in it, and what it found. Rounds take no slot and nothing waits for them,
+except the end of the run."""
 
 from __future__ import annotations
 
@@ -58,11 +59,14 @@ class ValidationSchedule:
 
 
 class Validation:
-    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a schedule there are none, and
-    those up to `before` stay the last."""
+    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a
+    schedule there are none, and those up to `before` stay the last."""
 
     def __init__(
-        self, schedule: ValidationSchedule | None, requests_of: Callable[[int], list[SampleRequest]], before: int | None = None
+        self,
+        schedule: ValidationSchedule | None,
+        requests_of: Callable[[int], list[SampleRequest]],
+        before: int | None = None,
     ) -> None:
         self._schedule = schedule
         self._before = before

@@ -1,7 +1,8 @@
 """Which policy version exists, which was published, and which each engine holds.
 
-Version v is the policy after v updates. The trainer makes versions, the publisher announces some with a digest, engines report what they
-hold. A report that does not match the announcement is a `WeightMismatch`: plausible but wrong weights are the worst kind of silent error.
+Version v is the policy after v updates. The trainer makes versions, the publisher announces some with a digest, engines
+report what they hold. A report that does not match the announcement is a `WeightMismatch`: plausible but wrong weights
+are the worst kind of silent error.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ class Versions:
         self.trained = start
         self._digests: dict[int, str] = {}
         self._engines: dict[str, int] = {}
-        self._holders: Counter[int] = Counter()  # version -> engines that hold it: two or three versions, however many engines
-        self._begun = False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
+        self._holders: Counter[int] = (
+            Counter()
+        )  # version -> engines that hold it: two or three versions, however many engines
+        self._begun = (
+            False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
+        )
         self.published: int | None = None
-        self.held: int | None = None  # the oldest version any engine may still use; None before all have begun, or if there is none
+        self.held: int | None = (
+            None  # the oldest version any engine may still use; None before all have begun, or if there is none
+        )
         self._left_behind = -1  # versions before this one have once been no engine's any more; slots count on that
 
     def join(self, engine: str) -> None:
@@ -58,28 +65,37 @@ class Versions:
         if self.published is not None and version <= self.published:
             raise ValueError(f"version {version} published after {self.published}")
         if version > self.trained:
-            raise ValueError(f"version {version} published before its update was reported: the newest version is {self.trained}")
+            raise ValueError(
+                f"version {version} published before its update was reported: the newest version is {self.trained}"
+            )
         self._digests[version] = digest
         self.published = version
 
     def report(self, report: WeightReport) -> None:
-        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than before. One that joins
-        with a version that all others had left behind still holds nothing: samples could come to the trainer too old."""
+        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than
+        before. One that joins with a version that all others had left behind still holds nothing: samples could come to
+        the trainer too old."""
         if self._is_behind(report):
             return
         if report.engine not in self._engines:
-            raise WeightMismatch(f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}")
+            raise WeightMismatch(
+                f"engine {report.engine} is none of this run's: {', '.join(self._engines) or 'it has none'}"
+            )
         expected = self._digests.get(report.version)
         if expected is None:
             raise WeightMismatch(
-                f"engine {report.engine} holds version {report.version}, which was never published (latest: {self.published})"
+                f"engine {report.engine} holds version {report.version}, which was never published (latest:"
+                f" {self.published})"
             )
         if report.digest != expected:
             raise WeightMismatch(
-                f"engine {report.engine} holds version {report.version} with digest {report.digest}, published was {expected}: its weights are wrong"
+                f"engine {report.engine} holds version {report.version} with digest {report.digest}, published was"
+                f" {expected}: its weights are wrong"
             )
         if report.version < self._engines[report.engine]:
-            raise WeightMismatch(f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}")
+            raise WeightMismatch(
+                f"engine {report.engine} went back from version {self._engines[report.engine]} to {report.version}"
+            )
         before = self._engines[report.engine]
         self._engines[report.engine] = report.version
         self._count(report.version, 1)
@@ -95,7 +111,8 @@ class Versions:
         """Raises WeightMismatch if a step claims a version that the trainer has not made."""
         if result.step_versions and max(result.step_versions) > self.trained:
             raise WeightMismatch(
-                f"sample {result.sample_id} of {result.engine} claims versions {result.step_versions}, newest is {self.trained}"
+                f"sample {result.sample_id} of {result.engine} claims versions {result.step_versions}, newest is"
+                f" {self.trained}"
             )
 
     def engines(self) -> dict[str, int]:

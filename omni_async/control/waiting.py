@@ -1,5 +1,5 @@
-"""Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line` for many who would all
-take the same things; `first_of` and `unless` for whoever waits for one of several ends."""
+"""Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line`
+for many who would all take the same things; `first_of` and `unless` for whoever waits for one of several ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 class Bell:
-    """`await wait()` returns at the next `ring()`. Callers loop: check a condition, wait, check again. Between a check and its wait no other
-    task runs, so no ring is missed; a cancelled waiter takes nothing with it, because every ring wakes everyone."""
+    """`await wait()` returns at the next `ring()`. Callers loop: check a condition, wait, check again. Between a check
+    and its wait no other task runs, so no ring is missed; a cancelled waiter takes nothing with it, because every ring
+    wakes everyone."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -49,12 +50,12 @@ class _Turn:
 
 
 class Line:
-    """First come, first served: `await take(what, who)` is `what()`, called when the caller is first in the line and `is_open()`, or when
-    `who` was sent home.
+    """First come, first served: `await take(what, who)` is `what()`, called when the caller is first in the line and
+    `is_open()`, or when `who` was sent home.
 
-    Only the first is ever woken by `ring()`, which costs nothing while the line is empty or closed: whoever may have opened it rings. Who leaves,
-    served or cancelled, wakes the next, so an open line moves on by itself. Nobody is handed anything while waiting, so a cancelled waiter loses
-    nothing.
+    Only the first is ever woken by `ring()`, which costs nothing while the line is empty or closed: whoever may have
+    opened it rings. Who leaves, served or cancelled, wakes the next, so an open line moves on by itself. Nobody is
+    handed anything while waiting, so a cancelled waiter loses nothing.
     """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:

@@ -1,11 +1,12 @@
 """Which denoising steps of a group are noisy and trained: the five schedules of `rollout.sde.window`.
 
-`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv 2507.21802), where
-a group's update is counted in admission order, `groups_per_update` to each. Where groups are rejected or overtaken that is not quite the
-update that trains it, but it depends on the group's number alone: a resumed run and any number of engines draw the same windows.
+`uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv
+2507.21802), where a group's update is counted in admission order, `groups_per_update` to each. Where groups are
+rejected or overtaken that is not quite the update that trains it, but it depends on the group's number alone: a resumed
+run and any number of engines draw the same windows.
 
-A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last one touches hi. It stays at each
-for a number of updates:
+A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p, hi - size), so the last one touches
+hi. It stays at each for a number of updates:
 
   progressive  updates_per_position, U
   decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m, which a window that

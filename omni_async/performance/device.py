@@ -1,8 +1,8 @@
 """An emulated device: the time of one job at a time, planned on the running event loop's clock.
 
-Waits for nothing but that clock, with `asyncio.sleep` alone, so it runs on a loop of virtual time as well. Every job is planned from the end
-planned for the one before it. An event loop that wakes up late is late once: the next job is planned as if it had not been, so lag does not
-add up over a busy stretch.
+Waits for nothing but that clock, with `asyncio.sleep` alone, so it runs on a loop of virtual time as well. Every job is
+planned from the end planned for the one before it. An event loop that wakes up late is late once: the next job is
+planned as if it had not been, so lag does not add up over a busy stretch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ class Device:
         return asyncio.get_running_loop().time() - self._late
 
     async def busy(self, seconds: float, since: float | None = None) -> None:
-        """Until a job of `seconds` is done. It could start at `since`, in the loop's time (None: as soon as the device is free), and starts
-        then or when the device is free, whichever is later."""
+        """Until a job of `seconds` is done. It could start at `since`, in the loop's time (None: as soon as the device
+        is free), and starts then or when the device is free, whichever is later."""
         loop = asyncio.get_running_loop()
-        start = loop.time() if since is None and self._free is None else max(t for t in (self._free, since) if t is not None)
+        start = (
+            loop.time()
+            if since is None and self._free is None
+            else max(t for t in (self._free, since) if t is not None)
+        )
         self._free = start + seconds
         await asyncio.sleep(max(0.0, self._free - loop.time()))
         self._late = max(0.0, loop.time() - self._free)

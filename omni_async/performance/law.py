@@ -1,11 +1,13 @@
-"""The laws of overlap: what an update takes at least, in step and asynchronously. Seconds per optimizer update throughout.
+"""The laws of overlap: what an update takes at least, in step and asynchronously. Seconds per optimizer update
+throughout.
 
     T_sync      = T_g + T_r + T_t + T_s
     T_async(S)  = max(T_g + T_p, T_r, T_t + sigma, L / (S + 1))
 
-L is the wave latency: the seconds from admitting an update's groups to engines that hold what was learned from them. Without streaming inside
-a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous loop. For service times that do not vary the law is exact in step
-without streaming, and wherever the bottleneck is never idle; otherwise it is a lower bound.
+L is the wave latency: the seconds from admitting an update's groups to engines that hold what was learned from them.
+Without streaming inside a wave L = T_g + T_r + T_t + T_s; streaming shortens it. S = 0 is the synchronous loop. For
+service times that do not vary the law is exact in step without streaming, and wherever the bottleneck is never idle;
+otherwise it is a lower bound.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import msgspec
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """Per update: generation T_g, reward T_r and training T_t on their own devices; the publish T_s, of which `blocked` (sigma) stops the
-    trainer; the pause T_p that it forces on generation; the wave latency L (of several updates, if a publish frees the slots of several: then
-    their mean, so that L / (S + 1) is still the share of an update)."""
+    """Per update: generation T_g, reward T_r and training T_t on their own devices; the publish T_s, of which `blocked`
+    (sigma) stops the trainer; the pause T_p that it forces on generation; the wave latency L (of several updates, if a
+    publish frees the slots of several: then their mean, so that L / (S + 1) is still the share of an update)."""
 
     generate: float
     score: float
@@ -55,12 +57,14 @@ def async_step(times: StageTimes, max_updates: int) -> float:
 
 
 def max_speedup(times: StageTimes) -> float:
-    """Of any overlap over the synchronous loop on the same partition; what exceeds it is not overlap. Infinite if no stage takes any time."""
+    """Of any overlap over the synchronous loop on the same partition; what exceeds it is not overlap. Infinite if no
+    stage takes any time."""
     return times.total / times.bottleneck[1] if times.bottleneck[1] > 0 else math.inf
 
 
 def smallest_useful_budget(times: StageTimes, variation: float = 0.0) -> int:
-    """The smallest S at which the bottleneck is busy all the time; one more where a stage's coefficient of variation exceeds 0.25."""
+    """The smallest S at which the bottleneck is busy all the time; one more where a stage's coefficient of variation
+    exceeds 0.25."""
     if times.bottleneck[1] == 0:
         return 0
     needed = math.ceil(times.latency / times.bottleneck[1] - 1e-9) - 1

@@ -1,7 +1,7 @@
 """From the spans of a run to the profile that an emulated run or a simulation replays.
 
-Only the steady part counts: of four updates and more the first is left out, where devices warm up and buffers fill. What a run has no spans of
-stays at zero, and `assumed` names it.
+Only the steady part counts: of four updates and more the first is left out, where devices warm up and buffers fill.
+What a run has no spans of stays at zero, and `assumed` names it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) ->
     missing = [stage for stage, service in stages.items() if service == NOTHING]
     return Profile(
         name=name,
-        source=f"{source}; service times from its spans, a generation job being up to {config.rollout.max_batch} completions of one engine in a row",
+        source=(
+            f"{source}; service times from its spans, a generation job being up to {config.rollout.max_batch}"
+            " completions of one engine in a row"
+        ),
         assumed=f"zero because the run shows nothing of it: {', '.join(missing)}" if missing else "",
         payload=_payload(by_kind["generate"], by_kind["publish"]),
         **stages,
@@ -82,8 +85,8 @@ def _fixed(seconds: Sequence[float]) -> ServiceTime:
 
 
 def _swap(swaps: Sequence[Span]) -> float:
-    """Seconds an engine pauses. A span begins with the wait for a boundary between two denoising steps, of which the shortest has next to
-    nothing."""
+    """Seconds an engine pauses. A span begins with the wait for a boundary between two denoising steps, of which the
+    shortest has next to nothing."""
     return min(map(_seconds, swaps), default=0.0)
 
 
@@ -96,9 +99,11 @@ def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
     return [max(0.0, staged.get(span.args.get("version", -1), span.end) - span.start) for span in publishes]
 
 
-def _generate_jobs(generated: Iterable[Span], swaps: Iterable[Span], pause: float, rollout: Rollout, start: float) -> list[Job]:
-    """(samples, busy seconds) of every engine's jobs that began at `start` or later, pauses for swaps and jobs with validation samples, which
-    take other steps, left out."""
+def _generate_jobs(
+    generated: Iterable[Span], swaps: Iterable[Span], pause: float, rollout: Rollout, start: float
+) -> list[Job]:
+    """(samples, busy seconds) of every engine's jobs that began at `start` or later, pauses for swaps and jobs with
+    validation samples, which take other steps, left out."""
     per_engine: dict[str, list[Span]] = defaultdict(list)
     for span in generated:
         per_engine[span.actor].append(span)
@@ -126,9 +131,10 @@ class _Batch:
 def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
     """The jobs behind one engine's overlapping samples.
 
-    Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that are done together (less
-    than half a denoising step apart) were computed together; such clusters are put together up to `max_batch` samples. A job begins where the
-    one before it ended, or when its first sample came if the engine was idle until then.
+    Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
+    are done together (less than half a denoising step apart) were computed together; such clusters are put together up
+    to `max_batch` samples. A job begins where the one before it ended, or when its first sample came if the engine was
+    idle until then.
     """
     ordered = sorted(spans, key=lambda span: span.end)
     apart = 0.5 * median(map(_seconds, ordered)) / steps

@@ -1,4 +1,5 @@
-"""Media of emulated samples: random bytes with the sample's seed written on them, so that who scores them knows whose they are."""
+"""Media of emulated samples: random bytes with the sample's seed written on them, so that who scores them knows whose
+they are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A profile: the service times and payload sizes of one job on one kind of machine. Runs write one (`profile.json`), emulated devices and the
-simulator replay it, and some built from published figures are shipped."""
+"""A profile: the service times and payload sizes of one job on one kind of machine. Runs write one (`profile.json`),
+emulated devices and the simulator replay it, and some built from published figures are shipped."""
 
 from __future__ import annotations
 
@@ -69,17 +69,20 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
-    return sorted(path.name.removesuffix(".json") for path in resources.files(_SHIPPED).iterdir() if path.name.endswith(".json"))
+    return sorted(
+        path.name.removesuffix(".json") for path in resources.files(_SHIPPED).iterdir() if path.name.endswith(".json")
+    )
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none, it is not one, or it says that
-    nothing takes time."""
+    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none, it is
+    not one, or it says that nothing takes time."""
     if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():
         raise ConfigError(
-            f"emulation.profile: no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file that ends in .json"
+            f"emulation.profile: no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file that"
+            " ends in .json"
         )
     with resources.as_file(resources.files(_SHIPPED) / f"{name}.json") as path:
         return _read(path)
@@ -109,6 +112,7 @@ def _read(path: Path) -> Profile:
         raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None
     if is_empty(profile):
         raise ConfigError(
-            f"emulation.profile: {path}: every stage takes 0 s, as if nothing had been measured; give the profile of a run with updates"
+            f"emulation.profile: {path}: every stage takes 0 s, as if nothing had been measured; give the profile of a"
+            " run with updates"
         )
     return profile

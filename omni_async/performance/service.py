@@ -21,8 +21,8 @@ _FAR_FROM_1 = 0.01
 class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A job of n units takes (fixed_s + n * unit_s) * f seconds, with a random factor f of mean 1.
 
-    `quantiles` of f, at the probabilities (i + 1/2) / len, say how it is distributed; without them it is log-normal with standard deviation
-    `cv`; with cv = 0 it is 1.
+    `quantiles` of f, at the probabilities (i + 1/2) / len, say how it is distributed; without them it is log-normal
+    with standard deviation `cv`; with cv = 0 it is 1.
     """
 
     fixed_s: Seconds = 0.0
@@ -72,8 +72,8 @@ NOTHING = ServiceTime()
 
 
 def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
-    """The service time behind observed jobs (units, seconds): least squares of fixed_s and unit_s, both >= 0, and the quantiles of what each
-    job took relative to that, scaled to mean 1. Jobs of one size give unit_s alone."""
+    """The service time behind observed jobs (units, seconds): least squares of fixed_s and unit_s, both >= 0, and the
+    quantiles of what each job took relative to that, scaled to mean 1. Jobs of one size give unit_s alone."""
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING

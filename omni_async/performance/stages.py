@@ -1,8 +1,8 @@
 """From a configuration and a profile to the stage times of one update, by counting jobs.
 
-With S = 0 everything of a step starts from nothing, so its jobs can be counted exactly, and for service times that do not vary the law is what a
-step takes. With S > 0 the updates share the devices and a job may hold samples of two; what is given then is a lower bound: as few jobs as there
-can be, each as short as it can be.
+With S = 0 everything of a step starts from nothing, so its jobs can be counted exactly, and for service times that do
+not vary the law is what a step takes. With S > 0 the updates share the devices and a job may hold samples of two; what
+is given then is a lower bound: as few jobs as there can be, each as short as it can be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from omni_async.performance.service import ServiceTime
 
 
 def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bool) -> StageTimes:
-    """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `assesses`: it recomputes log-probs."""
+    """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `assesses`: it
+    recomputes log-probs."""
     job = _Job(config, profile, streams, assesses)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -24,8 +25,8 @@ def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bo
     if config.placement.colocated:
         # Engine, rank and, mostly, reward worker each get the device once per update.
         publish += (2 + config.placement.reward_in_turn) * profile.switch.mean()
-    # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of the updates a publish needs
-    # were admitted by the one `publishes` before it.
+    # S + 1 updates hold slots, and a publish frees those of `every` updates at once: the last `every - left_over` of
+    # the updates a publish needs were admitted by the one `publishes` before it.
     publishes, left_over = divmod(budget + 1, every)
     wave = (job.latency(every - left_over) + publish) / (publishes * every)
     # Versions that come faster than they are taken are skipped, and their pauses with them; all S + 1 updates at most.
@@ -54,7 +55,8 @@ def _longest_wait(config: Config, profile: Profile) -> float:
 
 
 def engine_batch(config: Config) -> int:
-    """Samples an engine computes together: its batch, unless its places or its share of the trajectory buffer are fewer."""
+    """Samples an engine computes together: its batch, unless its places or its share of the trajectory buffer are
+    fewer."""
     share = math.ceil(config.buffer.trajectories / config.rollout.workers)
     return max(1, min(config.rollout.max_batch, config.rollout.max_inflight, share))
 
@@ -77,7 +79,9 @@ class _Job:
         self._steps = trainer.steps_per_update * profile.step.mean()
         self.train = trainer.groups_per_update * self._group + self._steps
         self.generate = (
-            self._generated(self._samples) if self._in_step else _share(profile.generate, self._samples, self._engines, self._batch)
+            self._generated(self._samples)
+            if self._in_step
+            else _share(profile.generate, self._samples, self._engines, self._batch)
         )
         self.score = (
             self._scored_at_once(self._samples)
@@ -100,8 +104,8 @@ class _Job:
         return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
 
     def _step(self) -> float:
-        """With S = 0. All engines start at once, so samples come in rounds; what follows is busy without a break from the first round on, or from
-        the last."""
+        """With S = 0. All engines start at once, so samples come in rounds; what follows is busy without a break from
+        the first round on, or from the last."""
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
         # Where the last round is not shared evenly, some engines end a sample earlier.

@@ -1,6 +1,7 @@
 """Stages that a job needs and its profile has no time for: a run that never did something could not measure it.
 
-Only the trainer's proximal pass follows from something else that was measured; of the others it can only be said that they count as nothing. Pure.
+Only the trainer's proximal pass follows from something else that was measured; of the others it can only be said that
+they count as nothing. Pure.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ from omni_async.performance.service import NOTHING
 
 
 def with_estimates(profile: Profile, config: Config) -> Profile:
-    """The profile with `assess`, a forward pass, estimated from `train` where it has no time for it. The same if it has, or has none for either."""
+    """The profile with `assess`, a forward pass, estimated from `train` where it has no time for it. The same if it
+    has, or has none for either."""
     if profile.assess != NOTHING or profile.train == NOTHING:
         return profile
     return replace(profile, assess=profile.train.scaled(1 / _passes(config)))
 
 
 def _passes(config: Config) -> int:
-    """What a group's training takes, in forward passes: backward costs two, or one through weights that are frozen; with gradient checkpointing
-    activations are computed a second time."""
+    """What a group's training takes, in forward passes: backward costs two, or one through weights that are frozen;
+    with gradient checkpointing activations are computed a second time."""
     backward = 1 if config.model.lora is not None else 2
     return 1 + config.trainer.gradient_checkpointing + backward
 
 
 def unmeasured(profile: Profile, config: Config, *, assesses: bool) -> list[str]:
-    """Sentences, one for every stage that the job needs and the profile (as it was read, without estimates) has no time for. `assesses`: it
-    recomputes log-probs."""
+    """Sentences, one for every stage that the job needs and the profile (as it was read, without estimates) has no time
+    for. `assesses`: it recomputes log-probs."""
     said = []
     if assesses and profile.assess == NOTHING and profile.train != NOTHING:
         said.append(
-            f"profile {profile.name} has no time for assess, the pass that recomputes log-probs for the correction: estimated as 1/{_passes(config)} of "
-            "a group's training; a run that needs the pass measures it"
+            f"profile {profile.name} has no time for assess, the pass that recomputes log-probs for the correction:"
+            f" estimated as 1/{_passes(config)} of a group's training; a run that needs the pass measures it"
         )
     needed = ["generate", "score", "train", "step", "export", "publish", "swap"]
     needed += ["switch"] if config.placement.colocated else []

@@ -36,16 +36,19 @@ def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[
         dtype, shape = getattr(image, "dtype", type(image).__name__), tuple(getattr(image, "shape", ()))
         if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
             where = describe(position, prompt)
-            raise ScoreError(f"scorer {scorer!r}, {where}: expected a uint8 image (height, width, 3), got {dtype} {shape}")
+            raise ScoreError(
+                f"scorer {scorer!r}, {where}: expected a uint8 image (height, width, 3), got {dtype} {shape}"
+            )
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
-    """The scores, with plain floats for numbers and texts that can be written: as many as prompts, every value and part a finite number.
-    ScoreError otherwise, whatever a scorer may have returned."""
+    """The scores, with plain floats for numbers and texts that can be written: as many as prompts, every value and part
+    a finite number. ScoreError otherwise, whatever a scorer may have returned."""
     if isinstance(scores, Coroutine):
         scores.close()  # nobody will await it
         raise ScoreError(
-            f"scorer {scorer!r} is asynchronous: score must be a plain method; it is called in a thread of its own, and may block"
+            f"scorer {scorer!r} is asynchronous: score must be a plain method; it is called in a thread of its own, and"
+            " may block"
         )
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
@@ -80,7 +83,8 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
             raise ScoreError(f"{where}: a part's name is a {_kind(name)}, expected a str")
         if not 0 < len(name) <= _LONGEST_NAME or _UNFIT.search(name):
             raise ScoreError(
-                f"{where}: a part is called {name[:_LONGEST_NAME]!r}, expected 1 to {_LONGEST_NAME} characters without control characters"
+                f"{where}: a part is called {name[:_LONGEST_NAME]!r}, expected 1 to {_LONGEST_NAME} characters without"
+                " control characters"
             )
     numbers = {str.__str__(name): _finite(where, name, number) for name, number in parts.items()}
     for name, number in numbers.items():

@@ -30,7 +30,8 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
 
 
 def _built(label: str, config: schema.Scorer) -> Scorer:
-    """WrongScorer, one line without the scorer's credentials, if it cannot be; ScorerConfigError if its parameters do not fit."""
+    """WrongScorer, one line without the scorer's credentials, if it cannot be; ScorerConfigError if its parameters do
+    not fit."""
     try:
         return registry.build(config)
     except registry.ScorerConfigError:
@@ -46,8 +47,9 @@ class Member(NamedTuple):
 
 
 class WeightedScorer:
-    """value = sum of weight x value; `values` holds every scorer's own unweighted value. With one scorer, parts keep their names; with
-    several they are `<scorer>/<part>`, and every scorer's own unweighted value is the part `<scorer>/value`. Texts are joined with ` | `."""
+    """value = sum of weight x value; `values` holds every scorer's own unweighted value. With one scorer, parts keep
+    their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted value is the part
+    `<scorer>/value`. Texts are joined with ` | `."""
 
     name = "reward"
 
@@ -74,7 +76,8 @@ class WeightedScorer:
         return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
 
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
-        """One sample's score from that of every member, in their order. Unbounded if the sum, or what a member adds to it, is beyond `max_abs`."""
+        """One sample's score from that of every member, in their order. Unbounded if the sum, or what a member adds to
+        it, is beyond `max_abs`."""
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
         combined = self._combine(row)

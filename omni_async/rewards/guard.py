@@ -1,14 +1,18 @@
-"""One scorer of a reward, called so that nothing it does harms anybody else: in threads, with a timeout, a hedge and a circuit breaker.
+"""One scorer of a reward, called so that nothing it does harms anybody else: in threads, with a timeout, a hedge and a
+circuit breaker.
 
-`score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the pauses between attempts, and for
-those. Unblocked by the scorer's answers and by timers alone; who wants to end earlier cancels.
+`score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
+pauses between attempts, and for those. Unblocked by the scorer's answers and by timers alone; who wants to end earlier
+cancels.
 
-Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its neighbours along. When a sample
-fails alone, the scorer is asked for one that it has scored before: if it answers, the fault is the sample's, and otherwise the scorer is down, and
-that is held against no sample. A scorer that has never answered counts as down, until it answers for any sample.
+Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its
+neighbours along. When a sample fails alone, the scorer is asked for one that it has scored before: if it answers, the
+fault is the sample's, and otherwise the scorer is down, and that is held against no sample. A scorer that has never
+answered counts as down, until it answers for any sample.
 
-A scorer that is simply wrong would be waited for in vain. So it is tried with a synthetic sample before any is drawn, and until it has scored a drawn
-one it is asked again at once for whatever it fails: the same words twice, unless they are those of an outage, are held against the scorer.
+A scorer that is simply wrong would be waited for in vain. So it is tried with a synthetic sample before any is drawn,
+and until it has scored a drawn one it is asked again at once for whatever it fails: the same words twice, unless they
+are those of an outage, are held against the scorer.
 """
 
 from __future__ import annotations
@@ -49,13 +53,14 @@ _LONGEST_REASON = 300
 
 
 class ScorerHangs(RuntimeError):
-    """Too many calls of a scorer have not returned, and only the end of the process stops their threads. The worker has to be replaced."""
+    """Too many calls of a scorer have not returned, and only the end of the process stops their threads. The worker has
+    to be replaced."""
 
 
 class Failure(Struct, frozen=True):
-    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had not been tried.
-    `suspect`: it went down when it was asked for this sample, by chance or not. `wrong`: it has scored no drawn sample yet, and said the same twice.
-    `final`: asking again would not help."""
+    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had
+    not been tried. `suspect`: it went down when it was asked for this sample, by chance or not. `wrong`: it has scored
+    no drawn sample yet, and said the same twice. `final`: asking again would not help."""
 
     reason: str
     postponed: bool = False
@@ -65,8 +70,8 @@ class Failure(Struct, frozen=True):
 
 
 class GuardedScorer:
-    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is back. `probe`: what it is
-    tried with; without one nothing that it says is taken for a mistake of its own."""
+    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is
+    back. `probe`: what it is tried with; without one nothing that it says is taken for a mistake of its own."""
 
     def __init__(
         self,
@@ -104,7 +109,8 @@ class GuardedScorer:
         return self._breaker.reason
 
     async def try_out(self) -> str | None:
-        """Score the probe. Why the scorer is wrong, if it is; one that only is not there counts as down from then on."""
+        """Score the probe. Why the scorer is wrong, if it is; one that only is not there counts as down from then
+        on."""
         if self._probe is None:
             return None
         images, prompts = self._probe.images, self._probe.prompts
@@ -121,7 +127,8 @@ class GuardedScorer:
         return None
 
     async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
-        """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises ScorerHangs."""
+        """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises
+        ScorerHangs."""
         outcomes = await self._score(images, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
@@ -149,7 +156,8 @@ class GuardedScorer:
         return [Failure(str(answer), suspect=suspect, wrong=wrong)]
 
     async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
-        """An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang with each of them."""
+        """An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang
+        with each of them."""
         outcomes: list[Score | Failure] = []
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -187,14 +195,17 @@ class GuardedScorer:
             await self._tell(f"scorer {self._label!r} answers again after {seconds:.0f} s")
 
     async def recover(self) -> None:
-        """Until the scorer answers, or an attempt should be made with the next samples, or it is given up and they should fail. Raises ScorerHangs."""
+        """Until the scorer answers, or an attempt should be made with the next samples, or it is given up and they
+        should fail. Raises ScorerHangs."""
         breaker = self._breaker
         while breaker.state is State.OPEN:
             if breaker.given_up:
                 await self._give_up()
                 if not breaker.due:
                     if self._known is not None:
-                        await asyncio.sleep(_FIRST_PAUSE_S)  # a worker beside this one may fare better: leave it the samples
+                        await asyncio.sleep(
+                            _FIRST_PAUSE_S
+                        )  # a worker beside this one may fare better: leave it the samples
                     return
             else:
                 await asyncio.sleep(breaker.pause_s)
@@ -212,10 +223,16 @@ class GuardedScorer:
             raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
         if not self._told_given_up:
             self._told_down = self._told_given_up = True
-            await self._tell(f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples fail now")
+            await self._tell(
+                f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples"
+                " fail now"
+            )
 
     def _hanging(self) -> str:
-        return f"scorer {self._label!r}: {self._threads.busy} calls have not returned; give its calls a timeout of their own"
+        return (
+            f"scorer {self._label!r}: {self._threads.busy} calls have not returned; give its calls a timeout of"
+            " their own"
+        )
 
     async def _call(self, images: Images, prompts: Prompts) -> Answer:
         """The first answer of a call, or of a second one made beside it if it is slow and the scorer allows that."""
@@ -230,7 +247,9 @@ class GuardedScorer:
             waits.insert(0, began + config.hedge_s)
         calls = {self._begin(images, prompts)}
         while True:
-            done, running = await asyncio.wait(calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED)
+            done, running = await asyncio.wait(
+                calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED
+            )
             answers = [call.result() for call in done]
             for answer in answers:
                 if not isinstance(answer, ScoreError):
@@ -252,7 +271,8 @@ class GuardedScorer:
 
 
 def _answer(label: str, scorer: Scorer, images: Images, prompts: Prompts) -> Answer:
-    """In a thread. Raises nothing: a future does not take every exception, and an event loop ends at some (SystemExit)."""
+    """In a thread. Raises nothing: a future does not take every exception, and an event loop ends at some
+    (SystemExit)."""
     try:
         return require_scores(label, scorer.score(images, prompts), prompts)
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)

@@ -1,4 +1,5 @@
-"""What foreign scorer code raises, fit for ledgers and logs: without the scorer's credentials, and not a whole web page."""
+"""What foreign scorer code raises, fit for ledgers and logs: without the scorer's credentials, and not a whole web
+page."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _WIDEST = 24
 
 @contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a `ScoreError` (an `Outage`, if it
-    says so) that does not."""
+    """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a
+    `ScoreError` (an `Outage`, if it says so) that does not."""
     try:
         yield
     except BaseException as error:  # sys.exit with a key in its text, too
@@ -60,7 +61,9 @@ class Discreet:
     """The scorer, with what it raises made fit to be shown."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = getattr(scorer, "name", type(scorer).__name__)  # nothing that it is asked for: the recipe's name is what is shown
+        self.name = getattr(
+            scorer, "name", type(scorer).__name__
+        )  # nothing that it is asked for: the recipe's name is what is shown
         self.concurrent = is_concurrent(scorer)
         self._scorer = scorer
         self._secrets = secrets

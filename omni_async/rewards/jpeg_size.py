@@ -1,4 +1,5 @@
-"""Compressibility: the size of the image as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section 5). Cheap, and rarely ties."""
+"""Compressibility: the size of the image as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section 5). Cheap, and
+rarely ties."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """The OCR reward: does the image show the text the prompt asks for? For images that hold one line of text.
 
-similarity = 1 - Levenshtein distance / length of the longer text, spaces left out (as flow_grpo does). It is 0 or 1 for one character, so
-whole groups tie. `dense: true` adds what the recogniser thinks of the *wanted* text, whatever it read:
+similarity = 1 - Levenshtein distance / length of the longer text, spaces left out (as flow_grpo does). It is 0 or 1 for
+one character, so whole groups tie. `dense: true` adds what the recogniser thinks of the *wanted* text, whatever it
+read:
 
     value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `omni_async.rewards.ctc`)
 
-which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a wrong one, because p can
-only be what that one leaves. A right reading never scores below 1/2; a reading with nothing right in it never above.
+which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a
+wrong one, because p can only be what that one leaves. A right reading never scores below 1/2; a reading with nothing
+right in it never above.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ def wanted_text(prompt: Prompt) -> str | None:
 
 def missing_text(prompt: Prompt) -> str | None:
     """For `check_prompt` of scorers that read: what to write where there is no wanted text; None if there is."""
-    return None if wanted_text(prompt) is not None else 'the prompt has no `target` and no text in "double quotes" to look for'
+    return (
+        None
+        if wanted_text(prompt) is not None
+        else 'the prompt has no `target` and no text in "double quotes" to look for'
+    )
 
 
 @cache
@@ -52,7 +58,8 @@ def _alphabet() -> frozenset[str]:
 
 
 class OcrScorer:
-    """Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense, `ocr_target` (p).
+    """Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense,
+    `ocr_target` (p).
 
     `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
     """
@@ -85,7 +92,9 @@ class OcrScorer:
         if text is None or text.isascii():  # all of ASCII is known, and loading the alphabet takes a second
             return missing_text(prompt)
         known = _alphabet()
-        unknown = {c for c in text if c not in known and (params["case_sensitive"] or not known & {c.lower(), c.upper()})}
+        unknown = {
+            c for c in text if c not in known and (params["case_sensitive"] or not known & {c.lower(), c.upper()})
+        }
         return f"the recogniser's alphabet lacks {''.join(sorted(unknown))!r}" if unknown else None
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
@@ -99,11 +108,16 @@ class OcrScorer:
     def _wanted(self, position: int, prompt: Prompt) -> str:
         text = wanted_text(prompt)
         if text is None:
-            raise ScoreError(f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"')
+            raise ScoreError(
+                f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"'
+            )
         text = self._fold(text)
         unknown = sorted(set(text) - self._entries.keys())
         if unknown:
-            raise ScoreError(f"scorer {self.name!r}, {describe(position, prompt)}: the recogniser's alphabet lacks {''.join(unknown)!r}")
+            raise ScoreError(
+                f"scorer {self.name!r}, {describe(position, prompt)}: the recogniser's alphabet lacks"
+                f" {''.join(unknown)!r}"
+            )
         return text
 
     def _judge(self, reading: Reading, wanted: str) -> Score:
@@ -113,4 +127,6 @@ class OcrScorer:
         if not self._dense:
             return Score(value=similarity, parts=parts, text=reading.text)
         probability = text_probability(reading.frames, [self._entries[character] for character in wanted], self._silent)
-        return Score(value=(similarity + probability) / 2, parts={**parts, "ocr_target": probability}, text=reading.text)
+        return Score(
+            value=(similarity + probability) / 2, parts={**parts, "ocr_target": probability}, text=reading.text
+        )

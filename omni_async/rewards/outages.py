@@ -1,8 +1,8 @@
 """Whose fault an exception of a scorer is: its own, or that of something it needs and that may come back.
 
-Nothing is certain here, for a scorer may raise what it likes. What it could not reach, what took too long and what had no room now are outages, told by
-the exceptions of Python and by the names that HTTP, RPC and accelerator libraries give to theirs. A server that answers and refuses the request (HTTP
-401, say) will refuse it again.
+Nothing is certain here, for a scorer may raise what it likes. What it could not reach, what took too long and what had
+no room now are outages, told by the exceptions of Python and by the names that HTTP, RPC and accelerator libraries give
+to theirs. A server that answers and refuses the request (HTTP 401, say) will refuse it again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def is_outage(error: BaseException) -> bool:
 
 
 def repeats(error: ScoreError, before: ScoreError) -> bool:
-    """Whether a scorer failed twice in the same way, and in one that time does not mend. Addresses of objects may differ."""
+    """Whether a scorer failed twice in the same way, and in one that time does not mend. Addresses of objects may
+    differ."""
     if isinstance(error, Outage) or isinstance(before, Outage):
         return False
     return _ADDRESS.sub("0x", str(error)) == _ADDRESS.sub("0x", str(before))

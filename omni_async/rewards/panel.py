@@ -1,4 +1,5 @@
-"""All scorers of a reward, each guarded by itself. Waits for them one after the other; unblocked by what each `GuardedScorer` is."""
+"""All scorers of a reward, each guarded by itself. Waits for them one after the other; unblocked by what each
+`GuardedScorer` is."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Panel:
         self._reward = reward
         self._max_abs = config.max_abs
         self._guards = [
-            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), tell, probe) for label, _, scorer in reward.members
+            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), tell, probe)
+            for label, _, scorer in reward.members
         ]
 
     async def try_out(self) -> str | None:
@@ -73,7 +75,9 @@ class Panel:
             left = [i for i in range(len(images)) if i not in failures]
             if not left:
                 break
-            for i, outcome in zip(left, await guard.score([images[i] for i in left], [prompts[i] for i in left]), strict=True):
+            for i, outcome in zip(
+                left, await guard.score([images[i] for i in left], [prompts[i] for i in left]), strict=True
+            ):
                 if isinstance(outcome, Failure):
                     failures[i] = outcome
                 else:

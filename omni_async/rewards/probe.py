@@ -1,4 +1,5 @@
-"""What a scorer is tried with before a sample is drawn: synthetic pictures of the run's size, with prompts of the run."""
+"""What a scorer is tried with before a sample is drawn: synthetic pictures of the run's size, with prompts of the
+run."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Probe:
     def failed(self, reason: str) -> str:
         """The sentence about a scorer that fails it, in the scorer's own words."""
         tried = describe(0, self.prompts[0]).partition("(")[2].removesuffix(")")
-        return f"{reason} (the same twice, for a synthetic picture of {tried}; a scorer that needs drawn pictures wants reward.probe=false)"
+        return (
+            f"{reason} (the same twice, for a synthetic picture of {tried}; a scorer that needs drawn pictures wants"
+            " reward.probe=false)"
+        )
 
 
 def _gradient(height: int, width: int) -> NDArray[np.uint8]:

@@ -1,8 +1,9 @@
-"""RapidOCR's text recogniser alone: one line of text per image, no detection, no rotation; the model ships inside its wheel.
+"""RapidOCR's text recogniser alone: one line of text per image, no detection, no rotation; the model ships inside its
+wheel.
 
-The network takes images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional to that width,
-so small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster, and a score would then depend, in
-its last bits, on its neighbours.
+The network takes images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional
+to that width, so small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster,
+and a score would then depend, in its last bits, on its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ HEIGHT = 48
 
 @dataclass(frozen=True)
 class Reading:
-    """`confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over the alphabet."""
+    """`confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over
+    the alphabet."""
 
     text: str
     confidence: float

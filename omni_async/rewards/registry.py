@@ -1,11 +1,12 @@
 """Scorers by name: what `reward.scorers[].name` may say, and how its `params` become constructor arguments.
 
-A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are the constructor's
-keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A scorer's module is somebody else's code:
-whatever happens when it is imported is one line that says where.
+A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are
+the constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
+scorer's module is somebody else's code: whatever happens when it is imported is one line that says where.
 
-A parameter `env:NAME`, at any depth, is what the environment variable NAME holds where the scorer is built, so that a secret needs to stand in no
-recipe. What such a parameter or one named like a secret holds is masked in whatever the scorer raises.
+A parameter `env:NAME`, at any depth, is what the environment variable NAME holds where the scorer is built, so that a
+secret needs to stand in no recipe. What such a parameter or one named like a secret holds is masked in whatever the
+scorer raises.
 """
 
 from __future__ import annotations
@@ -60,14 +61,22 @@ def _load(name: str) -> type:
     table = _table()
     target = table.get(name, name)
     if ":" not in target:
-        raise ScorerConfigError(f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'")
+        raise ScorerConfigError(
+            f"unknown scorer {name!r}: registered are {', '.join(names())}; your own is named 'module:Class'"
+        )
     if name not in table and not _OWN.fullmatch(target):
-        raise ScorerConfigError(f"scorer {name!r}: expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)")
+        raise ScorerConfigError(
+            f"scorer {name!r}: expected 'module:Class', names joined by dots (no path, no leading dot, no suffix)"
+        )
     point = EntryPoint(name=name, value=target, group=ENTRY_POINT_GROUP)
     loaded: Any = _imported(name, point.module)
     for attribute in point.attr.split("."):
         if not hasattr(loaded, attribute):
-            found = [key for key, value in vars(loaded).items() if isinstance(value, type) and value.__module__ == point.module]
+            found = [
+                key
+                for key, value in vars(loaded).items()
+                if isinstance(value, type) and value.__module__ == point.module
+            ]
             defined = f"it defines {', '.join(found)}" if found else "it defines no class"
             raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
@@ -82,12 +91,16 @@ def _imported(name: str, module: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: there is no {error.name!r} in {_searched()}") from None
+            raise ScorerConfigError(
+                f"scorer {name!r}: cannot import {module!r}: there is no {error.name!r} in {_searched()}"
+            ) from None
         problem: BaseException = error
     except (Exception, SystemExit) as error:  # noqa: BLE001 (somebody else's code; KeyboardInterrupt stays the user's)
         problem = error
     text = str(problem) or "no reason given"
-    raise ScorerConfigError(f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_place(problem)}") from None
+    raise ScorerConfigError(
+        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_place(problem)}"
+    ) from None
 
 
 def _place(error: BaseException) -> str:
@@ -95,7 +108,11 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return ""  # its text says so
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)]
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<frozen") and frame.filename not in (__file__, importlib.__file__)
+    ]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
@@ -114,17 +131,25 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
         return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]  # only read
     except Exception as error:  # noqa: BLE001 (annotations are code, of somebody else)
         why = f"{type(error).__name__}: {error}; names in them must be there at run time, not under TYPE_CHECKING alone"
-        raise ScorerConfigError(f"scorer {name!r}: the annotations of its constructor cannot be evaluated: {why}") from None
+        raise ScorerConfigError(
+            f"scorer {name!r}: the annotations of its constructor cannot be evaluated: {why}"
+        ) from None
 
 
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
     """`params` converted to the types of the constructor's keyword arguments."""
     signature, hints = _signature(name, scorer)
-    allowed = {key: hints.get(key, Any) for key, p in signature.parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    allowed = {
+        key: hints.get(key, Any)
+        for key, p in signature.parameters.items()
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    }
     converted: dict[str, Any] = {}
     for key, value in params.items():
         if key not in allowed:
-            raise ScorerConfigError(f"scorer {name!r} takes no parameter {key!r}; it takes {', '.join(allowed) or 'none'}")
+            raise ScorerConfigError(
+                f"scorer {name!r} takes no parameter {key!r}; it takes {', '.join(allowed) or 'none'}"
+            )
         where = f"scorer {name!r}, parameter {key!r}"
         given = _resolved(value, where)
         try:
@@ -134,7 +159,9 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
             raise ScorerConfigError(f"{where}: {why}, got {redact({key: value})[key]!r}") from None
         except (TypeError, ValueError) as error:
             raise ScorerConfigError(f"{where}: a recipe cannot give a {allowed[key]}: {error}") from None
-    missing = [key for key in allowed if key not in converted and signature.parameters[key].default is inspect.Parameter.empty]
+    missing = [
+        key for key in allowed if key not in converted and signature.parameters[key].default is inspect.Parameter.empty
+    ]
     if missing:
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
     return converted
@@ -147,7 +174,9 @@ def _resolved(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [_resolved(item, where) for item in value]
     if value == MASK:
-        raise ScorerConfigError(f"{where}: a masked credential, as in a run folder's config.yaml; give it again, or name it as env:NAME")
+        raise ScorerConfigError(
+            f"{where}: a masked credential, as in a run folder's config.yaml; give it again, or name it as env:NAME"
+        )
     if not isinstance(value, str) or not value.startswith(REFERENCE):
         return value
     variable = value.removeprefix(REFERENCE)
@@ -168,7 +197,9 @@ def _referenced(value: Any) -> Iterator[str]:
 
 def secrets_of(config: schema.Scorer) -> frozenset[str]:
     """Every credential that the scorer was given, for those who show what it says."""
-    return secrets_in(config.params) | frozenset(found for found in _referenced(config.params) if len(found) >= SHORTEST)
+    return secrets_in(config.params) | frozenset(
+        found for found in _referenced(config.params) if len(found) >= SHORTEST
+    )
 
 
 def check(config: schema.Scorer) -> None:
@@ -177,14 +208,16 @@ def check(config: schema.Scorer) -> None:
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
-    """What the scorer says it misses in a prompt, if it has a `check_prompt` to say so; see `Scorer`. ScorerConfigError where that is unusable."""
+    """What the scorer says it misses in a prompt, if it has a `check_prompt` to say so; see `Scorer`. ScorerConfigError
+    where that is unusable."""
     scorer = _load(config.name)
     declared = inspect.getattr_static(scorer, "check_prompt", None)
     if declared is None:
         return None
     if not isinstance(declared, classmethod | staticmethod):
         raise ScorerConfigError(
-            f"scorer {config.name!r}: check_prompt must be a classmethod or staticmethod: prompts are checked before a scorer is built"
+            f"scorer {config.name!r}: check_prompt must be a classmethod or staticmethod: prompts are checked before a"
+            " scorer is built"
         )
     signature, _ = _signature(config.name, scorer)
     bound = signature.bind(**_arguments(config.name, scorer, config.params))

@@ -1,6 +1,8 @@
-"""A scorer that replays a profile: it reads the seed that a replaying engine wrote on its media and makes a reward of it, in no time.
+"""A scorer that replays a profile: it reads the seed that a replaying engine wrote on its media and makes a reward of
+it, in no time.
 
-How long a batch keeps a reward worker busy is the profile's; `seconds` says it, and whoever has the device waits for it.
+How long a batch keeps a reward worker busy is the profile's; `seconds` says it, and whoever has the device waits for
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class ReplayScorer:
-    """See `Scorer`. Rewards are uniform in [0, 1) and a function of the sample's seed alone; `seed` decides how long batches take."""
+    """See `Scorer`. Rewards are uniform in [0, 1) and a function of the sample's seed alone; `seed` decides how long
+    batches take."""
 
     name = "replay"
 

@@ -1,8 +1,9 @@
-"""Threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for that or for its timeout.
+"""Threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for that or for its
+timeout.
 
-A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap share one thread (and
-what libraries keep per thread). A thread cannot be stopped: who gives a call up leaves it `busy`. They are daemons, so that the process can end
-without them, which the standard library's pool does not allow.
+A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap
+share one thread (and what libraries keep per thread). A thread cannot be stopped: who gives a call up leaves it `busy`.
+They are daemons, so that the process can end without them, which the standard library's pool does not allow.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Threads:
         return len(self._busy)
 
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Begin it now. Give it up by forgetting the future; a cancelled one frees its thread for a second call too early."""
+        """Begin it now. Give it up by forgetting the future; a cancelled one frees its thread for a second call too
+        early."""
         thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread

@@ -1,7 +1,8 @@
-"""What every rollout engine is: a thing that makes samples, and holds one version of the policy that can be swapped while it does.
+"""What every rollout engine is: a thing that makes samples, and holds one version of the policy that can be swapped
+while it does.
 
-An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because batching must not
-change a sample. Tensors it returns are on the CPU.
+An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because
+batching must not change a sample. Tensors it returns are on the CPU.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Trajectory:
       means (W, T, C) float32: transition means under the policy that took the step
       final (T, C) float32: the last latents, those the image was decoded from
       conditioning: a nested TensorDict, the policy's
-    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions` has one entry for every
-    denoising step, trained or not.
+    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions` has one
+    entry for every denoising step, trained or not.
     """
 
     tensors: TensorDict
@@ -44,7 +45,8 @@ class RolloutEngine(Protocol):
     name: str
 
     async def start(self) -> WeightReport:
-        """Load the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if it can't tell."""
+        """Load the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if it can't
+        tell."""
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         """Make one sample. ValueError if the request is wrong, EngineError if the engine is."""

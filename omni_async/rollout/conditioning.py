@@ -19,7 +19,8 @@ class ConditioningCache:
         self._kept: OrderedDict[tuple[str, str | None], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
-        """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be written to."""
+        """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be
+        written to."""
         key = (request.prompt.text, request.negative_prompt if request.true_cfg_scale > 1 else None)
         if key not in self._kept:
             self._kept[key] = self.codec.encode(*key)

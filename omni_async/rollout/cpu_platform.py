@@ -1,10 +1,12 @@
-"""Lets vLLM-Omni run where there is no accelerator: its own platforms are all devices, and an entry point may add one."""
+"""Lets vLLM-Omni run where there is no accelerator: its own platforms are all devices, and an entry point may add
+one."""
 
 from __future__ import annotations
 
 
 def register() -> str | None:
-    """Entry point of `vllm_omni.platform_plugins`: the class path of our CPU platform, or None where a device is there to be used."""
+    """Entry point of `vllm_omni.platform_plugins`: the class path of our CPU platform, or None where a device is there
+    to be used."""
     import torch
 
     return None if torch.accelerator.is_available() else "omni_async.rollout.vllm_cpu.CpuOmniPlatform"

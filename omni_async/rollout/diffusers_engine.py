@@ -1,11 +1,12 @@
 """The reference engine: the policy contract and nothing else, so it runs every family that has one.
 
-Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and guidance) up to
-`max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for: a request, or a swap. What
-unblocks it: `generate`, `swap`, `close`. A staged version is switched in between any two denoising steps, by the same thread.
+Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
+guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for:
+a request, or a swap. What unblocks it: `generate`, `swap`, `close`. A staged version is switched in between any two
+denoising steps, by the same thread.
 
-Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop tick are all queued
-before the runner looks.
+Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop
+tick are all queued before the runner looks.
 """
 
 from __future__ import annotations
@@ -55,12 +56,18 @@ class _Swap:
 class DiffusersEngine:
     """See `RolloutEngine`. `device` defaults to the current accelerator, or the CPU where there is none."""
 
-    def __init__(self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None
+    ) -> None:
         self.name = name
         self._policy = policy
         self._dtype = dtype
         self._max_batch = max_batch
-        self._device = torch.device(device) if device is not None else torch.accelerator.current_accelerator(True) or torch.device("cpu")
+        self._device = (
+            torch.device(device)
+            if device is not None
+            else torch.accelerator.current_accelerator(True) or torch.device("cpu")
+        )
         self._version = 0
         self._digest = ""
         self._staged: StagedVersion[Staged] = StagedVersion(name)
@@ -119,9 +126,12 @@ class DiffusersEngine:
             raise EngineError(f"{self.name} is not running")
 
     def _report(self, staged_s: float = 0.0, swap_s: float = 0.0) -> WeightReport:
-        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s, swap_s=swap_s)
+        return WeightReport(
+            engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s, swap_s=swap_s
+        )
 
-    # ---- the runner: one task, at most one worker thread at a time ------------------------------------------------------------------
+    # ---- the runner: one task, at most one worker thread at a time
+    # ------------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -150,7 +160,8 @@ class DiffusersEngine:
         return batch
 
     def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
-        """In the worker thread. A prompt that cannot be encoded fails alone; any other error fails the batch, as an EngineError."""
+        """In the worker thread. A prompt that cannot be encoded fails alone; any other error fails the batch, as an
+        EngineError."""
         self._swap_pending(loop)
         conditioning: dict[int, TensorDict] = {}
         results: dict[int, Trajectory | Exception] = {}
@@ -164,13 +175,19 @@ class DiffusersEngine:
                 made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
                 results.update(zip(conditioning, made, strict=True))
         except Exception as error:  # noqa: BLE001 - whatever it was, it goes to every caller of the batch
-            failure = error if isinstance(error, EngineError) else EngineError(f"{self.name}: {type(error).__name__}: {error}")
+            failure = (
+                error
+                if isinstance(error, EngineError)
+                else EngineError(f"{self.name}: {type(error).__name__}: {error}")
+            )
             failure.__cause__ = error if failure is not error else error.__cause__
             return [results.get(row, failure) for row in range(len(requests))]
         return [results[row] for row in range(len(requests))]
 
     @torch.no_grad()
-    def _denoise(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest], conditioning: list[TensorDict]) -> list[Trajectory]:
+    def _denoise(
+        self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest], conditioning: list[TensorDict]
+    ) -> list[Trajectory]:
         first = requests[0]
         height, width = first.height, first.width
         sigmas = self._policy.sigmas(first.num_inference_steps, height, width)
@@ -184,7 +201,9 @@ class DiffusersEngine:
                 raise EngineError(f"{self.name} was closed")
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
             scale = first.true_cfg_scale
-            velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, height=height, width=width, true_cfg_scale=scale)
+            velocity = self._policy.velocity(
+                self._transformer, latents, sigma, stacked, height=height, width=width, true_cfg_scale=scale
+            )
             latents = take_steps(samples, velocity, self._version)
         images = self._codec.decode(latents, height, width).cpu()
         made = []
@@ -199,7 +218,9 @@ class DiffusersEngine:
             try:
                 outcome: WeightReport | Exception = self._swap_in(swap.staged)
             except Exception as error:  # noqa: BLE001 - reported to the caller of swap
-                outcome = EngineError(f"{self.name}: version {swap.staged.manifest.version} could not be loaded: {error}")
+                outcome = EngineError(
+                    f"{self.name}: version {swap.staged.manifest.version} could not be loaded: {error}"
+                )
             loop.call_soon_threadsafe(_settle, swap.done, outcome)
 
     @torch.no_grad()

@@ -1,9 +1,10 @@
-"""An engine that takes the time of a real one and makes real trajectories, without a model: for tests of the rest of the system.
+"""An engine that takes the time of a real one and makes real trajectories, without a model: for tests of the rest of
+the system.
 
-One denoising step at a time, continuous batching: a sample joins the running batch as soon as there is room and leaves it after its last
-step. The policy's velocity is 0 in every version; transitions, noise and log-probs are the real ones, so they agree with a recomputation
-that also uses velocity 0. The image is a flat colour derived from the seed. Waits for: a request; a step's service time. Unblocked by:
-`generate`, `close`.
+One denoising step at a time, continuous batching: a sample joins the running batch as soon as there is room and leaves
+it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs are the real ones,
+so they agree with a recomputation that also uses velocity 0. The image is a flat colour derived from the seed. Waits
+for: a request; a step's service time. Unblocked by: `generate`, `close`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
 
 
 class EmulatedEngine:
-    """See `RolloutEngine`. `latent_shape(height, width)`, `sigmas(steps, height, width)` and `blank_conditioning(guided)` are a policy's
-    methods, or stand in for them: what is returned then fits a real trainer of that policy."""
+    """See `RolloutEngine`. `latent_shape(height, width)`, `sigmas(steps, height, width)` and
+    `blank_conditioning(guided)` are a policy's methods, or stand in for them: what is returned then fits a real trainer
+    of that policy."""
 
     def __init__(
         self,
@@ -129,4 +131,8 @@ class EmulatedEngine:
 def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     request = sample.request
     tensors = sample.tensors(conditioning)
-    return Trajectory(TensorDict(tensors, batch_size=[]), flat_image(request.seed, request.height, request.width), tuple(sample.versions))
+    return Trajectory(
+        TensorDict(tensors, batch_size=[]),
+        flat_image(request.seed, request.height, request.width),
+        tuple(sample.versions),
+    )

@@ -1,4 +1,5 @@
-"""The task in which an engine on an event loop does its work, from `start` to `close`. Waits for its end in `close`, which cancels it."""
+"""The task in which an engine on an event loop does its work, from `start` to `close`. Waits for its end in `close`,
+which cancels it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from omni_async.rollout.base import EngineError
 
 
 class EngineTask:
-    """`unanswered`: what callers wait for. When the work ends, with an error or because it was closed, they are told with an EngineError."""
+    """`unanswered`: what callers wait for. When the work ends, with an error or because it was closed, they are told
+    with an EngineError."""
 
     def __init__(self, engine: str, unanswered: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
         self._engine = engine

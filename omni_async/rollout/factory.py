@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def build_engine(config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None) -> RolloutEngine:
-    """The engine of `config.rollout.engine`, or one that replays `profile`, not started yet; `engine_name` is how it calls itself in reports
-    and errors.
+def build_engine(
+    config: Config, engine_name: str, family: PipelineFamily, profile: Profile | None = None
+) -> RolloutEngine:
+    """The engine of `config.rollout.engine`, or one that replays `profile`, not started yet; `engine_name` is how it
+    calls itself in reports and errors.
 
     ValueError if the checkpoint is not the family's, or the family does not run on that engine.
     """
@@ -24,7 +26,13 @@ def build_engine(config: Config, engine_name: str, family: PipelineFamily, profi
     if profile is not None:
         from omni_async.rollout.replay_engine import ReplayEngine
 
-        return ReplayEngine(engine_name, profile, max_batch=rollout.max_batch, seed=config.run.seed, takes_turns=config.placement.colocated)
+        return ReplayEngine(
+            engine_name,
+            profile,
+            max_batch=rollout.max_batch,
+            seed=config.run.seed,
+            takes_turns=config.placement.colocated,
+        )
     match rollout.engine:
         case "emulated":
             from omni_async.rollout.emulated import EmulatedEngine
@@ -44,13 +52,19 @@ def build_engine(config: Config, engine_name: str, family: PipelineFamily, profi
             gpus = config.placement.rollout.gpus
             device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else "cpu"
             return DiffusersEngine(
-                engine_name, family.load_policy(config.model.path), dtype=_dtype(config), max_batch=rollout.max_batch, device=device
+                engine_name,
+                family.load_policy(config.model.path),
+                dtype=_dtype(config),
+                max_batch=rollout.max_batch,
+                device=device,
             )
         case "vllm_omni":
             from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
             if family.vllm_pipeline is None or family.vllm_extension is None:
-                raise ValueError(f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'")
+                raise ValueError(
+                    f"rollout.engine: model family {family.name!r} has no vLLM-Omni pipeline; use 'diffusers'"
+                )
             return VllmOmniEngine(
                 engine_name,
                 family,

@@ -1,4 +1,5 @@
-"""Published weights as an engine takes them in: verified once when staged, turned into full weights under diffusers names when swapped."""
+"""Published weights as an engine takes them in: verified once when staged, turned into full weights under diffusers
+names when swapped."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ class Staged:
         """WeightError if the buckets are not what the manifest promises."""
         verify(self.manifest, self.buckets)
 
-    def weights(self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that this version changes, under diffusers names, one tensor at a time; they must not be written to.
+    def weights(
+        self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that this version changes, under diffusers names, one tensor at a time; they must not be written
+        to.
 
-        `base` maps every weight of the transformer to its value without adapters. A full payload yields all of them; a LoRA payload yields
-        `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything is yielded, if names or shapes do not fit.
+        `base` maps every weight of the transformer to its value without adapters. A full payload yields all of them; a
+        LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
+        is yielded, if names or shapes do not fit.
         """
         received = dict(unpack(self.manifest, self.buckets))
         version = self.manifest.version
@@ -41,7 +46,9 @@ class Staged:
             if unknown := sorted(adapted - base.keys()):
                 raise ValueError(f"version {version} adapts {unknown[0]!r}, which the transformer does not have")
             chosen = {name: base[name] for name in sorted(adapted)}
-            return merged_weights(chosen, received, lora_scale(self.manifest), lambda tensor: tensor.detach().to(device))
+            return merged_weights(
+                chosen, received, lora_scale(self.manifest), lambda tensor: tensor.detach().to(device)
+            )
         expected = {name: tuple(weight.shape) for name, weight in base.items()}
         got = {name: tuple(weight.shape) for name, weight in received.items()}
         if wrong := sorted(set(expected.items()) ^ set(got.items())):

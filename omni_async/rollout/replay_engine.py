@@ -1,8 +1,10 @@
-"""An engine that replays a profile: no model and no torch, but real payloads, real versions and a device that does one job at a time.
+"""An engine that replays a profile: no model and no torch, but real payloads, real versions and a device that does one
+job at a time.
 
-A job is a batch of what waits, at most `max_batch` samples; it takes the profile's time, spread evenly over the denoising steps, and all its
-samples finish together. Every step is stamped with the version that took it; a swap falls between two steps and pauses the engine.
-Waits for a request, a swap, or the device. Unblocked by `generate`, `swap`, `close`.
+A job is a batch of what waits, at most `max_batch` samples; it takes the profile's time, spread evenly over the
+denoising steps, and all its samples finish together. Every step is stamped with the version that took it; a swap falls
+between two steps and pauses the engine. Waits for a request, a swap, or the device. Unblocked by `generate`, `swap`,
+`close`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from omni_async.weights.digest import WeightError, verify
 if TYPE_CHECKING:
     import numpy as np
 
-# Samples leased together arrive one by one, because messages take time that no device spends: what comes within this much of the first, or this
-# share of the job if that is shorter, belongs to the same batch. The job is planned from the first sample's arrival all the same.
+# Samples leased together arrive one by one, because messages take time that no device spends: what comes within this
+# much of the first, or this share of the job if that is shorter, belongs to the same batch. The job is planned from the
+# first sample's arrival all the same.
 _INSTANT_S = 0.02
 _INSTANT_SHARE = 0.05
 # Trajectories are windows of one random buffer, at places this many bytes apart at most; storing one copies it.
@@ -50,8 +53,8 @@ class _Swap:
 
 
 class ReplayEngine:
-    """See `RolloutEngine`. `seed` decides how long jobs take. `takes_turns`: the device also serves other roles, and taking new weights
-    includes the time to switch to this one."""
+    """See `RolloutEngine`. `seed` decides how long jobs take. `takes_turns`: the device also serves other roles, and
+    taking new weights includes the time to switch to this one."""
 
     def __init__(self, name: str, profile: Profile, *, max_batch: int, seed: int, takes_turns: bool = False) -> None:
         self.name = name
@@ -84,7 +87,8 @@ class ReplayEngine:
         return await waiting.made
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Takes the profile's `publish` seconds, the time to check the digest included. EngineError if the bytes are not the manifest's."""
+        """Takes the profile's `publish` seconds, the time to check the digest included. EngineError if the bytes are
+        not the manifest's."""
         self._task.require()
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -139,7 +143,11 @@ class ReplayEngine:
         steps = first.request.num_inference_steps
         if len(self._waiting) < self._max_batch:
             await asyncio.sleep(min(_INSTANT_S, _INSTANT_SHARE * self._profile.generate.mean(self._max_batch)))
-        while self._waiting and len(self._running) < self._max_batch and self._waiting[0].request.num_inference_steps == steps:
+        while (
+            self._waiting
+            and len(self._running) < self._max_batch
+            and self._waiting[0].request.num_inference_steps == steps
+        ):
             self._running.append(self._waiting.popleft())
         each = self._profile.generate.sample(self._random, len(self._running)) / steps
         versions: list[int] = []

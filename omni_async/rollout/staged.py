@@ -23,6 +23,8 @@ class StagedVersion(Generic[T]):
     def take(self, version: int) -> T:
         """EngineError, and nothing taken, unless `version` is what was staged last."""
         if self._staged is None or self._staged[0] != version:
-            raise EngineError(f"{self._engine}: asked for version {version}, staged is {self._staged and self._staged[0]}")
+            raise EngineError(
+                f"{self._engine}: asked for version {version}, staged is {self._staged and self._staged[0]}"
+            )
         (_, content), self._staged = self._staged, None
         return content

@@ -1,7 +1,7 @@
 """Samples in flight: what every engine does with a velocity, and what it keeps of it.
 
-`InFlight` is one sample between two denoising steps. `take_steps` moves a whole batch of them, each at its own step, by one; samples only
-meet in the batch dimension, so a sample does not depend on its neighbours.
+`InFlight` is one sample between two denoising steps. `take_steps` moves a whole batch of them, each at its own step, by
+one; samples only meet in the batch dimension, so a sample does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def check_request(request: SampleRequest) -> None:
         return
     if r.window.size < 1 or r.window.start < 0 or r.window.start + r.window.size > r.num_inference_steps - 1:
         last = r.num_inference_steps - 2
-        raise ValueError(f"{where}: trained steps must lie in 0..{last} (the last step is never trained), got {list(r.window.steps)}")
+        raise ValueError(
+            f"{where}: trained steps must lie in 0..{last} (the last step is never trained), got {list(r.window.steps)}"
+        )
     if r.sde_kind not in KINDS:
         raise ValueError(f"{where}: sde_kind must be one of {list(KINDS)}, got {r.sde_kind!r}")
     limit = 2.0 if r.sde_kind == "cps" else math.inf
@@ -39,9 +41,12 @@ def check_request(request: SampleRequest) -> None:
 
 
 class InFlight:
-    """One sample. `latents` (T, C) float32 on `device` is its present state; `step` the denoising step it takes next."""
+    """One sample. `latents` (T, C) float32 on `device` is its present state; `step` the denoising step it takes
+    next."""
 
-    def __init__(self, request: SampleRequest, sigmas: torch.Tensor, shape: tuple[int, ...], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, request: SampleRequest, sigmas: torch.Tensor, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> None:
         check_request(request)
         self.request = request
         self.sigmas = sigmas
@@ -85,8 +90,12 @@ class InFlight:
         self.step += 1
 
     def tensors(self, conditioning: TensorDict | None = None) -> dict[str, torch.Tensor | TensorDict]:
-        """What the request's fields ask for, on the latents' device, plus `sigmas` and `steps`. Fields of an ODE sample's window are empty."""
-        found: dict[str, torch.Tensor | TensorDict] = {"sigmas": self.sigmas, "steps": torch.tensor(list(self._trained), dtype=torch.int64)}
+        """What the request's fields ask for, on the latents' device, plus `sigmas` and `steps`. Fields of an ODE
+        sample's window are empty."""
+        found: dict[str, torch.Tensor | TensorDict] = {
+            "sigmas": self.sigmas,
+            "steps": torch.tensor(list(self._trained), dtype=torch.int64),
+        }
         for field in self.request.fields:
             match field:
                 case "latents":
@@ -103,7 +112,8 @@ class InFlight:
 
 
 def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int) -> torch.Tensor:
-    """Moves every sample one step along its row of `velocity` (B, T, C) float32, taken by policy `version`. Returns the new (B, T, C)."""
+    """Moves every sample one step along its row of `velocity` (B, T, C) float32, taken by policy `version`. Returns the
+    new (B, T, C)."""
     noisy = [s.noisy for s in samples]
     kinds = sorted({s.request.sde_kind for s in samples if s.noisy}) or [KINDS[0]]
     if len(kinds) > 1:  # rare, so simply one kind after the other
@@ -115,7 +125,9 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
             moved[rows] = take_steps([samples[row] for row in rows], velocity[rows], version)
         return moved
     device = velocity.device
-    sigma, sigma_next, sigma_max, level = torch.tensor([s.schedule() for s in samples], dtype=torch.float64, device=device).unbind(1)
+    sigma, sigma_next, sigma_max, level = torch.tensor(
+        [s.schedule() for s in samples], dtype=torch.float64, device=device
+    ).unbind(1)
     noise = torch.zeros(velocity.shape)
     for row, sample in enumerate(samples):
         if noisy[row]:
@@ -131,6 +143,8 @@ def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int
         noise.to(device),
         torch.tensor(noisy, device=device),
     )
-    for sample, latents, log_prob, mean in zip(samples, moved.unbind(), log_probs.unbind(), means.unbind(), strict=True):
+    for sample, latents, log_prob, mean in zip(
+        samples, moved.unbind(), log_probs.unbind(), means.unbind(), strict=True
+    ):
         sample.advance(latents, log_prob, mean, version)
     return moved

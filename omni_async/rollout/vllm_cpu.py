@@ -1,4 +1,5 @@
-"""vLLM's CPU platform with the interface vLLM-Omni adds, for diffusion stages. See `cpu_platform` for when it is chosen."""
+"""vLLM's CPU platform with the interface vLLM-Omni adds, for diffusion stages. See `cpu_platform` for when it is
+chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     device_control_env_var = "OMNI_ASYNC_CPU_DEVICES"
 
     @classmethod
-    def get_diffusion_attn_backend_cls(cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False) -> str:
+    def get_diffusion_attn_backend_cls(
+        cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
+    ) -> str:
         if selected_backend not in (None, "TORCH_SDPA", "SDPA"):
             raise ValueError(f"on a CPU the only attention backend is TORCH_SDPA, got {selected_backend}")
         return "omni_async.rollout.vllm_cpu_attention.CpuSDPABackend"
@@ -75,7 +78,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     def reset_peak_memory_stats(cls, device: Any = None) -> None:
         return None
 
-    # vLLM-Omni asks for the peak after every denoising step of every batch; reading /proc that often costs more than the number is worth.
+    # vLLM-Omni asks for the peak after every denoising step of every batch; reading /proc that often costs more than
+    # the number is worth.
     @classmethod
     def max_memory_reserved(cls, device: Any = None) -> int:
         return 0

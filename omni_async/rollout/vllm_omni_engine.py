@@ -1,8 +1,9 @@
 """The production engine: vLLM-Omni with step-wise continuous batching, in this process.
 
-vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and carries weights. An
-engine initialises torch.distributed and claims the process, so a process has one engine and no trainer. Waits for: the results stream of
-a request; the answer of a worker call, which vLLM-Omni runs between two denoising steps.
+vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and
+carries weights. An engine initialises torch.distributed and claims the process, so a process has one engine and no
+trainer. Waits for: the results stream of a request; the answer of a worker call, which vLLM-Omni runs between two
+denoising steps.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from omni_async.weights.buckets import WeightError
 if TYPE_CHECKING:
     import numpy as np
 
-# Read when vLLM and tqdm are imported. A user's own choice wins. Without the event-driven loop two threads poll every millisecond, also
-# while the engine idles.
+# Read when vLLM and tqdm are imported. A user's own choice wins. Without the event-driven loop two threads poll every
+# millisecond, also while the engine idles.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -111,7 +112,9 @@ class VllmOmniEngine:
         try:
             # The prompt itself travels in the request; vLLM-Omni only needs to see one.
             stream = omni.generate(
-                {"prompt": request.prompt.text}, sampling_params_list=[parameters], request_id=f"{request.sample_id}.{self._serial}"
+                {"prompt": request.prompt.text},
+                sampling_params_list=[parameters],
+                request_id=f"{request.sample_id}.{self._serial}",
             )
             async for update in stream:
                 output = update
@@ -122,9 +125,11 @@ class VllmOmniEngine:
         result = None if output is None else output.multimodal_output.get("metadata", {}).get(RESULT_KEY)
         if result is None:
             raise EngineError(
-                f"{self.name}: sample {request.sample_id}: {getattr(output, 'error', None) or 'vLLM-Omni returned no result'}"
+                f"{self.name}: sample {request.sample_id}:"
+                f" {getattr(output, 'error', None) or 'vLLM-Omni returned no result'}"
             )
-        # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary ones.
+        # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary
+        # ones.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
         return Trajectory(TensorDict(tensors, batch_size=[]), result["image"].clone(), result["versions"])
 
@@ -144,7 +149,11 @@ class VllmOmniEngine:
         if (held["version"], held["digest"]) != (version, staged.manifest.digest):
             raise EngineError(f"{self.name}: swapped to version {version}, but the worker holds {held}")
         return WeightReport(
-            engine=self.name, version=held["version"], digest=held["digest"], staged_s=staged.staged_s, swap_s=answer["swap_s"]
+            engine=self.name,
+            version=held["version"],
+            digest=held["digest"],
+            staged_s=staged.staged_s,
+            swap_s=answer["swap_s"],
         )
 
     async def close(self) -> None:
@@ -158,16 +167,24 @@ class VllmOmniEngine:
         return self._omni
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """The workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a dictionary that says so."""
+        """The workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a dictionary that
+        says so."""
         try:
             answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
         except Exception as error:
             raise EngineError(f"{self.name}: {method} failed: {error}") from error
         found = _flatten(answers)
         for answer in found:
-            if not isinstance(answer, dict) or answer.get("error") or answer.get("todo") or answer.get("supported") is False:
+            if (
+                not isinstance(answer, dict)
+                or answer.get("error")
+                or answer.get("todo")
+                or answer.get("supported") is False
+            ):
                 raise EngineError(f"{self.name}: {method} failed: {answer}")
-        if not found or any((a.get("version"), a.get("digest")) != (found[0].get("version"), found[0].get("digest")) for a in found):
+        if not found or any(
+            (a.get("version"), a.get("digest")) != (found[0].get("version"), found[0].get("digest")) for a in found
+        ):
             raise EngineError(f"{self.name}: {method}: the workers disagree: {answers}")
         first: dict[str, Any] = found[0]
         return first

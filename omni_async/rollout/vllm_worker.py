@@ -1,9 +1,10 @@
 """The worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the weight swap.
 
-A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and `fill_state`.
-vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here computes the velocity of the batch
-with the native pipeline, takes every sample's transition, and decodes those that are done together. Per-request hooks that follow only
-hand rows on, because a Python call per request and step would cost more than a small model's forward.
+A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and
+`fill_state`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
+computes the velocity of the batch with the native pipeline, takes every sample's transition, and decodes those that are
+done together. Per-request hooks that follow only hand rows on, because a Python call per request and step would cost
+more than a small model's forward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _IMAGE = "omni_async_image"
 
 
 class RolloutPipelineMixin(ABC):
-    """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's input is cast."""
+    """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's
+    input is cast."""
 
     supports_step_execution = True
 
@@ -51,10 +53,12 @@ class RolloutPipelineMixin(ABC):
         self.codec = self.conditioning.codec
         for module in self.transformer.modules():
             if isinstance(module, LinearBase):
-                # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could follow.
+                # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could
+                # follow.
                 setattr(module, "skip_weight_relayout", True)  # noqa: B010 - vLLM's own switch, not declared by the class
 
-    # ---- what a family defines -------------------------------------------------------------------------------------------------------
+    # ---- what a family defines
+    # -------------------------------------------------------------------------------------------------------
 
     transformer: torch.nn.Module
 
@@ -68,9 +72,11 @@ class RolloutPipelineMixin(ABC):
 
     @abstractmethod
     def fill_state(self, state: Any, request: SampleRequest, conditioning: TensorDict) -> None:
-        """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index. Batch size 1."""
+        """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index.
+        Batch size 1."""
 
-    # ---- vLLM-Omni's step-wise protocol ----------------------------------------------------------------------------------------------
+    # ---- vLLM-Omni's step-wise protocol
+    # ----------------------------------------------------------------------------------------------
 
     def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
         request = _request_of(state, self.model_device)
@@ -91,7 +97,8 @@ class RolloutPipelineMixin(ABC):
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
-        """(B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to their requests."""
+        """(B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to their
+        requests."""
         cast = copy.copy(input_batch)
         cast.latents = cast.latents.to(self.model_dtype)
         velocity: torch.Tensor = super().denoise_step(cast, **kwargs)  # type: ignore[misc]
@@ -136,8 +143,11 @@ def _request_of(state: Any, device: torch.device) -> SampleRequest:
     request = (sampling.extra_args or {}).get(REQUEST_KEY)
     if isinstance(request, SampleRequest):
         return request
-    # vLLM-Omni's own warm-up request. On a CPU there are no kernels to warm up, and its 512 x 512 pixels would take seconds.
-    pixels = {"height": 64, "width": 64} if device.type == "cpu" else {"height": sampling.height, "width": sampling.width}
+    # vLLM-Omni's own warm-up request. On a CPU there are no kernels to warm up, and its 512 x 512 pixels would take
+    # seconds.
+    pixels = (
+        {"height": 64, "width": 64} if device.type == "cpu" else {"height": sampling.height, "width": sampling.width}
+    )
     return SampleRequest(
         sample_id=state.request_id,
         kind="validation",
@@ -159,9 +169,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     """Remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
 
     def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
-        """Loads a version and says what the pipeline holds now. `verify` rehashes first, where the buckets travelled to another process.
+        """Loads a version and says what the pipeline holds now. `verify` rehashes first, where the buckets travelled to
+        another process.
 
-        ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out of the load.
+        ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
+        of the load.
         """
         started = time.perf_counter()
         if verify:
@@ -175,11 +187,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 yield f"transformer.{name}", weight
 
         with ExitStack() as stack:
-            loaded = set(pipeline.load_weights(named(_Checkpoint(Path(pipeline.od_config.model) / "transformer", stack))))
+            loaded = set(
+                pipeline.load_weights(named(_Checkpoint(Path(pipeline.od_config.model) / "transformer", stack)))
+            )
         if staged.manifest.payload == "full":
             wanted |= {f"transformer.{name}" for name, _ in pipeline.transformer.named_parameters()}
         if missing := sorted(wanted - loaded):
-            raise RuntimeError(f"{len(missing)} of {len(wanted)} transformer parameters were not loaded, beginning with {missing[0]!r}")
+            raise RuntimeError(
+                f"{len(missing)} of {len(wanted)} transformer parameters were not loaded, beginning with {missing[0]!r}"
+            )
         pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
 
@@ -189,8 +205,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a folder of safetensors files under their diffusers names, read when asked for. The live parameters would not do as
-    the base of an adapter: they are fused, sharded and already adapted."""
+    """The tensors of a folder of safetensors files under their diffusers names, read when asked for. The live
+    parameters would not do as the base of an adapter: they are fused, sharded and already adapted."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]

@@ -11,8 +11,8 @@ from omni_async.store import ObjectStore
 
 
 class PeerLost(RuntimeError):
-    """A process of the run is gone or does not answer. Engines and reward workers are replaced; for any other the run goes on from its last
-    checkpoint."""
+    """A process of the run is gone or does not answer. Engines and reward workers are replaced; for any other the run
+    goes on from its last checkpoint."""
 
 
 class RunControl(CoordinatorApi, Protocol):
@@ -26,8 +26,8 @@ class RunControl(CoordinatorApi, Protocol):
 
 
 class Cluster(Protocol):
-    """`connect` reaches what the roles will live on, `start` brings every role up; `crew` and `work` are what each then does until the run is
-    over, by name; `close` frees everything and may be called at any time."""
+    """`connect` reaches what the roles will live on, `start` brings every role up; `crew` and `work` are what each then
+    does until the run is over, by name; `close` frees everything and may be called at any time."""
 
     store: ObjectStore
 

@@ -1,7 +1,9 @@
-"""The door through which a running job is asked how it is, and told how many workers to have: a unix socket in its run folder.
+"""The door through which a running job is asked how it is, and told how many workers to have: a unix socket in its run
+folder.
 
-Whoever may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a network. A request is one line of JSON,
-and so is its answer, before which others may say what it waits for. Waits for requests; each is answered by the session that is alive at that moment.
+Whoever may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a network.
+A request is one line of JSON, and so is its answer, before which others may say what it waits for. Waits for requests;
+each is answered by the session that is alive at that moment.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Exactly one of them. `doing`: the answer takes a while, and this is what is being waited for; another one follows."""
+    """Exactly one of them. `doing`: the answer takes a while, and this is what is being waited for; another one
+    follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -50,8 +53,8 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the run without one. `doing`: what
-    the run is at while there is nobody to answer for it."""
+    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the
+    run without one. `doing`: what the run is at while there is nobody to answer for it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,7 +113,8 @@ class ControlSocket:
 
 
 def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """What the run answers; `tell` gets what it waits for meanwhile. NotRunning if nobody is there, ControlError for what else goes wrong."""
+    """What the run answers; `tell` gets what it waits for meanwhile. NotRunning if nobody is there, ControlError for
+    what else goes wrong."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:

@@ -1,4 +1,5 @@
-"""Every role on one event loop: for tests, debugging, and machines without Ray. Same classes, same messages, no serialisation."""
+"""Every role on one event loop: for tests, debugging, and machines without Ray. Same classes, same messages, no
+serialisation."""
 
 from __future__ import annotations
 
@@ -30,29 +31,44 @@ class InProcessCluster:
             for name in config.engine_names:
                 self._actors[name] = roles.build_reader(name, inputs, self.coordinator, self.store)
         else:
-            producers = {name: roles.build_producer(name, inputs, self.coordinator, self.store, clock) for name in config.engine_names}
+            producers = {
+                name: roles.build_producer(name, inputs, self.coordinator, self.store, clock)
+                for name in config.engine_names
+            }
             names = [f"reward-{worker}" for worker in range(config.reward.workers)]
-            rewarders = {name: roles.build_rewarder(name, inputs, self.coordinator, self.store, clock) for name in names}
+            rewarders = {
+                name: roles.build_rewarder(name, inputs, self.coordinator, self.store, clock) for name in names
+            }
             self._actors |= producers | rewarders
-        publisher = roles.build_publisher(config, producers, self.coordinator, self.store, str(run.weights), clock=clock)
-        self._trainer = roles.build_trainer(inputs, [], self.coordinator, publisher, self.store, str(run.checkpoints), clock=clock)
+        publisher = roles.build_publisher(
+            config, producers, self.coordinator, self.store, str(run.weights), clock=clock
+        )
+        self._trainer = roles.build_trainer(
+            inputs, [], self.coordinator, publisher, self.store, str(run.checkpoints), clock=clock
+        )
 
     async def connect(self) -> None:
         """There is nothing but this process."""
 
     async def start(self) -> None:
-        # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the process. Reward workers
-        # first: a scorer that is wrong is told before models load.
+        # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
+        # process. Reward workers first: a scorer that is wrong is told before models load.
         rewarders = [actor for name, actor in self._actors.items() if name.startswith("reward")]
         others = [actor for actor in self._actors.values() if actor not in rewarders]
         for role in (*rewarders, self._trainer, *others):
             await role.start()
 
     def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is None}
+        return {
+            name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is None
+        }
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        readers = {name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is not None}
+        readers = {
+            name: actor.run()
+            for name, actor in self._actors.items()
+            if self._inputs.config.data.preferences is not None
+        }
         return {**readers, "trainer": self._trainer.run()}
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:

@@ -11,12 +11,19 @@ from collections.abc import AsyncIterator, Callable
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # `timeout` and batch systems signal the process and then its group: what comes this soon is the same signal once more.
 _SAME_S = 0.3
-_FIRST = "ending in order: a checkpoint, then summary and timeline; Ctrl-C again leaves at once, without the checkpoint and the timeline"
-_SECOND = "leaving at once: a checkpoint that is not written by now is given up, and there is no timeline; the summary is written"
+_FIRST = (
+    "ending in order: a checkpoint, then summary and timeline; Ctrl-C again leaves at once, without the checkpoint and"
+    " the timeline"
+)
+_SECOND = (
+    "leaving at once: a checkpoint that is not written by now is given up, and there is no timeline; the summary is"
+    " written"
+)
 
 
 class Interruption(asyncio.Event):
-    """Set when the run shall end in order; `at_once` when it shall not even do that. `tell` gets a line about what that means."""
+    """Set when the run shall end in order; `at_once` when it shall not even do that. `tell` gets a line about what that
+    means."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -25,8 +32,8 @@ class Interruption(asyncio.Event):
         self._first: float | None = None
 
     def signalled(self, number: int) -> None:
-        """A second Ctrl-C is at once, and a third is Python's own. SIGTERM comes from machines, which follow it with SIGKILL: more of it says
-        nothing new."""
+        """A second Ctrl-C is at once, and a third is Python's own. SIGTERM comes from machines, which follow it with
+        SIGKILL: more of it says nothing new."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -38,8 +45,8 @@ class Interruption(asyncio.Event):
             self._tell(_SECOND)
 
     def release_ctrl_c(self) -> None:
-        """From now on it is Python's own: it breaks off what is under way, the writing of the timeline say. SIGTERM still ends nothing: the second
-        one of `timeout` may come late."""
+        """From now on it is Python's own: it breaks off what is under way, the writing of the timeline say. SIGTERM
+        still ends nothing: the second one of `timeout` may come late."""
         _leave(signal.SIGINT)
 
 
@@ -55,7 +62,8 @@ async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIt
 
 
 def listen(event: Interruption) -> None:
-    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once everything is to end at once."""
+    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once everything is to end at
+    once."""
     if event.at_once.is_set():
         return
     for number in _SIGNALS:

@@ -1,8 +1,9 @@
-"""Brings back what dies: an engine or a reward worker that fails, hangs or is killed is replaced while the run goes on, and their number may change.
+"""Brings back what dies: an engine or a reward worker that fails, hangs or is killed is replaced while the run goes on,
+and their number may change.
 
-What a lost one had under way is leased to others, with the same seeds. What replaces it has a name of its own, so nothing that the old one still says
-is taken for the new one's, and it gets no work before it holds the current weights. Replacements are bounded: too many of one place within an hour end
-the run.
+What a lost one had under way is leased to others, with the same seeds. What replaces it has a name of its own, so
+nothing that the old one still says is taken for the new one's, and it gets no work before it holds the current weights.
+Replacements are bounded: too many of one place within an hour end the run.
 
 | waits for            | unblocked by                                                          |
 |----------------------|-----------------------------------------------------------------------|
@@ -56,7 +57,8 @@ def place_of(name: str) -> str:
 
 
 class Restarts:
-    """How often a place has been filled again: at most `most` times an hour, with pauses that double while the losses follow each other closely."""
+    """How often a place has been filled again: at most `most` times an hour, with pauses that double while the losses
+    follow each other closely."""
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -71,7 +73,8 @@ class Restarts:
         if len(when) >= self._most:
             times = f"{self._most} times within the hour, as often as run.restarts allows"
             raise GaveUp(
-                f"{place} was lost ({reason})" + (f" after it had been replaced {times}" if self._most else " and run.restarts is 0")
+                f"{place} was lost ({reason})"
+                + (f" after it had been replaced {times}" if self._most else " and run.restarts is 0")
             )
         recent = sum(then > now - _LONGEST_PAUSE_S for then in when)
         when.append(now)
@@ -122,15 +125,20 @@ class Keeper:
         self._closing = True
         self._bell.ring()
 
-    # ---- how many there are -------------------------------------------------------------------------------------------------------
+    # ---- how many there are
+    # -------------------------------------------------------------------------------------------------------
 
     def workers(self, role: str) -> list[str]:
         """Those at work or being replaced, by place."""
-        return [name for place, name in self._present.items() if place.rpartition("-")[0] == role and name not in self._leaving]
+        return [
+            name
+            for place, name in self._present.items()
+            if place.rpartition("-")[0] == role and name not in self._leaving
+        ]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Until there are `count` workers of the role, or those that are too many know. `tell` gets a line about every one that comes or goes. Raises
-        what a start raises, or ValueError."""
+        """Until there are `count` workers of the role, or those that are too many know. `tell` gets a line about every
+        one that comes or goes. Raises what a start raises, or ValueError."""
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:
@@ -152,7 +160,11 @@ class Keeper:
             name = self._name(place)
             self._present[place] = name
             self._hired[place] += 1
-            loads = "loading its model; it gets work once it holds the newest weights" if role == "rollout" else "loading its scorers"
+            loads = (
+                "loading its model; it gets work once it holds the newest weights"
+                if role == "rollout"
+                else "loading its scorers"
+            )
             tell(f"{name}: {loads}")
             try:
                 work = await self._workforce.hire(name)
@@ -174,7 +186,8 @@ class Keeper:
     def _name(self, place: str) -> str:
         return f"{place}.{self._hired[place] + 1}" if self._hired[place] else place
 
-    # ---- one place ----------------------------------------------------------------------------------------------------------------
+    # ---- one place
+    # ----------------------------------------------------------------------------------------------------------------
 
     async def _keep(self, name: str, work: Work) -> None:
         """Until the run is over or the worker may leave. Raises GaveUp."""

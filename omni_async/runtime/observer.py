@@ -1,6 +1,8 @@
-"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a summary.
+"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a
+summary.
 
-In the folder of an earlier attempt nothing changes before this one has an update to record: until then what would be written waits in memory.
+In the folder of an earlier attempt nothing changes before this one has an update to record: until then what would be
+written waits in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 class Observer:
     """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was.
 
-    `start`: what this process goes on from. `owns` says whether the folder is this attempt's by now, and not an earlier one's."""
+    `start`: what this process goes on from. `owns` says whether the folder is this attempt's by now, and not an earlier
+    one's."""
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class Observer:
         self.recall(start)
 
     def recall(self, start: Continuation) -> None:
-        """Go back to what the run had come to, as the checkpoint knows it. Spans and faults of this process are all kept; rounds of validation that
-        were held are made again."""
+        """Go back to what the run had come to, as the checkpoint knows it. Spans and faults of this process are all
+        kept; rounds of validation that were held are made again."""
         self.closing = asyncio.Event()
         self.ended = None
         self._held_rounds.clear()
@@ -106,7 +109,10 @@ class Observer:
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
         # What is to be told of a life that ends without its last word.
-        self._last: dict[str, Any] = {"conservation": {**events, "admitted": ledger.lines, "live": 0}, "images": start.images}
+        self._last: dict[str, Any] = {
+            "conservation": {**events, "admitted": ledger.lines, "live": 0},
+            "images": start.images,
+        }
         self._rewards = [_number(reward) for reward in start.rewards]
         self._validation = [
             ValidationPoint(one.version, _number(one.reward), {name: _number(part) for name, part in one.parts.items()})
@@ -115,7 +121,8 @@ class Observer:
         updates = range(start.version - len(start.rewards) + 1, start.version + 1)
         if (gaps := self._run.metrics_gaps(updates, [one.version for one in start.rounds])) is not None:
             self._console.note(
-                f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from that file is not"
+                f"warning: {self._run.metrics} {gaps}; the run goes on and its summary is right, what is drawn from"
+                " that file is not"
             )
 
     @property
@@ -124,7 +131,8 @@ class Observer:
         return self._version
 
     def take_over(self) -> None:
-        """There is something to record: the folder and the MLflow run become this attempt's, with what was held. RunDirectoryError if they can't."""
+        """There is something to record: the folder and the MLflow run become this attempt's, with what was held.
+        RunDirectoryError if they can't."""
         if self.owns:
             return
         self.has_something = True
@@ -160,8 +168,8 @@ class Observer:
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def count(self, coordinator: RunControl) -> None:
-        """Until the coordinator has no more to tell, after `watch` failed because a file cannot grow say: what the ledger has by then counts in the
-        summary, too, though nothing more is recorded of it."""
+        """Until the coordinator has no more to tell, after `watch` failed because a file cannot grow say: what the
+        ledger has by then counts in the summary, too, though nothing more is recorded of it."""
         concluded = False
         while not concluded:
             for event in [*self._untaken, *await coordinator.events()]:
@@ -173,7 +181,8 @@ class Observer:
             self._untaken.clear()
 
     async def pictures_drawn(self, seconds: float) -> None:
-        """Until the pictures that are being drawn are done, `seconds` at most. None is kept of an attempt that has nothing else to record."""
+        """Until the pictures that are being drawn are done, `seconds` at most. None is kept of an attempt that has
+        nothing else to record."""
         pictures = {*self._pictures}
         if not self.owns:
             for picture in pictures:
@@ -198,7 +207,9 @@ class Observer:
                 self.on_closing()
             case "ended":
                 self.ended = event.data
-                if event.data["status"] == "done" and (self._held_rounds or self.faults or not is_done(self._run.summary)):
+                if event.data["status"] == "done" and (
+                    self._held_rounds or self.faults or not is_done(self._run.summary)
+                ):
                     self.take_over()  # no update was left to make, but the run was not done
         if event.pictures and self._config.emulation is None:  # emulated media are noise
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
@@ -218,7 +229,11 @@ class Observer:
         version, reward, staleness = data["version"], data["reward"], data["staleness"]
         self._counted(data)
         self._finished.append((data["finished"], data["images"]))
-        self._paces.extend([(data["finished"], version)] if self._paces else [(data["started"], version - 1), (data["finished"], version)])
+        self._paces.extend(
+            [(data["finished"], version)]
+            if self._paces
+            else [(data["started"], version - 1), (data["finished"], version)]
+        )
         while len(self._finished) > 2 and self._finished[1][0] < data["finished"] - _RECENT_S:
             del self._finished[0]
         rate = self._images_per_s(data["finished"])
@@ -235,9 +250,15 @@ class Observer:
             "wall_s": self.wall_s(self._clock.now()),
             **data["metrics"],
             **{f"busy/{role}": shares["busy"] for role, shares in busy.items()},
-            **{f"buffers/{name}": statistics["reserved"] for name, statistics in buffers.items() if "reserved" in statistics},
+            **{
+                f"buffers/{name}": statistics["reserved"]
+                for name, statistics in buffers.items()
+                if "reserved" in statistics
+            },
         }
-        self._run.append_metrics(version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]})
+        self._run.append_metrics(
+            version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]}
+        )
         if self._mlflow:
             self._mlflow.log_metrics(numbers, version)
         self._latest = numbers
@@ -252,10 +273,13 @@ class Observer:
         self._staleness.update(data["staleness"])
         self._version = data["version"]
 
-    def _show(self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]) -> None:
+    def _show(
+        self, version: int, numbers: dict[str, float], data: dict[str, Any], busy: dict[str, dict[str, float]]
+    ) -> None:
         buffers, staleness = data["buffers"], data["staleness"]
         slots = buffers["slots"]
-        # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to watch.
+        # Where pairs are given, the chosen one earns 1 and the other 0, whatever is learned: that is no reward to
+        # watch.
         reward: UpdateView = {"reward": numbers["reward"]} if self._config.data.preferences is None else {}
         self._console.update(
             {
@@ -266,7 +290,10 @@ class Observer:
                 "images_per_s": numbers["images_per_s"],
                 "buffers": {
                     "slots": (slots["live"] + slots["awaiting_publication"], slots["capacity"]),
-                    **{name: (buffers[name]["reserved"], buffers[name]["capacity"]) for name in ("trajectories", "replay")},
+                    **{
+                        name: (buffers[name]["reserved"], buffers[name]["capacity"])
+                        for name in ("trajectories", "replay")
+                    },
                 },
                 "busy": {role: busy[role]["busy"] for role in ROLES if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
@@ -274,8 +301,9 @@ class Observer:
         )
 
     def progress(self) -> dict[str, Any]:
-        """How far the run is, for who asks. `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s`
-        follows from the pace of this attempt's last 20 updates and is None before the first of them."""
+        """How far the run is, for who asks. `reward` is the mean of the last 5 updates, staleness and images/s are the
+        newest update's; `eta_s` follows from the pace of this attempt's last 20 updates and is None before the first of
+        them."""
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -298,7 +326,10 @@ class Observer:
 
     def _images_per_s(self, now: float) -> float:
         """Over the recent past, or since the start of the run while that is shorter."""
-        earlier = [(self.started, self._images_before), *(point for point in self._finished if point[0] < now - _RECENT_S)][-1]
+        earlier = [
+            (self.started, self._images_before),
+            *(point for point in self._finished if point[0] < now - _RECENT_S),
+        ][-1]
         seconds = now - earlier[0]
         return (self._finished[-1][1] - earlier[1]) / seconds if seconds > 0 else 0.0
 
@@ -328,7 +359,10 @@ class Observer:
 
     async def _picture(self, name: str, event: RunEvent, store: ObjectStore) -> None:
         arrays = await asyncio.gather(*(store.get(picture.media) for picture in event.pictures))
-        items = [(np.asarray(array), caption(picture.prompt, picture.score)) for array, picture in zip(arrays, event.pictures, strict=True)]
+        items = [
+            (np.asarray(array), caption(picture.prompt, picture.score))
+            for array, picture in zip(arrays, event.pictures, strict=True)
+        ]
         grid = await asyncio.to_thread(image_grid, items)
         await self._taken_over.wait()
         await asyncio.to_thread(self._keep_picture, name, grid, event.data["version"])
@@ -338,7 +372,9 @@ class Observer:
         if self._mlflow:
             self._mlflow.log_image(grid, name.split("-")[0], version)
 
-    def summary(self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]) -> Summary:
+    def summary(
+        self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
+    ) -> Summary:
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,

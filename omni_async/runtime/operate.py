@@ -38,12 +38,18 @@ End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe w
 
 def add_operations(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
-    status = commands.add_parser("status", help="say how a job is, or how it ended", description=_STATUS, formatter_class=raw)
+    status = commands.add_parser(
+        "status", help="say how a job is, or how it ended", description=_STATUS, formatter_class=raw
+    )
     status.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")
-    scale = commands.add_parser("scale", help="change a running job's engines or reward workers", description=_SCALE, formatter_class=raw)
+    scale = commands.add_parser(
+        "scale", help="change a running job's engines or reward workers", description=_SCALE, formatter_class=raw
+    )
     scale.add_argument("run", type=Path, help="its run folder")
-    stop = commands.add_parser("stop", help="end a running job, with a checkpoint", description=_STOP, formatter_class=raw)
+    stop = commands.add_parser(
+        "stop", help="end a running job, with a checkpoint", description=_STOP, formatter_class=raw
+    )
     stop.add_argument("run", type=Path, help="its run folder")
     scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N or reward=N, at least 1")
 
@@ -54,7 +60,9 @@ def operate(options: argparse.Namespace) -> int:
 
     if not (options.run / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is not a run folder")
-    request = Request(scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop")
+    request = Request(
+        scale=_workers(options.workers) if options.command == "scale" else {}, stop=options.command == "stop"
+    )
     try:
         status = ask(options.run / "control.sock", request, tell=lambda text: _write([one_line(text)]))
     except NotRunning as error:
@@ -65,7 +73,9 @@ def operate(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     if request.stop:
         return _say(["it stops when it has written a checkpoint"])
-    return _say([json.dumps(status, indent=2)] if getattr(options, "json", False) else map(one_line, running_lines(status)))
+    return _say(
+        [json.dumps(status, indent=2)] if getattr(options, "json", False) else map(one_line, running_lines(status))
+    )
 
 
 def _say_what_is_left(run: Path, as_json: bool) -> int:
@@ -76,7 +86,9 @@ def _say_what_is_left(run: Path, as_json: bool) -> int:
 
     found = left_behind(run)
     return _say(
-        [msgspec.json.format(msgspec.json.encode(found), indent=2).decode()] if as_json else map(one_line, left_behind_lines(found))
+        [msgspec.json.format(msgspec.json.encode(found), indent=2).decode()]
+        if as_json
+        else map(one_line, left_behind_lines(found))
     )
 
 
@@ -96,9 +108,13 @@ def _workers(words: list[str]) -> dict[str, int]:
     workers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
-        fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS  # Python refuses to read thousands of digits
+        fits = (
+            len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
+        )  # Python refuses to read thousands of digits
         if role not in ("rollout", "reward") or not equals or not fits:
-            raise ConfigError(f"scale: {one_line(word, 100)!r}: expected rollout=N or reward=N with N from 1 to {MOST_WORKERS}")
+            raise ConfigError(
+                f"scale: {one_line(word, 100)!r}: expected rollout=N or reward=N with N from 1 to {MOST_WORKERS}"
+            )
         if role in workers:
             raise ConfigError(f"scale: {word!r}: {role} is there twice")
         workers[role] = int(number)

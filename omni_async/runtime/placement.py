@@ -1,7 +1,9 @@
-"""Where every actor sits: which bundle of the job's placement group, and what it asks of it. Pure arithmetic on the configuration.
+"""Where every actor sits: which bundle of the job's placement group, and what it asks of it. Pure arithmetic on the
+configuration.
 
-An actor on its own device has a bundle of its own. With `placement.colocated` device d is one bundle, and engine d, reward worker d and rank d
-ask for a share of it each. Emulated devices are not the machine's: their actors ask for nothing and are placed anywhere.
+An actor on its own device has a bundle of its own. With `placement.colocated` device d is one bundle, and engine d,
+reward worker d and rank d ask for a share of it each. Emulated devices are not the machine's: their actors ask for
+nothing and are placed anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _PRECISION = 10_000
 
 @dataclass(frozen=True)
 class Seat:
-    """`bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads` what it may use."""
+    """`bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads`
+    what it may use."""
 
     bundle: int | None
     cpus: float
@@ -79,7 +82,10 @@ def _bundles(roles: dict[str, list[str]], colocated: bool) -> list[list[tuple[st
         return [[pair] for pair in alone]
     sharing = {role: names for role, names in roles.items() if role != "control"}
     devices = max(len(names) for names in sharing.values())
-    return [*([pair] for pair in alone), *([(r, names[d]) for r, names in sharing.items() if d < len(names)] for d in range(devices))]
+    return [
+        *([pair] for pair in alone),
+        *([(r, names[d]) for r, names in sharing.items() if d < len(names)] for d in range(devices)),
+    ]
 
 
 def _share(wanted: float, of: float, available: float) -> float:

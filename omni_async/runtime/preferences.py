@@ -1,12 +1,14 @@
 """Reads preference pairs from a parquet file: the prompts at once, the images of one pair when they are asked for.
 
-Columns: `prompt` (text), `chosen` and `rejected` (an encoded PNG, JPEG or WebP image; a struct with `bytes` and perhaps `path`, as Hugging
-Face datasets store images; or the path of an image file in the parquet's folder or below it). Other columns are ignored.
+Columns: `prompt` (text), `chosen` and `rejected` (an encoded PNG, JPEG or WebP image; a struct with `bytes` and perhaps
+`path`, as Hugging Face datasets store images; or the path of an image file in the parquet's folder or below it). Other
+columns are ignored.
 
-Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, a row at a time (some 10 us each).
-Reading on from the last pair costs nothing extra, so files for shuffled training want row groups of a hundred rows rather than a million.
-Memory holds one row and the pages it was cut from, whatever the size of the file, and however often a value is repeated in it. What no
-writer makes larger than some megabytes, a page, the format itself limits to 2 GiB.
+Pairs are random access, but parquet is not: a row is reached by decoding its row group from the start, a row at a time
+(some 10 us each). Reading on from the last pair costs nothing extra, so files for shuffled training want row groups of
+a hundred rows rather than a million. Memory holds one row and the pages it was cut from, whatever the size of the file,
+and however often a value is repeated in it. What no writer makes larger than some megabytes, a page, the format itself
+limits to 2 GiB.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ _DICTIONARY_ROWS = 1024
 class PreferencePairs:
     """The pairs of one parquet file, numbered by row from 0; every `ConfigError` is one line with file, row and column.
 
-    For one thread at a time. Paths in the file are relative to its folder; one that leads out of it, by `..` or by a link, is refused.
+    For one thread at a time. Paths in the file are relative to its folder; one that leads out of it, by `..` or by a
+    link, is refused.
     """
 
     def __init__(self, path: str) -> None:
-        """Reads the footer alone. ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type."""
+        """Reads the footer alone. ConfigError if there is no such file, it is no parquet, or a column is missing or of
+        a wrong type."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -58,14 +62,18 @@ class PreferencePairs:
         except FileNotFoundError:
             raise ConfigError(f"{_KEY}: no such file: {path}") from None
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise ConfigError(f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or _one_line(error)}") from None
+            raise ConfigError(
+                f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or _one_line(error)}"
+            ) from None
         for column in _COLUMNS:
             self._check_column(schema, column)
         metadata = self._file.metadata
         if metadata.num_rows == 0:
             raise ConfigError(f"{_KEY}: {path} holds no pairs; expected one a row")
         if metadata.num_rows > _MAX_PAIRS:
-            raise ConfigError(f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it")
+            raise ConfigError(
+                f"{_KEY}: {path} holds {metadata.num_rows} pairs, at most {_MAX_PAIRS} are read; split it"
+            )
         self._num_rows: int = metadata.num_rows
         self._columns = {column: _Column(self._file, path, column) for column in _COLUMNS}
         self._folder = Path(path).resolve().parent
@@ -74,8 +82,8 @@ class PreferencePairs:
         return self._num_rows
 
     def prompts(self, max_chars: int | None = None) -> list[Prompt]:
-        """All prompts in order; `Prompt.index` is the pair's number. Reads one column. ConfigError for a row without a prompt, or with one
-        of more than `max_chars` characters, and for more than 2 GiB of them."""
+        """All prompts in order; `Prompt.index` is the pair's number. Reads one column. ConfigError for a row without a
+        prompt, or with one of more than `max_chars` characters, and for more than 2 GiB of them."""
         prompts: list[Prompt] = []
         held = 0
         for row in range(len(self)):
@@ -83,25 +91,34 @@ class PreferencePairs:
             size = _size(value)
             held += size
             if held > _MAX_PROMPT_BYTES:
-                raise ConfigError(f"{where}: the prompts up to here have more than {_MAX_PROMPT_BYTES} bytes; split the file")
+                raise ConfigError(
+                    f"{where}: the prompts up to here have more than {_MAX_PROMPT_BYTES} bytes; split the file"
+                )
             if max_chars is not None and size > 4 * max_chars:  # a character has four bytes at most
-                raise ConfigError(f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters")
+                raise ConfigError(
+                    f"{where}: the prompt has {size} bytes, data.max_prompt_chars allows {max_chars} characters"
+                )
             text = _text(value, where)
             if text is None or not text.strip():
                 raise ConfigError(f"{where}: expected a non-empty prompt, got {text!r}")
             if "\0" in text:
                 raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text")
             if max_chars is not None and len(text) > max_chars:
-                raise ConfigError(f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}")
+                raise ConfigError(
+                    f"{where}: the prompt has {len(text)} characters, data.max_prompt_chars allows {max_chars}"
+                )
             prompts.append(Prompt(row, text))
         return prompts
 
     def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """The chosen and the rejected image of a pair, each (H, W, 3) uint8 RGB in its own size, upright as its EXIF data say; of an animation
-        the first frame. ConfigError if one cannot be decoded or has more than 64 million pixels, IndexError if there is no such pair."""
+        """The chosen and the rejected image of a pair, each (H, W, 3) uint8 RGB in its own size, upright as its EXIF
+        data say; of an animation the first frame. ConfigError if one cannot be decoded or has more than 64 million
+        pixels, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
-        chosen, rejected = (self._image(self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:])
+        chosen, rejected = (
+            self._image(self._columns[column].cell(pair), self._where(pair, column)) for column in _COLUMNS[1:]
+        )
         return chosen, rejected
 
     def _where(self, row: int, column: str) -> str:
@@ -114,19 +131,26 @@ class PreferencePairs:
         if found != 1:
             problem = "is missing" if not found else f"occurs {found} times"
             raise ConfigError(
-                f"{_KEY}: {self.path}: column {column} {problem}; expected prompt, chosen and rejected, got {', '.join(schema.names)}"
+                f"{_KEY}: {self.path}: column {column} {problem}; expected prompt, chosen and rejected, got"
+                f" {', '.join(schema.names)}"
             )
         kind = schema.field(column).type
         flat = kind.value_type if pa.types.is_dictionary(kind) else kind
         if column == "prompt":
             fits, expected = _is_text(flat), "text"
         else:
-            stored = flat.field("bytes").type if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0 else None
+            stored = (
+                flat.field("bytes").type if pa.types.is_struct(flat) and flat.get_field_index("bytes") >= 0 else None
+            )
             # A struct whose `bytes` are all null has paths.
-            fits = _is_text(flat) or _is_bytes(flat) if stored is None else _is_bytes(stored) or pa.types.is_null(stored)
+            fits = (
+                _is_text(flat) or _is_bytes(flat) if stored is None else _is_bytes(stored) or pa.types.is_null(stored)
+            )
             expected = "encoded images (binary, or a struct with binary `bytes`) or their paths (text)"
         leaves = (self._file.schema.column(i) for i in range(len(self._file.schema)))
-        lists = any(leaf.max_repetition_level and leaf.path.split(".")[0] == column for leaf in leaves)  # one row of them has no end
+        lists = any(
+            leaf.max_repetition_level and leaf.path.split(".")[0] == column for leaf in leaves
+        )  # one row of them has no end
         if not fits or lists:
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
@@ -158,12 +182,15 @@ class PreferencePairs:
             ) from None
         if not inside:
             raise ConfigError(
-                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file inside"
+                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file"
+                " inside"
             )
         if not exists:
             raise ConfigError(f"{where}: no such file: {text[:200]!r}")
         if file.stat().st_size > _MAX_IMAGE_BYTES:
-            raise ConfigError(f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
+            raise ConfigError(
+                f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded"
+            )
         return file
 
 
@@ -176,8 +203,9 @@ class _Column:
         self._file, self._path, self._name = file, path, name
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         self._starts = list(accumulate(sizes, initial=0))[:-1]
-        # A batch repeats what a page, by a dictionary or by its compression, holds once: only a single row has a bound. A column that is an
-        # Arrow dictionary repeats nothing and comes with all of it, 2 GiB at most, in every batch: there single rows would cost too much.
+        # A batch repeats what a page, by a dictionary or by its compression, holds once: only a single row has a bound.
+        # A column that is an Arrow dictionary repeats nothing and comes with all of it, 2 GiB at most, in every batch:
+        # there single rows would cost too much.
         self._rows = _DICTIONARY_ROWS if pa.types.is_dictionary(file.schema_arrow.field(name).type) else 1
         self._group = -1
         self._batches: Iterator[Any] = iter(())
@@ -206,7 +234,9 @@ class _Column:
 
         try:
             # No threads: this actor's share of the machine is placement.rollout.cpus.
-            yield from self._file.iter_batches(batch_size=self._rows, row_groups=[group], columns=[self._name], use_threads=False)
+            yield from self._file.iter_batches(
+                batch_size=self._rows, row_groups=[group], columns=[self._name], use_threads=False
+            )
         except (pa.ArrowException, OSError) as error:
             place = f"column {self._name}, row {self._starts[group]} and those after it"
             raise ConfigError(f"{_KEY}: {self._path}: {place} cannot be read: {_one_line(error)}") from None
@@ -251,9 +281,14 @@ def _decode(source: Path | io.BytesIO, where: str) -> NDArray[np.uint8]:
         with Image.open(source, formats=_FORMATS) as image:
             width, height = image.size  # of the header: nothing is decoded yet
             if width * height > _MAX_PIXELS:
-                raise ConfigError(f"{where}: the image has {width} x {height} pixels, at most {_MAX_PIXELS} are decoded")
+                raise ConfigError(
+                    f"{where}: the image has {width} x {height} pixels, at most {_MAX_PIXELS} are decoded"
+                )
             if image.mode[0] in "IF":
-                raise ConfigError(f"{where}: the image has mode {image.mode}; expected 8 bits a channel, which more would be cut off to")
+                raise ConfigError(
+                    f"{where}: the image has mode {image.mode}; expected 8 bits a channel, which more would be cut"
+                    " off to"
+                )
             return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     except ConfigError:
         raise

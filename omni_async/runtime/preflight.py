@@ -1,4 +1,5 @@
-"""Everything that can be found wrong before anything heavy starts: prompt files, the checkpoint's architecture, scorers. Imports no torch.
+"""Everything that can be found wrong before anything heavy starts: prompt files, the checkpoint's architecture,
+scorers. Imports no torch.
 
 With `emulation` there is no model, no prompt file and no scorer to look at: the profile is.
 """
@@ -44,10 +45,12 @@ _WEIGHT_COPIES = 4
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was looked at closely. `start` is what the checkpoint to resume from knows; `run` the folder of the run that goes on,
-    if it does so in its own, and `untouched` says that nothing has been changed in there yet: nothing is before there is an update to record.
+    """A configuration that was looked at closely. `start` is what the checkpoint to resume from knows; `run` the folder
+    of the run that goes on, if it does so in its own, and `untouched` says that nothing has been changed in there yet:
+    nothing is before there is an update to record.
 
-    `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are for the console.
+    `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are
+    for the console.
     """
 
     config: Config
@@ -76,12 +79,19 @@ def preflight(config: Config) -> RunInputs:
     checks = _check_scorers(config)
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
-        raise ConfigError(f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave it out")
+        raise ConfigError(
+            f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
+            " it out"
+        )
     _check_model(config, family)
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
-    validation = load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
-    _require_accelerators(config)  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
+    validation = (
+        load_prompts(config.validation.prompts, "validation.prompts", longest, checks) if config.validation else []
+    )
+    _require_accelerators(
+        config
+    )  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
 
 
@@ -90,7 +100,13 @@ def _check_run_dir(folder: str) -> None:
     wanted = Path(folder).absolute()
     try:
         found = next(path for path in (wanted, *wanted.parents) if path.exists())
-        problem = "is not a folder" if not found.is_dir() else "" if os.access(found, os.W_OK | os.X_OK) else "is not writable"
+        problem = (
+            "is not a folder"
+            if not found.is_dir()
+            else ""
+            if os.access(found, os.W_OK | os.X_OK)
+            else "is not writable"
+        )
     except OSError as error:
         raise ConfigError(f"run.dir: cannot make a run folder in {wanted}: {error.strerror or error}") from None
     if problem:
@@ -122,7 +138,9 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
     if point.run is None:
         start = replace(start, ledger=LedgerState(), images=0, rewards=(), rounds=())  # a run of its own counts its own
     notes = (*inputs.notes, *passed, *point.notes)
-    return dataclasses.replace(inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes)
+    return dataclasses.replace(
+        inputs, config=config, start=start, run=point.run, untouched=point.run is not None, notes=notes
+    )
 
 
 def _check_placement(config: Config) -> None:
@@ -131,13 +149,16 @@ def _check_placement(config: Config) -> None:
         gpus = getattr(config.placement, role).gpus
         if config.placement.colocated and gpus > 1:
             raise ConfigError(
-                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use more workers"
+                f"placement.{role}.gpus: with placement.colocated an actor shares one accelerator, got {gpus:g}; use"
+                " more workers"
             )
 
 
 def _require_accelerators(config: Config) -> None:
     """Where this machine is all there is, and it has fewer than the roles ask for."""
-    asking = {role: gpus for role in ("rollout", "reward", "trainer") if (gpus := getattr(config.placement, role).gpus) > 0}
+    asking = {
+        role: gpus for role in ("rollout", "reward", "trainer") if (gpus := getattr(config.placement, role).gpus) > 0
+    }
     in_process = config.run.runtime == "inprocess"
     if not asking or (not in_process and _joins_a_cluster(config)):
         return
@@ -151,13 +172,14 @@ def _require_accelerators(config: Config) -> None:
     asked = ", ".join(f"{role} {len(names[role])} x {gpus:g}" for role, gpus in asking.items())
     elsewhere = "" if in_process else ", or name a cluster that has them with run.ray_address"
     raise ConfigError(
-        f"placement.{next(iter(asking))}.gpus: accelerators are asked for ({asked}), but this machine has {have or 'none'} ({why}); "
-        f"lower placement.*.gpus (0 is the CPU) or the numbers of workers{elsewhere}"
+        f"placement.{next(iter(asking))}.gpus: accelerators are asked for ({asked}), but this machine has"
+        f" {have or 'none'} ({why}); lower placement.*.gpus (0 is the CPU) or the numbers of workers{elsewhere}"
     )
 
 
 def _joins_a_cluster(config: Config) -> bool:
-    """Whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this process has one already."""
+    """Whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this process
+    has one already."""
     if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
         return True
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
@@ -168,7 +190,9 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
     profile = load_profile(emulation.profile)
     notes = unmeasured(profile, config, assesses=plan_updates(config).assess)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
-    sizes = {name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()}
+    sizes = {
+        name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()
+    }
     profile = replace(profile, payload=Payload(**sizes))
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
@@ -184,7 +208,10 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
         validation_prompts=(),
         profile=profile,
         notes=(
-            f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds; {ignored} are ignored",
+            (
+                f"emulated: every device replays profile {profile.name} at {emulation.time_scale:g} times its seconds;"
+                f" {ignored} are ignored"
+            ),
             *notes,
         ),
     )
@@ -197,8 +224,8 @@ def _check_memory(config: Config, payload: Payload) -> None:
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
-            f"emulation.payload_scale: the payloads of {samples} live samples and {_WEIGHT_COPIES} copies of the weights take {needed / 1e9:.1f} GB, "
-            f"{available / 1e9:.1f} GB are free; lower it"
+            f"emulation.payload_scale: the payloads of {samples} live samples and {_WEIGHT_COPIES} copies of the"
+            f" weights take {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; lower it"
         )
 
 
@@ -216,19 +243,27 @@ def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
 def _check_model(config: Config, family: PipelineFamily) -> None:
     index = Path(config.model.path) / "model_index.json"
     if not index.is_file():
-        raise ConfigError(f"model.path: {config.model.path} is not a checkpoint folder in diffusers layout: it has no model_index.json")
+        raise ConfigError(
+            f"model.path: {config.model.path} is not a checkpoint folder in diffusers layout: it has no"
+            " model_index.json"
+        )
     listed = _read_json(index, "model.path")
     found = listed.get("_class_name")
     if found != family.model_index_class:
         raise ConfigError(
-            f"model.path: {config.model.path} is a {found} checkpoint, but model.pipeline {family.name!r} needs a {family.model_index_class}"
+            f"model.path: {config.model.path} is a {found} checkpoint, but model.pipeline {family.name!r} needs a"
+            f" {family.model_index_class}"
         )
     if not (Path(config.model.path) / "transformer" / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-    for part in sorted(path for name in {*listed, "transformer"} if (path := Path(config.model.path) / Path(name).name).is_dir()):
+    for part in sorted(
+        path for name in {*listed, "transformer"} if (path := Path(config.model.path) / Path(name).name).is_dir()
+    ):
         pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
         if pickled and not any(part.glob("*.safetensors")):
-            raise ConfigError(f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors")
+            raise ConfigError(
+                f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors"
+            )
 
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Reads prompt files: `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target`, and any other keys.
+"""Reads prompt files: `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target`, and
+any other keys.
 
 A wrong line stops the run before anything is started, with its number.
 """
@@ -25,7 +26,8 @@ PromptCheck = Callable[[Prompt], str | None]
 
 
 def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
-    """`key` is the configuration path that named the file, for messages. Raises ConfigError, also for what one of `checks` misses in a prompt."""
+    """`key` is the configuration path that named the file, for messages. Raises ConfigError, also for what one of
+    `checks` misses in a prompt."""
     text = _read(path, key)
     parse = _parser(path, key)
     prompts: list[Prompt] = []
@@ -60,7 +62,9 @@ def _read(path: str, key: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{key}: {path}:{number}: not UTF-8 text: byte {error.object[error.start]:#04x}: {error.reason}") from None
+        raise ConfigError(
+            f"{key}: {path}:{number}: not UTF-8 text: byte {error.object[error.start]:#04x}: {error.reason}"
+        ) from None
 
 
 def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
@@ -71,7 +75,8 @@ def _parser(path: str, key: str) -> Callable[[int, str, str], Prompt]:
             return _parse_text
         case suffix:
             raise ConfigError(
-                f"{key}: {path}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got {suffix or 'no suffix'}"
+                f"{key}: {path}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got"
+                f" {suffix or 'no suffix'}"
             )
 
 
@@ -110,7 +115,10 @@ def _depth_exceeds(value: Any, deepest: int) -> bool:
     level: list[Any] = [value]
     for _ in range(deepest):
         level = [
-            item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer) if isinstance(item, dict | list)
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
         ]
         if not level:
             return False
@@ -131,6 +139,8 @@ def _require_unique_keys(line: str, where: str) -> None:
 
 def _require_text(prompt: Prompt, where: str, max_chars: int) -> None:
     if len(prompt.text) > max_chars:
-        raise ConfigError(f"{where}: the prompt has {len(prompt.text)} characters, data.max_prompt_chars allows {max_chars}")
+        raise ConfigError(
+            f"{where}: the prompt has {len(prompt.text)} characters, data.max_prompt_chars allows {max_chars}"
+        )
     if "\0" in prompt.text or "\0" in (prompt.target or ""):
         raise ConfigError(f"{where}: holds the character U+0000, where tokenizers may end a text; is this a text file?")

@@ -1,7 +1,8 @@
-"""Every role a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has
-started already is used as it is, and left running.
+"""Every role a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray
+that this process has started already is used as it is, and left running.
 
-Actors are placed as one placement group: the job gets all it needs or says at once what is missing. Nothing clever lives here.
+Actors are placed as one placement group: the job gets all it needs or says at once what is missing. Nothing clever
+lives here.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RayCluster:
     def coordinator(self) -> Any:
         return self._proxy("coordinator")
 
-    # ---- coming up ----------------------------------------------------------------------------------------------------------------
+    # ---- coming up
+    # ----------------------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
         run, stop = self._inputs.config.run, threading.Event()
@@ -109,7 +111,11 @@ class RayCluster:
         producers = {} if offline else {name: self._spawn_producer(name) for name in config.engine_names}
         names = role_names(config)
         rewarders = [self._spawn_rewarder(name) for name in names["reward"]]
-        others = [self._spawn(name, partial(_rank, rank, self._inputs)) for rank, name in enumerate(names["trainer"]) if rank > 0]
+        others = [
+            self._spawn(name, partial(_rank, rank, self._inputs))
+            for rank, name in enumerate(names["trainer"])
+            if rank > 0
+        ]
         folders = str(self._run.checkpoints), str(self._run.weights)
         trainer = self._spawn("trainer", partial(_trainer, self._inputs, others, producers, self.coordinator, *folders))
         return [trainer, *readers, *producers.values(), *rewarders]
@@ -128,7 +134,8 @@ class RayCluster:
         except TimeoutError:
             await in_thread(partial(_require_room, wanted))
             raise StartError(
-                f"placement: there is no room for the run: {await in_thread(_resources)}; wait for other jobs, or lower placement.*"
+                f"placement: there is no room for the run: {await in_thread(_resources)}; wait for other jobs, or lower"
+                " placement.*"
             ) from None
 
     def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
@@ -136,17 +143,22 @@ class RayCluster:
         options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
         if seat.bundle is not None:
             assert self._group is not None, "actors are placed after the group was reserved"
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=seat.bundle
+            )
         if self._inputs.config.emulation is None:
-            # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps ready.
+            # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps
+            # ready.
             threads = str(seat.threads)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
-        self._actors[name] = actor_class().options(name=f"{self._run.run_id}/{self._life}/{name}", **options).remote(build)
+        self._actors[name] = (
+            actor_class().options(name=f"{self._run.run_id}/{self._life}/{name}", **options).remote(build)
+        )
         return self._proxy(name)
 
     def _seat_beside(self, name: str) -> Seat:
-        """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the run asked for at its start,
-        not those of the machine: one more worker shares them."""
+        """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the
+        run asked for at its start, not those of the machine: one more worker shares them."""
         resources = getattr(self._inputs.config.placement, "reward" if name.startswith("reward") else "rollout")
         emulated, shared = self._inputs.config.emulation is not None, self._has_own_ray
         cpus = 0.0 if emulated or shared else resources.cpus
@@ -167,7 +179,8 @@ class RayCluster:
     def _proxy(self, name: str) -> Any:
         return Proxy(name, self._actors[name])
 
-    # ---- running ------------------------------------------------------------------------------------------------------------------
+    # ---- running
+    # ------------------------------------------------------------------------------------------------------------------
 
     def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: self._attended(name) for name in self._actors if name.startswith(("rollout", "reward"))}
@@ -223,9 +236,12 @@ class RayCluster:
         return found
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        return {name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors}
+        return {
+            name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors
+        }
 
-    # ---- who comes and goes -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes
+    # -------------------------------------------------------------------------------------------------------
 
     async def lose(self, name: str, reason: str) -> None:
         """Its process ends, and with it what it stored."""
@@ -240,7 +256,9 @@ class RayCluster:
     async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
         """StartError if it is not ready in time: there may be no room for it."""
         timeout = self._inputs.config.run.startup_timeout_s
-        worker = await in_thread(partial(self._spawn_rewarder if name.startswith("reward") else self._spawn_producer, name))
+        worker = await in_thread(
+            partial(self._spawn_rewarder if name.startswith("reward") else self._spawn_producer, name)
+        )
         try:
             async with asyncio.timeout(timeout) as deadline:
                 await worker.start()
@@ -273,7 +291,8 @@ class RayCluster:
             ray.kill(actor)
 
     async def close(self) -> None:
-        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it, which takes everything along."""
+        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it, which
+        takes everything along."""
         connection, self._connection = self._connection, None
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
             with contextlib.suppress(TimeoutError):  # nobody answers: whose cluster it is will find that out
@@ -283,7 +302,9 @@ class RayCluster:
             await in_thread(connection.close)
 
     def _free(self) -> None:
-        with contextlib.ExitStack() as then:  # each step is taken, whatever becomes of those before it: Ray itself may be broken
+        with (
+            contextlib.ExitStack() as then
+        ):  # each step is taken, whatever becomes of those before it: Ray itself may be broken
             group, self._group = self._group, None
             if group is not None:
                 then.callback(remove_placement_group, group)
@@ -297,8 +318,11 @@ class RayCluster:
                 ray.kill(actor)
         if where and ray.is_initialized():
             here = ray.get_runtime_context().get_node_id()
-            # Workers elsewhere have heard Ray. A trainer or a coordinator that has not would write where the next life does.
-            ending = [one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))]
+            # Workers elsewhere have heard Ray. A trainer or a coordinator that has not would write where the next life
+            # does.
+            ending = [
+                one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))
+            ]
             with ThreadPoolExecutor(max(1, len(ending))) as threads:
                 list(threads.map(end_process, ending))
 
@@ -323,7 +347,9 @@ def _require_room(wanted: list[dict[str, float]]) -> None:
 
 def _resources() -> str:
     have, free = ray.cluster_resources(), ray.available_resources()
-    return ", ".join(f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", "GPU") if kind in have)
+    return ", ".join(
+        f"{free.get(kind, 0):g} of {have.get(kind, 0):g} {kind}s are free" for kind in ("CPU", "GPU") if kind in have
+    )
 
 
 # What each actor builds, in its own process.
@@ -353,7 +379,9 @@ def _rank(rank: int, inputs: RunInputs) -> Any:
     return roles.build_rank(rank, inputs, RayStore())
 
 
-def _trainer(inputs: RunInputs, others: list[Any], producers: dict[str, Any], coordinator: Any, checkpoints: str, weights: str) -> Any:
+def _trainer(
+    inputs: RunInputs, others: list[Any], producers: dict[str, Any], coordinator: Any, checkpoints: str, weights: str
+) -> Any:
     if inputs.profile is None:
         roles.limit_threads(inputs.config.placement.trainer.cpus)
     host, store = ray.util.get_node_ip_address(), RayStore()

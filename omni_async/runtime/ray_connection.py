@@ -33,8 +33,8 @@ class StartError(RuntimeError):
 
 
 class Connection:
-    """This process's connection to Ray. `started`: it was made by `connect`, and `close` ends it, with Ray itself if that was started too. `local`:
-    Ray's processes, where they are ours."""
+    """This process's connection to Ray. `started`: it was made by `connect`, and `close` ends it, with Ray itself if
+    that was started too. `local`: Ray's processes, where they are ours."""
 
     def __init__(self, started: bool, local: LocalRay | None) -> None:
         self.started = started
@@ -46,7 +46,8 @@ class Connection:
         return self._lost is not None and self._lost.done() and not self._lost.cancelled()
 
     async def lost(self, health_timeout_s: float) -> str:
-        """What has become of Ray, once it is gone. Where it is another's: once its head has not answered for `health_timeout_s`."""
+        """What has become of Ray, once it is gone. Where it is another's: once its head has not answered for
+        `health_timeout_s`."""
         if self._lost is None:
             waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
@@ -67,10 +68,12 @@ class Connection:
 _current: Connection | None = None
 
 
-def connect(address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None) -> Connection:
-    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs, again and again until `timeout_s` are over. A connection that
-    this process has already is kept, and left open by whoever finds it. StartError, one line, if there is no Ray to be had. `stop`: it is not
-    wanted any more."""
+def connect(
+    address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
+) -> Connection:
+    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs, again and again until `timeout_s`
+    are over. A connection that this process has already is kept, and left open by whoever finds it. StartError, one
+    line, if there is no Ray to be had. `stop`: it is not wanted any more."""
     global _current
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
@@ -97,13 +100,17 @@ def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
             _leave()
             reason = _one_line(error)
             if isinstance(error, StartFailed) and error.final:
-                raise StartError(f"Ray cannot be started on this machine: {reason}; its logs: {local.folder}") from error
+                raise StartError(
+                    f"Ray cannot be started on this machine: {reason}; its logs: {local.folder}"
+                ) from error
             if time.monotonic() + _PAUSE_S >= deadline:
                 raise StartError(
-                    f"Ray did not start within run.startup_timeout_s = {timeout_s:g}, tried {tries} time{'s' * (tries != 1)}: {reason}; is the machine "
-                    f"overloaded? Its logs: {local.folder}"
+                    f"Ray did not start within run.startup_timeout_s = {timeout_s:g}, tried {tries}"
+                    f" time{'s' * (tries != 1)}: {reason}; is the machine overloaded? Its logs: {local.folder}"
                 ) from error
-            logger.warning("Ray did not start (%s); trying again, for up to %.0f s more", reason, deadline - time.monotonic())
+            logger.warning(
+                "Ray did not start (%s); trying again, for up to %.0f s more", reason, deadline - time.monotonic()
+            )
             stop.wait(_PAUSE_S)
 
 
@@ -119,7 +126,9 @@ def _join(address: str) -> Connection:
         ray.init(address=address, runtime_env={"env_vars": environment}, **_QUIET)
     except Exception as error:
         _leave()
-        raise StartError(f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}{_about_tokens()}") from error
+        raise StartError(
+            f"run.ray_address: cannot join Ray at {address}: {_one_line(error)}{_about_tokens()}"
+        ) from error
     return Connection(True, None)
 
 
@@ -131,10 +140,17 @@ def _require_somebody(address: str) -> None:
 
 
 def _about_tokens() -> str:
-    """What a cluster with a token asks of who joins it. Whoever has none is told no more than that it cannot connect."""
+    """What a cluster with a token asks of who joins it. Whoever has none is told no more than that it cannot
+    connect."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on every machine"
-    return "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token in the environment, here and where a node joins"
+        return (
+            "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
+            " every machine"
+        )
+    return (
+        "; a cluster that asks for a token is joined with RAY_AUTH_MODE=token in the environment, here and where a node"
+        " joins"
+    )
 
 
 def reread_environment() -> None:
@@ -145,7 +161,8 @@ def reread_environment() -> None:
 
 
 def _leave() -> None:
-    """End this process's connection, or what is left of one that was not made. Bounded, because a global store that is gone may be waited for."""
+    """End this process's connection, or what is left of one that was not made. Bounded, because a global store that is
+    gone may be waited for."""
     leaving = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
@@ -174,8 +191,8 @@ async def _until_silent(health_timeout_s: float) -> str:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """What a call to Ray gives that blocks, and never returns if Ray is lost meanwhile. Then its thread is left behind, which holds up neither a
-    cancellation nor the end of the process."""
+    """What a call to Ray gives that blocks, and never returns if Ray is lost meanwhile. Then its thread is left behind,
+    which holds up neither a cancellation nor the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

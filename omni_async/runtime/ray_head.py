@@ -1,8 +1,9 @@
-"""Starts a local Ray and keeps it for as long as a driver wants it. Run as a script, in a session of its own, by `ray_local`.
+"""Starts a local Ray and keeps it for as long as a driver wants it. Run as a script, in a session of its own, by
+`ray_local`.
 
-A Ray that a driver starts by itself is in the driver's process group: what `timeout`, SLURM and systemd send to the group, and Ctrl-C at a terminal,
-ends Ray's processes at once, and the driver can end nothing in order any more. And a driver is told of the loss of a Ray of its own by being
-killed. So this process starts Ray, and
+A Ray that a driver starts by itself is in the driver's process group: what `timeout`, SLURM and systemd send to the
+group, and Ctrl-C at a terminal, ends Ray's processes at once, and the driver can end nothing in order any more. And a
+driver is told of the loss of a Ray of its own by being killed. So this process starts Ray, and
  - ends when the driver says so or is gone (its end of the pipe to our stdin closes, whatever killed it), and
  - ends when one of Ray's own processes does, with the reason as its last line: its end is the loss of Ray.
 Whichever it is, no process of this Ray is left.
@@ -42,7 +43,11 @@ def main() -> None:
         address = start(cpus, folder)
     except Exception as error:  # noqa: BLE001 (the driver decides what becomes of it)
         text = " ".join(str(error).split()) or type(error).__name__
-        tell(answers, error=text[:500], final=isinstance(error, _FINAL) and not isinstance(error, TimeoutError | ConnectionError))
+        tell(
+            answers,
+            error=text[:500],
+            final=isinstance(error, _FINAL) and not isinstance(error, TimeoutError | ConnectionError),
+        )
         end(folder, 1)
     servers = {name: child for child in psutil.Process().children() if (name := child.name()) in _SERVERS}
     tell(answers, address=address)
@@ -53,7 +58,8 @@ def main() -> None:
 
 
 def end_with(driver: int, folder: Path) -> None:
-    """End as soon as the driver says so or is gone. A process that it forked may hold the pipe open for longer, so its death counts, too."""
+    """End as soon as the driver says so or is gone. A process that it forked may hold the pipe open for longer, so its
+    death counts, too."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0] and os.getppid() == driver:
         pass
     end(folder, 0)
@@ -84,7 +90,8 @@ def tell(answers: IO[str], **answer: Any) -> None:
 
 
 def end(folder: Path, code: int) -> NoReturn:
-    """Kill everything that was started here, actors and what they started included. Of the files only logs stay, and not what was spilled."""
+    """Kill everything that was started here, actors and what they started included. Of the files only logs stay, and
+    not what was spilled."""
     family = psutil.Process().children(recursive=True)
     for process in family:
         try:

@@ -25,7 +25,8 @@ _DRIVERS_OWN = {
     # Ray ends a driver whose global store has been gone for 60 s; a run answers that by itself, in order and sooner.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
 }
-# Whose death ends this process when its node is gone; without it the parent's, if that is process 1 (a container's, a service manager).
+# Whose death ends this process when its node is gone; without it the parent's, if that is process 1 (a container's, a
+# service manager).
 _LIFELINE = "RAY_RAYLET_PID"
 
 
@@ -38,7 +39,8 @@ class StartFailed(RuntimeError):
 
 
 class LocalRay:
-    """Starts at once with `cpus` CPUs; `address` waits for it. `folder` holds its logs, and nobody else may look into it."""
+    """Starts at once with `cpus` CPUs; `address` waits for it. `folder` holds its logs, and nobody else may look into
+    it."""
 
     def __init__(self, cpus: int) -> None:
         use_a_token()
@@ -62,7 +64,8 @@ class LocalRay:
         return self._process.pid
 
     def address(self, seconds: float, stop: threading.Event) -> str:
-        """Where it is, when it is up. StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more."""
+        """Where it is, when it is up. StartFailed if that takes longer than `seconds`, does not work, or is not wanted
+        any more."""
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
@@ -107,7 +110,8 @@ class LocalRay:
 
 def prepare_driver() -> None:
     """Set what Ray reads from the environment when it is imported. To be called before that."""
-    # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is told there.
+    # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is
+    # told there.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Raylet is terminated")
     for name, value in _DRIVERS_OWN.items():
         os.environ.setdefault(name, value)
@@ -115,8 +119,8 @@ def prepare_driver() -> None:
 
 
 def use_a_token() -> None:
-    """Have Ray's processes and this one prove themselves to each other with a token that is written nowhere, unless the user has chosen a token or
-    to do without. Ray would write one to the home folder for everybody to read."""
+    """Have Ray's processes and this one prove themselves to each other with a token that is written nowhere, unless the
+    user has chosen a token or to do without. Ray would write one to the home folder for everybody to read."""
     if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
@@ -133,12 +137,13 @@ def _private_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What Ray's processes, and so all actors, start with. In the environment of a process that is kept ready for any actor, not in that of a job:
-    Ray would start another for each."""
+    """What Ray's processes, and so all actors, start with. In the environment of a process that is kept ready for any
+    actor, not in that of a job: Ray would start another for each."""
     passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
     # vLLM and diffusers look for a hub otherwise, when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")
     passed_on["RAY_DEDUP_LOGS"] = "0"
-    # A record of every call is for the dashboard, which is not started: without it Ray's global store does not grow by 100 MB.
+    # A record of every call is for the dashboard, which is not started: without it Ray's global store does not grow by
+    # 100 MB.
     passed_on.setdefault("RAY_task_events_report_interval_ms", "0")
     return passed_on

@@ -1,5 +1,5 @@
-"""The end of an actor's process, wherever it is. Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a device that hangs)
-does not hear that: it would keep its memory and its accelerator."""
+"""The end of an actor's process, wherever it is. Ray asks a process to end, and one that is stopped (SIGSTOP, a
+debugger, a device that hangs) does not hear that: it would keep its memory and its accelerator."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """The Ray shell: one actor class that hosts any role, and the proxy through which roles call each other.
 
-Ray runs every concurrency group of an async actor on an event loop of its own, and a role must live on one. So the role has a home loop in
-its own thread, and the actor's methods are doors that carry calls there: the default group for calls that may wait long, `control` for those
-that must get through while that door is crowded, the question whether the home loop still turns among them.
+Ray runs every concurrency group of an async actor on an event loop of its own, and a role must live on one. So the role
+has a home loop in its own thread, and the actor's methods are doors that carry calls there: the default group for calls
+that may wait long, `control` for those that must get through while that door is crowded, the question whether the home
+loop still turns among them.
 
-There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for the next group, so on a busy
-machine two threads may run the same loop, and calls to the other wait for ever ("this event loop is already running").
+There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for
+the next group, so on a busy machine two threads may run the same loop, and calls to the other wait for ever ("this
+event loop is already running").
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
 # Calls that wait for something to happen; everything else goes through the control door.
 _LONG_CALLS = frozenset(
-    {"next_samples", "next_to_score", "closing", "next_groups", "events", "run", "run_publisher", "start", "receive_weights", "admit"}
+    {
+        "next_samples",
+        "next_to_score",
+        "closing",
+        "next_groups",
+        "events",
+        "run",
+        "run_publisher",
+        "start",
+        "receive_weights",
+        "admit",
+    }
 )
 
 
@@ -114,13 +127,16 @@ class Proxy:
 
 def _last_line(error: BaseException) -> str:
     """Of a traceback, what was raised."""
-    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[:500]
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[
+        :500
+    ]
 
 
 def _cause(error: BaseException) -> str:
     """Of Ray's page about a dead actor, the sentence that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next(
-        (line for line in lines if "killed" in line or "node" in line or "died" in line), lines[0] if lines else "no reason is known"
+        (line for line in lines if "killed" in line or "node" in line or "died" in line),
+        lines[0] if lines else "no reason is known",
     )
     return found[:200]

@@ -1,8 +1,10 @@
-"""The data plane over Ray's object store: a value is written to shared memory once, and read there by whoever has its reference.
+"""The data plane over Ray's object store: a value is written to shared memory once, and read there by whoever has its
+reference.
 
-Two things cost far more than the bytes. Every object costs the store's daemon a conversation, when it is made and when it is read: so values that
-are put together share an object while they are small, and reads of one process that come together are one. And a tensor is pickled by copying
-it twice: so tensors travel as views of their memory, which Ray maps into the reader's process as it does with arrays.
+Two things cost far more than the bytes. Every object costs the store's daemon a conversation, when it is made and when
+it is read: so values that are put together share an object while they are small, and reads of one process that come
+together are one. And a tensor is pickled by copying it twice: so tensors travel as views of their memory, which Ray
+maps into the reader's process as it does with arrays.
 
 Waits for Ray alone, in threads, so that the event loop goes on meanwhile.
 """
@@ -51,7 +53,9 @@ class RayStore:
     async def put_all(self, values: Sequence[Any]) -> list[Place]:
         """Values share objects in their order."""
         shares = list(_shares(values))
-        objects = await asyncio.gather(*(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares))
+        objects = await asyncio.gather(
+            *(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
+        )
         return [Place(made, index) for made, share in zip(objects, shares, strict=True) for index in range(len(share))]
 
     async def get(self, reference: Place) -> Any:
@@ -107,7 +111,8 @@ def _read_one(one: Any) -> Any:
         return error
 
 
-# ---- tensors as arrays ----------------------------------------------------------------------------------------------------------------
+# ---- tensors as arrays
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class _Tensor(NamedTuple):
@@ -158,7 +163,8 @@ def _shared_tensor(value: _Tensor) -> torch.Tensor:
 
 @cache
 def _torch() -> Any:
-    """torch, after its one warning a process that it can't keep anybody from writing to read-only memory: `ObjectStore.get` forbids it."""
+    """torch, after its one warning a process that it can't keep anybody from writing to read-only memory:
+    `ObjectStore.get` forbids it."""
     import torch
 
     read_only = np.zeros(1, np.uint8)

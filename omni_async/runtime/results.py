@@ -1,6 +1,8 @@
-"""Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written costs no other.
+"""Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written
+costs no other.
 
-An attempt that has nothing to record leaves the results of the attempts before as they are: it adds its line to `attempts.jsonl`, and that is all.
+An attempt that has nothing to record leaves the results of the attempts before as they are: it adds its line to
+`attempts.jsonl`, and that is all.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ class Results:
             self._unwritten[path.name] = "skipped on Ctrl-C"
         except Exception as error:  # noqa: BLE001 (whatever is wrong with one result, it is told, and the others are written)
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-            self._unwritten[path.name] = (cause.strerror if isinstance(cause, OSError) else None) or f"{type(error).__name__}: {error}"
+            self._unwritten[path.name] = (
+                cause.strerror if isinstance(cause, OSError) else None
+            ) or f"{type(error).__name__}: {error}"
         return path.name not in self._unwritten
 
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:

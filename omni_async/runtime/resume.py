@@ -6,9 +6,10 @@ auto     the newest run of this name in run.dir that is neither done nor running
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 
-Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over, and that is said. So is
-one whose run's ledger does not begin with the lines that it counts, and groups that wait for the trainer are made again if the recipe would make
-others now. One that is beyond trainer.updates is refused: going back before it would make void what was trained.
+Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over,
+and that is said. So is one whose run's ledger does not begin with the lines that it counts, and groups that wait for
+the trainer are made again if the recipe would make others now. One that is beyond trainer.updates is refused: going
+back before it would make void what was trained.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _NAMED = 5
 
 
 def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
-    """Look where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console. Raises ConfigError, one line,
-    where there should be a checkpoint and none can be used."""
+    """Look where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console.
+    Raises ConfigError, one line, where there should be a checkpoint and none can be used."""
     resume = config.checkpoint.resume
     if resume is None:
         return None
@@ -52,7 +53,9 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
     folder = Path(resume)
     if not folder.is_dir():
         raise ConfigError(
-            f"checkpoint.resume: {folder} is not a folder" if folder.exists() else f"checkpoint.resume: no such folder: {folder}"
+            f"checkpoint.resume: {folder} is not a folder"
+            if folder.exists()
+            else f"checkpoint.resume: no such folder: {folder}"
         )
     if (folder / "checkpoints").is_dir() or RunDirectory(folder).config_yaml.is_file():
         if RunDirectory(folder).is_running():
@@ -64,30 +67,34 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
         raise ConfigError(f"checkpoint.resume: {error}") from None
     if state.version >= config.trainer.updates:
         raise ConfigError(
-            f"checkpoint.resume: {folder} is at update {state.version} already, trainer.updates is {config.trainer.updates}; "
-            f"trainer.updates=N with N above {state.version} trains on from it"
+            f"checkpoint.resume: {folder} is at update {state.version} already, trainer.updates is"
+            f" {config.trainer.updates}; trainer.updates=N with N above {state.version} trains on from it"
         )
     state, notes = _with_fitting_groups(config, state)
     return ResumePoint(folder, state, notes=(*notes, f"from {folder}, at update {state.version}"))
 
 
 def nothing_to_do(config: Config) -> str | None:
-    """What to tell whoever resumes a run that has made all its updates; None if it is another. Reads nothing but the run's summary."""
+    """What to tell whoever resumes a run that has made all its updates; None if it is another. Reads nothing but the
+    run's summary."""
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
     run, updates = RunDirectory(Path(resume)), config.trainer.updates
     status, made = read_ending(run.summary) or (None, 0)
-    # Updates count from the weights that the run began with, and trainer.updates from those of the run that it took them from.
+    # Updates count from the weights that the run began with, and trainer.updates from those of the run that it took
+    # them from.
     if status != "done" or max(made, newest_version(run.checkpoints)) != updates:
         return None
     return (
-        f"{run.path} is done, nothing to do: it is at update {updates}, the last; trainer.updates=N, with N larger than {updates}, to go on"
+        f"{run.path} is done, nothing to do: it is at update {updates}, the last; trainer.updates=N, with N larger than"
+        f" {updates}, to go on"
     )
 
 
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
-    """Find the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is appended to `refused`."""
+    """Find the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is
+    appended to `refused`."""
     refused = [] if refused is None else refused
     for point in _Search(refused).points(config, run):
         if point.state.version <= config.trainer.updates:
@@ -113,7 +120,10 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
             passed.append(f"warning: passed over {run.run_id}: {search.why(run.path)}")
     if done:
         others = f" and {len(done) - _NAMED} others" if len(done) > _NAMED else ""
-        passed.append(f"passed over, because done: {', '.join(done[:_NAMED])}{others} (checkpoint.resume=<its folder> goes on with one)")
+        passed.append(
+            f"passed over, because done: {', '.join(done[:_NAMED])}{others} (checkpoint.resume=<its folder> goes on"
+            " with one)"
+        )
     return None if point is None else _within_updates(config, point)
 
 
@@ -132,18 +142,21 @@ def _of_run(config: Config, run: Path) -> ResumePoint:
 
 
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
-    """One that is past the last update has nothing left to do, and what is done can't be taken back: the run would wait for ever."""
+    """One that is past the last update has nothing left to do, and what is done can't be taken back: the run would wait
+    for ever."""
     if point.state.version > config.trainer.updates:
         raise ConfigError(
-            f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates = {config.trainer.updates}; "
-            f"trainer.updates=N with N above {point.state.version} goes on with it, checkpoint.resume=null starts a new run"
+            f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
+            f" {config.trainer.updates}; trainer.updates=N with N above {point.state.version} goes on with it,"
+            " checkpoint.resume=null starts a new run"
         )
     return point
 
 
 @dataclass
 class _Search:
-    """Goes through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not."""
+    """Goes through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and
+    whose ledger is not."""
 
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
@@ -163,7 +176,9 @@ class _Search:
                 self.orphan = self.orphan or folder
                 continue
             state, notes = _with_fitting_groups(config, state)
-            yield ResumePoint(folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}"))
+            yield ResumePoint(
+                folder, state, run, (*self.refused, *notes, f"going on with {run.name} from update {state.version}")
+            )
 
     def why(self, run: Path) -> str:
         """Say why there is none: of the newest, which stands for the others of a run that has many."""
@@ -188,20 +203,28 @@ def _usable(config: Config, folder: Path) -> State:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
     _require_same_devices(config, folder, state)
     steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
-    if steps is not None and steps != state.version * per_update:  # schedules count optimizer steps, and updates by them
+    if (
+        steps is not None and steps != state.version * per_update
+    ):  # schedules count optimizer steps, and updates by them
         raise CheckpointError(
-            f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates, trainer.steps_per_update is {per_update}"
+            f"{folder} is of another job: it made {steps} optimizer steps in {state.version} updates,"
+            f" trainer.steps_per_update is {per_update}"
         )
     return state
 
 
 def _require_same_devices(config: Config, folder: Path, state: State) -> None:
-    """Emulated devices train nothing: their checkpoints, without weights, would take the places of trained ones, their numbers those of the run."""
+    """Emulated devices train nothing: their checkpoints, without weights, would take the places of trained ones, their
+    numbers those of the run."""
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
     if trained and emulated:
-        raise CheckpointError(f"{folder} is of another job: it holds trained weights, and the recipe's devices are emulated (emulation)")
+        raise CheckpointError(
+            f"{folder} is of another job: it holds trained weights, and the recipe's devices are emulated (emulation)"
+        )
     if not trained and not emulated:
-        raise CheckpointError(f"{folder} is of another job: it has no weights, because its devices were emulated; the recipe's are not")
+        raise CheckpointError(
+            f"{folder} is of another job: it has no weights, because its devices were emulated; the recipe's are not"
+        )
 
 
 def _require_ledger(run: Path, state: State) -> None:
@@ -218,4 +241,6 @@ def _with_fitting_groups(config: Config, state: State) -> tuple[State, tuple[str
     kept, changed = fitting(state, config)
     if not changed:
         return state, ()
-    return kept, (f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed",)
+    return kept, (
+        f"groups that waited for the trainer ({len(state.control.ready)}) are made again: {', '.join(changed)} changed",
+    )

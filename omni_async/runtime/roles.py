@@ -1,7 +1,8 @@
-"""Builds each role from the configuration: the one place where both runtimes get their producers, rewarders, ranks and coordinator from.
+"""Builds each role from the configuration: the one place where both runtimes get their producers, rewarders, ranks and
+coordinator from.
 
-Module-level functions with plain arguments, so that the Ray runtime can send them to other processes. Heavy imports happen inside, in the
-process that needs them.
+Module-level functions with plain arguments, so that the Ray runtime can send them to other processes. Heavy imports
+happen inside, in the process that needs them.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinato
     sink = HeldBackSink(take_over) if inputs.untouched else take_over()
     # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
     has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
-    return Coordinator(inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored)
+    return Coordinator(
+        inputs.config, run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored
+    )
 
 
-def build_producer(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Producer:
+def build_producer(
+    name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None
+) -> Producer:
     from omni_async.rollout.factory import build_engine
 
     engine = build_engine(inputs.config, name, inputs.family, inputs.profile)
@@ -71,17 +76,23 @@ def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, stor
     if config.data.preferences is None:
         raise ValueError("a preference reader needs data.preferences")
     policy = inputs.family.load_policy(config.model.path)
-    return PreferenceReader(name, config, PreferencePairs(config.data.preferences), policy, coordinator, store, WallClock())
+    return PreferenceReader(
+        name, config, PreferencePairs(config.data.preferences), policy, coordinator, store, WallClock()
+    )
 
 
-def build_rewarder(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None) -> Rewarder:
+def build_rewarder(
+    name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock | None = None
+) -> Rewarder:
     config, clock = inputs.config, clock or WallClock()
     if inputs.profile is not None:
         return EmulatedRewarder(name, config, inputs.profile, coordinator, store, clock)
     from omni_async.rewards.composition import WeightedScorer
     from omni_async.rewards.probe import Probe
 
-    return Rewarder(name, config, WeightedScorer(config.reward.scorers), coordinator, store, clock, Probe.of(config, inputs.prompts))
+    return Rewarder(
+        name, config, WeightedScorer(config.reward.scorers), coordinator, store, clock, Probe.of(config, inputs.prompts)
+    )
 
 
 def build_publisher(

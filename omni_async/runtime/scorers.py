@@ -1,6 +1,7 @@
 """Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic picture.
 
-Waits for the scorers, in threads: for their construction `run.startup_timeout_s` at most, and twice `reward.timeout_s` for a score.
+Waits for the scorers, in threads: for their construction `run.startup_timeout_s` at most, and twice `reward.timeout_s`
+for a score.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from omni_async.runtime.preflight import RunInputs
 
 
 def try_scorers(inputs: RunInputs) -> list[str]:
-    """Notes for whoever checks: which scorers could not be tried, and why. ConfigError, one line, if one cannot be built or fails twice in the
-    same way."""
+    """Notes for whoever checks: which scorers could not be tried, and why. ConfigError, one line, if one cannot be
+    built or fails twice in the same way."""
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
         return []  # no scorer is asked
@@ -30,7 +31,9 @@ def try_scorers(inputs: RunInputs) -> list[str]:
     if probe is None:
         return []
     if config.placement.reward.gpus > 0:
-        return ["note: placement.reward.gpus: the scorers are tried when the run starts, where they have an accelerator"]
+        return [
+            "note: placement.reward.gpus: the scorers are tried when the run starts, where they have an accelerator"
+        ]
     with contextlib.redirect_stdout(sys.stderr):  # what is checked is printed, and may be kept as a recipe
         return asyncio.run(_try_scorers(inputs, probe))
 
@@ -49,7 +52,9 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
         panel.close()
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
-    return [f"warning: reward.scorers: not tried, because it may be an outage: {reason}" for reason in panel.outages] + notes
+    return [
+        f"warning: reward.scorers: not tried, because it may be an outage: {reason}" for reason in panel.outages
+    ] + notes
 
 
 async def _built(inputs: RunInputs) -> WeightedScorer:

@@ -1,8 +1,8 @@
-"""One life of a run on a cluster that is up: from the first sample until every role has finished, or until a part is lost that the run cannot do
-without.
+"""One life of a run on a cluster that is up: from the first sample until every role has finished, or until a part is
+lost that the run cannot do without.
 
-Whatever ends it (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves a checkpoint, the rest of the
-events is taken.
+Whatever ends it (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer
+leaves a checkpoint, the rest of the events is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PICTURES_S = 30.0
 
 @dataclass
 class Ending:
-    """How the run ended; the first cause stays. `lost`: because of a part without which it can only go on from its last checkpoint."""
+    """How the run ended; the first cause stays. `lost`: because of a part without which it can only go on from its last
+    checkpoint."""
 
     status: Status = "done"
     reason: str | None = None
@@ -109,7 +110,8 @@ class Session:
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        """What `omni-async status` and `scale` ask for; `tell` gets what is being waited for. ValueError, one line, if it can't be done."""
+        """What `omni-async status` and `scale` ask for; `tell` gets what is being waited for. ValueError, one line, if
+        it can't be done."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
@@ -131,8 +133,8 @@ class Session:
 
 
 async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
-    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with that, if anything, and
-    which part was lost, if that is what."""
+    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with
+    that, if anything, and which part was lost, if that is what."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             await roles.settle()

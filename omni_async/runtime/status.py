@@ -1,4 +1,5 @@
-"""What `omni-async status` says: of a run that answers from what it answered, of one that does not from what it left behind."""
+"""What `omni-async status` says: of a run that answers from what it answered, of one that does not from what it left
+behind."""
 
 from __future__ import annotations
 
@@ -24,8 +25,18 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
-    lines += ["", *_table(["part", "process", "weights"], [_part(name, where, status) for name, where in status["parts"].items()])]
-    lines += ["", *_table(["places in", "taken", "of", "ready"], [_buffer(name, held) for name, held in status["buffers"].items()])]
+    lines += [
+        "",
+        *_table(
+            ["part", "process", "weights"], [_part(name, where, status) for name, where in status["parts"].items()]
+        ),
+    ]
+    lines += [
+        "",
+        *_table(
+            ["places in", "taken", "of", "ready"], [_buffer(name, held) for name, held in status["buffers"].items()]
+        ),
+    ]
     lines += ["", f"faults mended: {status['faults']}"]
     return lines
 
@@ -36,9 +47,13 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
     numbers = []
     if found["reward"] is not None:
         numbers.append(f"reward {found['reward']:.3f} (mean of the last {min(5, found['update'])} updates)")
-    numbers += [f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found]
+    numbers += [
+        f"{name} {found[name]:.4g}" for name in ("accuracy", "margin", "grad_norm", "clip_fraction") if name in found
+    ]
     if found["staleness/mean"] is not None:
-        numbers.append(f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most")
+        numbers.append(
+            f"staleness {found['staleness/mean']:.1f} updates on average, {found['staleness/max']:g} at most"
+        )
     if found["images_per_s"] is not None:
         numbers.append(f"images/s {found['images_per_s']:.1f}")
     lines += [", ".join(numbers)] if numbers else []
@@ -63,15 +78,18 @@ def _groups(counts: Mapping[str, int]) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
 
 
-# ---- a run that does not answer -------------------------------------------------------------------------------------------------------
+# ---- a run that does not answer
+# -------------------------------------------------------------------------------------------------------
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run that does not answer. running: another process has it all the same, on another machine perhaps. update: the last one in its
-    metrics, 0 if there is none; numbers: what it said. checkpoint: the newest folder."""
+    """Of a run that does not answer. running: another process has it all the same, on another machine perhaps. update:
+    the last one in its metrics, 0 if there is none; numbers: what it said. checkpoint: the newest folder."""
 
     run: str
     running: bool
@@ -89,7 +107,10 @@ def left_behind(folder: Path) -> LeftBehind:
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
         # Somebody may have edited the file: what is no number tells nothing.
-        metrics = [{name: value for name, value in line.items() if isinstance(value, int | float)} for line in run.read_metrics()]
+        metrics = [
+            {name: value for name, value in line.items() if isinstance(value, int | float)}
+            for line in run.read_metrics()
+        ]
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{folder}: its summary or metrics cannot be read: {error}") from None
     updates = [line for line in metrics if "finished" in line]
@@ -115,7 +136,9 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _round(line: Mapping[str, Any]) -> ValidationPoint:
     parts = {
-        name.removeprefix("validation/"): value for name, value in line.items() if name.startswith("validation/") and value is not None
+        name.removeprefix("validation/"): value
+        for name, value in line.items()
+        if name.startswith("validation/") and value is not None
     }
     return ValidationPoint(line["update"], parts.pop("reward"), parts)
 
@@ -150,15 +173,22 @@ def _at(seconds: float) -> str:
 def _ended(summary: Summary) -> list[str]:
     reason = f" ({summary.reason})" if summary.reason else ""
     lines = [
-        f"{summary.run}: {summary.status}{reason} after {summary.updates} update{'s' * (summary.updates != 1)}, {duration(summary.wall_s)} after loading"
+        f"{summary.run}: {summary.status}{reason} after {summary.updates} update{'s' * (summary.updates != 1)},"
+        f" {duration(summary.wall_s)} after loading"
     ]
     if summary.first_reward is not None and summary.last_reward is not None:
-        lines.append(f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5 updates)")
+        lines.append(
+            f"reward {summary.first_reward:.3f} -> {summary.last_reward:.3f} (means of the first and the last 5"
+            " updates)"
+        )
     if summary.validation:
         lines.append(validation_curve(summary.validation))
     if trained := sum(summary.staleness.values()):
         mean = sum(age * count for age, count in summary.staleness.items()) / trained
-        lines.append(f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most; images/s {summary.images_per_s:.1f}")
+        lines.append(
+            f"staleness {mean:.1f} updates on average, {summary.staleness_max} at most; images/s"
+            f" {summary.images_per_s:.1f}"
+        )
     return [*lines, _groups(msgspec.to_builtins(summary.counters))]
 
 
@@ -167,4 +197,7 @@ def _goes_on(found: LeftBehind) -> list[str]:
         return ["it left no checkpoint to go on from"]
     more = " and a larger trainer.updates" if found.summary is not None and found.summary.status == "done" else ""
     run = Path(found.checkpoint).parents[1]
-    return [f"its newest checkpoint is {found.checkpoint}; the same recipe with checkpoint.resume={run}{more} goes on with it"]
+    return [
+        f"its newest checkpoint is {found.checkpoint}; the same recipe with checkpoint.resume={run}{more} goes on"
+        " with it"
+    ]

@@ -1,7 +1,9 @@
-"""One training run, from a checked configuration to an exit code: brings a cluster up, runs it to its end, records what happens.
+"""One training run, from a checked configuration to an exit code: brings a cluster up, runs it to its end, records what
+happens.
 
-A run has one life after another on clusters of its own, until it ends or has lost a part too often: a life that loses its trainer or its coordinator is
-followed by one that goes on from the last checkpoint, in the same folder, ledger and MLflow run.
+A run has one life after another on clusters of its own, until it ends or has lost a part too often: a life that loses
+its trainer or its coordinator is followed by one that goes on from the last checkpoint, in the same folder, ledger and
+MLflow run.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
-    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure is in the summary's
-    status and reason."""
+    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure
+    is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
@@ -99,19 +101,26 @@ class _Run:
         config = self._config
         async with interrupts(self._console.note) as interrupted:
             if config.tracking.mlflow.enabled:
-                self._opening = asyncio.create_task(asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None))
+                self._opening = asyncio.create_task(
+                    asyncio.to_thread(_open_mlflow, config, self._run, self._inputs.run is not None)
+                )
             async with ControlSocket(self._run.control) as control:
                 control.stop = interrupted.set
                 try:
                     ending = await unless(interrupted.at_once.wait(), self._lives(interrupted, control))
                 except Stopped:
-                    ending = Ending("interrupted", "at once, by a second Ctrl-C: no checkpoint was waited for, and there is no timeline")
+                    ending = Ending(
+                        "interrupted",
+                        "at once, by a second Ctrl-C: no checkpoint was waited for, and there is no timeline",
+                    )
             finished = self._clock.now()
             if isinstance(ending.cause, MlflowUnusableError):
                 raise ending.cause
             at_once = interrupted.at_once.is_set()
             observer = self._observer or self._observe(self._inputs)
-            if observer.owns and self._mlflow is None and self._opening is not None:  # a run that failed to start is recorded too
+            if (
+                observer.owns and self._mlflow is None and self._opening is not None
+            ):  # a run that failed to start is recorded too
                 with contextlib.suppress(MlflowUnusableError, TimeoutError):
                     self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
             interrupted.release_ctrl_c()
@@ -123,14 +132,18 @@ class _Run:
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
-        attempt = Attempt(self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s)
+        attempt = Attempt(
+            self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
+        )
         summary = results.write(observer, summary, spans, attempt)
         self._console.close(_farewell(self._run, observer, summary, self._mlflow))
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
         """What this process makes of the folder, be it another's until there is something to record."""
-        return Observer(self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched)
+        return Observer(
+            self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
+        )
 
     async def _lives(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
@@ -156,7 +169,9 @@ class _Run:
                 return Ending("interrupted", "before it was started again")
         raise AssertionError("unreachable")
 
-    async def _live(self, inputs: RunInputs, life: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None) -> Ending:
+    async def _live(
+        self, inputs: RunInputs, life: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
+    ) -> Ending:
         """On a cluster of its own. `fault`: what ended the life before."""
         ending = Ending()
         cluster: Cluster | None = None
@@ -167,7 +182,10 @@ class _Run:
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None
-            loading = f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a minute)"
+            loading = (
+                f"loading {'the encoders of the pairs' if offline else 'engines, scorers'} and the trainer (up to a"
+                " minute)"
+            )
             self._phase(control, loading if inputs.profile is None else "starting the emulated devices")
             await unless(interrupted.wait(), cluster.start())
             listen(interrupted)  # models load in this process, or libraries do, that may want signals too
@@ -182,7 +200,9 @@ class _Run:
             control.answer = session.answer
             ending = await session.run(interrupted)
         except Stopped:
-            ending.because("interrupted", "before the first update" if life == 1 else "while it was being started again")
+            ending.because(
+                "interrupted", "before the first update" if life == 1 else "while it was being started again"
+            )
         except Exception as error:
             ending.because("failed", describe(error), error)
             if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)):
@@ -199,8 +219,9 @@ class _Run:
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
-        """Go on from the newest checkpoint or, if there is none yet, from where this process began. What came after it is void. Raises
-        CheckpointError if there are some and none can be used: to begin anew in this folder would remove them."""
+        """Go on from the newest checkpoint or, if there is none yet, from where this process began. What came after it
+        is void. Raises CheckpointError if there are some and none can be used: to begin anew in this folder would
+        remove them."""
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused)
         for note in refused:
@@ -235,13 +256,19 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
     if not observer.owns and observer.has_something:
         return [
-            f"{summary.status}{reason}: this attempt's updates are in the ledger and checkpoints of {run.path}, but not in its results",
+            (
+                f"{summary.status}{reason}: this attempt's updates are in the ledger and checkpoints of {run.path}, but"
+                " not in its results"
+            ),
             *lost,
         ]
     if not observer.owns:
         made = f"{summary.updates} update{'s' * (summary.updates != 1)}"
         return [f"{summary.status}{reason}: this attempt made no update; {run.path} is as it was, with {made}", *lost]
-    lines = [f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s after loading"]
+    lines = [
+        f"{summary.status}{reason}: {summary.updates} update{'s' * (summary.updates != 1)} in {summary.wall_s:.0f} s"
+        " after loading"
+    ]
     if summary.validation:
         lines.append(validation_curve(summary.validation))
     places = {

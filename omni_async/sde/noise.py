@@ -1,6 +1,7 @@
 """Noise that depends on the request alone: neither batch, engine, window nor placement changes it.
 
-Every draw has a generator of its own, seeded by a hash of (seed, purpose, step), so a draw never depends on which others came before it.
+Every draw has a generator of its own, seeded by a hash of (seed, purpose, step), so a draw never depends on which
+others came before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One denoising step of a flow-matching sampler as a Gaussian policy: x' = mean + scale * noise. Engines and trainer share this file.
+"""One denoising step of a flow-matching sampler as a Gaussian policy: x' = mean + scale * noise. Engines and trainer
+share this file.
 
-Notation: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0, a step goes from `sigma` down to `sigma_next`,
-h = sigma - sigma_next > 0. B rows, D latent elements per row, n = `noise_level`. Three kinds:
+Notation: x_sigma = (1 - sigma) x0 + sigma eps, the model predicts v = eps - x0, a step goes from `sigma` down to
+`sigma_next`, h = sigma - sigma_next > 0. B rows, D latent elements per row, n = `noise_level`. Three kinds:
 
 | kind  | origin                              | g (diffusion coefficient)   | std        | scale                     |
 |-------|-------------------------------------|-----------------------------|------------|---------------------------|
@@ -9,11 +10,12 @@ h = sigma - sigma_next > 0. B rows, D latent elements per row, n = `noise_level`
 | dance | DanceGRPO, arXiv 2505.07818         | n                           | n sqrt(h)  | n sqrt(h)                 |
 | cps   | Flow-CPS, arXiv 2509.05952          | -                           | = scale    | sigma_next sin(n pi / 2)  |
 
-`std` is what the public references return as `std_dev_t` (it is what the published KL divides by); `scale` is what multiplies the noise.
-For `flow` they differ by sqrt(h). A `flow` row with sigma exactly 1 uses sigma_max = sigmas[1] inside g, because 1 / (1 - 1) has no value.
+`std` is what the public references return as `std_dev_t` (it is what the published KL divides by); `scale` is what
+multiplies the noise. For `flow` they differ by sqrt(h). A `flow` row with sigma exactly 1 uses sigma_max = sigmas[1]
+inside g, because 1 / (1 - 1) has no value.
 
-Every mean is linear, a x + b v. The per-row numbers a, b, std and scale are computed in float64 and rounded once, and the mean over
-latent elements accumulates in float64: so a float32 row comes out the same whatever else is in its batch.
+Every mean is linear, a x + b v. The per-row numbers a, b, std and scale are computed in float64 and rounded once, and
+the mean over latent elements accumulates in float64: so a float32 row comes out the same whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ KINDS = ("flow", "cps", "dance")
 
 @dataclass(frozen=True)
 class Transition:
-    """`mean` (B, ...); `std` (B,) the references' std_dev_t; `scale` (B,) the standard deviation of x'. All in x's dtype."""
+    """`mean` (B, ...); `std` (B,) the references' std_dev_t; `scale` (B,) the standard deviation of x'. All in x's
+    dtype."""
 
     mean: Tensor
     std: Tensor
     scale: Tensor
 
 
-def transition(kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor) -> Transition:
-    """The Gaussian of x' given x and the velocity v, both (B, ...); the others are (B,). x is float32 or float64 and v is cast to it.
+def transition(
+    kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor
+) -> Transition:
+    """The Gaussian of x' given x and the velocity v, both (B, ...); the others are (B,). x is float32 or float64 and v
+    is cast to it.
 
-    ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of order, and
-    for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2).
+    ValueError for an unknown kind, a shape or dtype that does not fit, noise_level <= 0 (use `ode_step`), sigmas out of
+    order, and for `cps` where the scale would not be positive (sigma_next = 0 or noise_level >= 2).
     """
     _check_kind(kind)
     _check_shapes(x, v=v)
@@ -71,8 +77,9 @@ def transition(kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tenso
 def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """(B,) in mean's dtype: the log-density of x' averaged, not summed, over its D elements. No gradient flows into x'.
 
-    `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is what its
-    reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again. scale must be > 0.
+    `flow`, `dance`: < -(x' - mean)^2 / (2 scale^2) - ln scale - ln(2 pi) / 2 >. `cps`: < -(x' - mean)^2 >, which is
+    what its reference uses (arXiv 2509.05952): not a log-density; `nats_per_log_prob` makes ratios comparable again.
+    scale must be > 0.
     """
     _check_kind(kind)
     _check_shapes(mean, x_next=x_next)
@@ -86,7 +93,8 @@ def log_prob(kind: str, x_next: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def nats_per_log_prob(kind: str, scale: Tensor, num_elements: int) -> Tensor:
-    """(B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats: D, and for `cps` D / (2 scale^2)."""
+    """(B,) f such that f * (log_prob - old_log_prob) is the log-ratio of the whole sample in nats: D, and for `cps` D /
+    (2 scale^2)."""
     _check_kind(kind)
     if num_elements < 1:
         raise ValueError(f"num_elements must be >= 1, got {num_elements}")
@@ -103,9 +111,17 @@ def ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
 
 
 def take_step(
-    kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, noise_level: Tensor, noise: Tensor
+    kind: str,
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    sigma_max: Tensor,
+    noise_level: Tensor,
+    noise: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal. Errors as `transition`."""
+    """(x', log_prob, mean) with x' = mean + scale * noise; `noise` (B, ...) is standard normal. Errors as
+    `transition`."""
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     step = transition(kind, x, v, sigma, sigma_next, sigma_max, noise_level)
@@ -124,21 +140,26 @@ def step_mixed(
     noise: Tensor,
     noisy: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x', log_prob, mean) where rows with `noisy` (B,) bool are `take_step` and the others `ode_step` with log_prob 0, mean = x'.
+    """(x', log_prob, mean) where rows with `noisy` (B,) bool are `take_step` and the others `ode_step` with log_prob 0,
+    mean = x'.
 
     Rows are selected, so the noise and the noise_level of an ODE row are never looked at (0 and NaN are fine there).
     """
     _check_kind(kind)
     _check_shapes(x, noise=noise)
     if noisy.dtype != torch.bool or noisy.shape != x.shape[:1]:
-        raise ValueError(f"noisy must be bool of shape {tuple(x.shape[:1])}, got {noisy.dtype} of shape {tuple(noisy.shape)}")
+        raise ValueError(
+            f"noisy must be bool of shape {tuple(x.shape[:1])}, got {noisy.dtype} of shape {tuple(noisy.shape)}"
+        )
     _rows64(x, sigma_max=sigma_max, noise_level=noise_level)
     x_next = mean = ode_step(x, v, sigma, sigma_next)
     log_probs = x.new_zeros(x.shape[0])
     rows = noisy.nonzero().squeeze(1)
     if len(rows) == 0:
         return x_next, log_probs, mean
-    own = take_step(kind, x[rows], v[rows], sigma[rows], sigma_next[rows], sigma_max[rows], noise_level[rows], noise[rows])
+    own = take_step(
+        kind, x[rows], v[rows], sigma[rows], sigma_next[rows], sigma_max[rows], noise_level[rows], noise[rows]
+    )
     return x_next.index_copy(0, rows, own[0]), log_probs.index_copy(0, rows, own[1]), mean.index_copy(0, rows, own[2])
 
 
@@ -154,7 +175,9 @@ def _check_kind(kind: str) -> None:
 
 def _check_shapes(x: Tensor, **others: Tensor) -> None:
     if x.ndim < 2 or x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"latents must be float32 (or float64) of shape (B, ...), got {x.dtype} of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"latents must be float32 (or float64) of shape (B, ...), got {x.dtype} of shape {tuple(x.shape)}"
+        )
     for name, other in others.items():
         if other.shape != x.shape:
             raise ValueError(f"{name} must have shape {tuple(x.shape)} like the latents, got {tuple(other.shape)}")

@@ -1,1 +1,2 @@
-"""A job in virtual time: the real control plane, with stations that take a profile's time in place of devices. Imports no torch and no Ray."""
+"""A job in virtual time: the real control plane, with stations that take a profile's time in place of devices. Imports
+no torch and no Ray."""

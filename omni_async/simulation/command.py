@@ -51,11 +51,26 @@ def add_simulate(commands: Any) -> None:
     )
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add("overrides", nargs="*", default=[], metavar="key.path=value", help="override a value of the recipe (values are YAML)")
-    add("--profile", metavar="P", help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)")
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="override a value of the recipe (values are YAML)",
+    )
+    add(
+        "--profile",
+        metavar="P",
+        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
+    )
     add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
-    add("--lot", type=_positive, metavar="N", help="samples of a group simulated as one (default: as few as finish in about a minute)")
+    add(
+        "--lot",
+        type=_positive,
+        metavar="N",
+        help="samples of a group simulated as one (default: as few as finish in about a minute)",
+    )
     add("--sweep", action="store_true", help="compare all schedules, and staleness budgets 0, 1, 2, 4 and 8")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
 
@@ -118,16 +133,22 @@ def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
 
 
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
-    """What to simulate, each for how many updates; and what cannot be, with the reason. ConfigError if an option does not fit."""
+    """What to simulate, each for how many updates; and what cannot be, with the reason. ConfigError if an option does
+    not fit."""
     from omni_async.simulation.lots import in_lots
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous
 
     found = arms(config) if options.sweep else []
     problems = [f"{arm.name}: left out: {arm.problem}" for arm in found if arm.problem is not None]
-    chosen = [(arm.name, arm.config, options.updates or default_updates(arm.config)) for arm in found if arm.problem is None]
+    chosen = [
+        (arm.name, arm.config, options.updates or default_updates(arm.config)) for arm in found if arm.problem is None
+    ]
     if not options.sweep:
-        chosen = [("this recipe", config, options.updates or default_updates(config)), ("sync", synchronous(config), _SYNC_UPDATES)]
+        chosen = [
+            ("this recipe", config, options.updates or default_updates(config)),
+            ("sync", synchronous(config), _SYNC_UPDATES),
+        ]
     try:
         in_lots(config, 1 if options.lot is None else options.lot)
         for _, job, updates in chosen:
@@ -150,7 +171,10 @@ def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
 
 def _size(config: Config) -> str:
     samples = config.trainer.groups_per_update * config.rollout.group_size
-    workers = f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer ranks"
+    workers = (
+        f"{config.rollout.workers} engines, {config.reward.workers} reward workers, {config.trainer.workers} trainer"
+        " ranks"
+    )
     return f"{samples} samples an update; {workers}"
 
 
@@ -168,7 +192,13 @@ def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("updates"), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("updates"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(name, total=updates)
             yield lambda version: bar.update(task, completed=version)

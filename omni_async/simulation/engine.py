@@ -1,8 +1,8 @@
 """A rollout engine in virtual time: what a producer and an emulated engine do together, without making anything.
 
-Leases samples whenever it has a place free, and generates them batch after batch; a batch is formed when everything else of that instant has
-happened. Waits for a lease (unblocked by admission and by free trajectory places), for room (a batch's end), and, before a batch, for the end
-of a pause. A staged version takes effect
+Leases samples whenever it has a place free, and generates them batch after batch; a batch is formed when everything
+else of that instant has happened. Waits for a lease (unblocked by admission and by free trajectory places), for room (a
+batch's end), and, before a batch, for the end of a pause. A staged version takes effect
 
   step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause later
   request  when all samples in the engine, running or queued for its next batch, are done
@@ -27,7 +27,8 @@ _INSTANT_S = 1e-9
 
 
 class Batch:
-    """Samples that are generated together. `swaps`: the denoising steps from which on a newer version took them, oldest first."""
+    """Samples that are generated together. `swaps`: the denoising steps from which on a newer version took them, oldest
+    first."""
 
     __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
 
@@ -158,16 +159,21 @@ class EngineStation:
         at_once(
             self._world.coordinator.samples_done(
                 self.name,
-                [SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), batch.start, now) for r in requests],
+                [
+                    SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), batch.start, now)
+                    for r in requests
+                ],
             )
         )
         self._room.ring()
         self._wake()
 
-    # ---- weights ------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # ------------------------------------------------------------------------------------------------------------------
 
     def stage(self, version: int) -> float | None:
-        """The version is here. When the engine will hold it, if that is certain; None: when it has finished what it must, which it tells."""
+        """The version is here. When the engine will hold it, if that is certain; None: when it has finished what it
+        must, which it tells."""
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
         if self._world.config.weights.swap != "step" and in_engine:

@@ -1,4 +1,5 @@
-"""What is measured while a simulation runs: who works and who waits, and how full the buffers are, in the steady part of the run."""
+"""What is measured while a simulation runs: who works and who waits, and how full the buffers are, in the steady part
+of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Stretches:
     def add(self, start: float, end: float) -> None:
         window = self._window
         if end > window.opened and start < window.closed:
-            self.seconds += (end if end < window.closed else window.closed) - (start if start > window.opened else window.opened)
+            self.seconds += (end if end < window.closed else window.closed) - (
+                start if start > window.opened else window.opened
+            )
 
 
 class Gauge:
@@ -86,10 +89,13 @@ class Meters:
         self._window.closed = self._clock()
 
     def fractions(self, role: str) -> dict[str, float]:
-        """Of the window: what the role's workers were `busy`, and waited without input (`starved`) or without leave to make more
-        (`backpressured`: only engines, which make things out of nothing). What is left of 1: pauses between the two."""
+        """Of the window: what the role's workers were `busy`, and waited without input (`starved`) or without leave to
+        make more (`backpressured`: only engines, which make things out of nothing). What is left of 1: pauses between
+        the two."""
         total = self._workers[role] * self._window.seconds
-        busy, waiting = (stretches[role].seconds / total if total > 0 else 0.0 for stretches in (self.busy, self.waiting))
+        busy, waiting = (
+            stretches[role].seconds / total if total > 0 else 0.0 for stretches in (self.busy, self.waiting)
+        )
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)
         return {"busy": busy, "starved": starved, "backpressured": backpressured}
 

@@ -17,7 +17,8 @@ _ROLES = ("rollout", "reward", "trainer")
 
 
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
-    """One job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job, one stage after the other."""
+    """One job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job, one stage
+    after the other."""
     console.print(_steps(config, found, sync))
     console.print(_stages(found))
     rate, per_device = found.images_per_s, found.images_per_s_per_device
@@ -31,9 +32,23 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
     """A row per schedule and budget; the first is what the others' speed-up is against."""
-    columns = ("s/update", "law", "law/sim", "speed-up", "images/s", "each", "rollout", "reward", "trainer", "stale", "most")
+    columns = (
+        "s/update",
+        "law",
+        "law/sim",
+        "speed-up",
+        "images/s",
+        "each",
+        "rollout",
+        "reward",
+        "trainer",
+        "stale",
+        "most",
+    )
     table = _table(
-        "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles, staleness", "schedule"
+        "every schedule, with room in the buffers: images/s of all devices and of each, busy share of the roles,"
+        " staleness",
+        "schedule",
     )
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -57,8 +72,12 @@ def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:
     budget = config.staleness.max_updates
     name, seconds = found.times.bottleneck
     table = _table("seconds per update", "", "law", "simulated", "law / simulated")
-    table.add_row("one stage after the other", _number(sync_step(sync.times)), _number(sync.step_s), f"{sync.bound_fraction:.3f}")
-    table.add_row(f"this recipe, S = {budget}", _number(found.law_s), _number(found.step_s), f"{found.bound_fraction:.3f}")
+    table.add_row(
+        "one stage after the other", _number(sync_step(sync.times)), _number(sync.step_s), f"{sync.bound_fraction:.3f}"
+    )
+    table.add_row(
+        f"this recipe, S = {budget}", _number(found.law_s), _number(found.step_s), f"{found.bound_fraction:.3f}"
+    )
     law, simulated = _ratio(sync_step(sync.times), found.law_s), _ratio(sync.step_s, found.step_s)
     table.add_row("speed-up", f"{law:.2f}", f"{simulated:.2f}", "")
     table.add_row(f"bottleneck: {name}", _number(seconds), "", "")
@@ -68,8 +87,9 @@ def _steps(config: Config, found: Simulated, sync: Simulated) -> Table:
 def _stages(found: Simulated) -> str:
     t = found.times
     return (
-        f"stages by the law: generate {_number(t.generate)} + pauses {_number(t.pause)}, score {_number(t.score)}, train {_number(t.train)} "
-        f"+ copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from admission to weights {_number(t.latency)}"
+        f"stages by the law: generate {_number(t.generate)} + pauses {_number(t.pause)}, score {_number(t.score)},"
+        f" train {_number(t.train)} + copying weights {_number(t.blocked)}, publish {_number(t.publish)}; from"
+        f" admission to weights {_number(t.latency)}"
     )
 
 

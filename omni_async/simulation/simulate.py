@@ -1,6 +1,7 @@
 """A job in virtual time: the real coordinator, stations in place of the roles, a profile's time in place of devices.
 
-Validation rounds and checkpoints take no time here. Waits for nothing real; a job that cannot go on raises DeadlockError at once.
+Validation rounds and checkpoints take no time here. Waits for nothing real; a job that cannot go on raises
+DeadlockError at once.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ _PROMPTS = (Prompt(0, "simulated"),)
 
 
 class Steady:
-    """Updates whose steps count: after the first `first`, up to number `last`. Left out are the warm-up, until the pipeline has filled and turned
-    over once, and the drain, from where nothing more is admitted; in between whole periods of publishes and waves."""
+    """Updates whose steps count: after the first `first`, up to number `last`. Left out are the warm-up, until the
+    pipeline has filled and turned over once, and the drain, from where nothing more is admitted; in between whole
+    periods of publishes and waves."""
 
     def __init__(self, config: Config, updates: int) -> None:
         budget, every = config.staleness.max_updates, config.weights.publish_every
         self.first, last = max(2, budget + 2), updates - budget
         if last <= self.first:
             raise ValueError(
-                f"updates: a simulation with a budget of {budget} updates needs at least {self.first + budget + 1}, got {updates}"
+                f"updates: a simulation with a budget of {budget} updates needs at least {self.first + budget + 1}, got"
+                f" {updates}"
             )
         length = last - self.first
         periods = (math.lcm(budget + 1, every), every)
@@ -67,11 +70,12 @@ def simulate(
     lot: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """The job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates (None: the recipe's, at least 200).
+    """The job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates (None: the
+    recipe's, at least 200).
 
-    `lot`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told of every update. Groups
-    are never rejected, validation and checkpoints are left out. ValueError for too few updates or a lot that does not divide a group;
-    RuntimeError if the run fails, which would be a bug.
+    `lot`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told of
+    every update. Groups are never rejected, validation and checkpoints are left out. ValueError for too few updates or
+    a lot that does not divide a group; RuntimeError if the run fails, which would be a bug.
     """
     started = time.perf_counter()
     profile = with_estimates(profile, config)
@@ -98,7 +102,10 @@ def simulate(
     with _rarely_collecting():
         world = run(play())
     steps = [
-        after - before for before, after in zip(ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True)
+        after - before
+        for before, after in zip(
+            ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True
+        )
     ]
     step = statistics.fmean(steps)
     times = times_of(config, profile)
@@ -119,7 +126,10 @@ def simulate(
         staleness=staleness,
         staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
         staleness_max=max(staleness),
-        buffers={buffer: world.meters.occupancy(buffer, lot if buffer == "trajectories" else 1) for buffer in world.meters.places},
+        buffers={
+            buffer: world.meters.occupancy(buffer, lot if buffer == "trajectories" else 1)
+            for buffer in world.meters.places
+        },
         counters=world.coordinator.ledger.counters(),
         times=times,
         law_s=async_step(times, config.staleness.max_updates),
@@ -153,7 +163,8 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, lot: int) 
 
 
 def _bare(config: Config, updates: int) -> Config:
-    """Without what takes no virtual time: validation, pictures, and the rejection of groups whose samples all earn the same."""
+    """Without what takes no virtual time: validation, pictures, and the rejection of groups whose samples all earn the
+    same."""
     advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
     return replace(
         config,
@@ -183,7 +194,8 @@ async def _play(world: World, updated: Callable[[int], None]) -> None:
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """A simulation makes millions of small objects and hardly a cycle: looking for cycles as often as usual takes a fifth of its time."""
+    """A simulation makes millions of small objects and hardly a cycle: looking for cycles as often as usual takes a
+    fifth of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, usual[1], usual[2])
     try:

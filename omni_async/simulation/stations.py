@@ -1,4 +1,5 @@
-"""The other roles in virtual time: light coroutines around the real coordinator that take a profile's time for what they would do.
+"""The other roles in virtual time: light coroutines around the real coordinator that take a profile's time for what
+they would do.
 
 | station   | waits for                                                   | unblocked by                                     |
 |-----------|-------------------------------------------------------------|--------------------------------------------------|
@@ -25,7 +26,11 @@ async def reward_worker(name: str, world: World) -> None:
     """One batch at a time, of whatever is there. Until the run is over."""
     coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
     shared = world.shared if world.config.placement.reward_in_turn else None
-    busy, starved, places = world.meters.busy["reward"], world.meters.waiting["reward"], world.meters.places["trajectories"]
+    busy, starved, places = (
+        world.meters.busy["reward"],
+        world.meters.waiting["reward"],
+        world.meters.places["trajectories"],
+    )
     while True:
         asked = loop.now
         jobs = await coordinator.next_to_score(name, world.config.reward.batch)
@@ -41,7 +46,9 @@ async def reward_worker(name: str, world: World) -> None:
             shared.leave()
         places.add(-len(jobs))
         await coordinator.scored(
-            name, {job.sample_id: job.kind for job in jobs}, [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs]
+            name,
+            {job.sample_id: job.kind for job in jobs},
+            [ScoreResult(job.sample_id, job.attempt, _SCORE) for job in jobs],
         )
 
 
@@ -84,7 +91,9 @@ class TrainerStation:
                 for _ in taken:
                     await self._work(self._passes())
         passes = 0.0 if streams else sum(self._passes() for _ in groups)
-        await self._work(passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update)))
+        await self._work(
+            passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update))
+        )
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
         await world.coordinator.update_done(finished)
         return True

@@ -1,4 +1,5 @@
-"""What the law needs to know of a job: its stage times, with what its algorithm streams and recomputes; and what the profile does not know."""
+"""What the law needs to know of a job: its stage times, with what its algorithm streams and recomputes; and what the
+profile does not know."""
 
 from __future__ import annotations
 

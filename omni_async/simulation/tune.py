@@ -1,7 +1,8 @@
-"""Tuning: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as they can be at that rate.
+"""Tuning: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as they can
+be at that rate.
 
-The law ranks the splits, simulations of the real control plane find the rest. Pure computation: waits for nothing, and is the same for the
-same arguments.
+The law ranks the splits, simulations of the real control plane find the rest. Pure computation: waits for nothing, and
+is the same for the same arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from omni_async.simulation.tune_explain import reasons
 from omni_async.simulation.tune_front import front
 from omni_async.simulation.tune_keys import INFLIGHT, RANKS, SPLIT, SWAP, TUNED, Value, keys_of, with_keys
 from omni_async.simulation.tune_search import fastest, search
-from omni_async.simulation.tune_split import device_kind, devices_each, ranked_splits, share_cpus, split_by_law, worth_simulating
+from omni_async.simulation.tune_split import (
+    device_kind,
+    devices_each,
+    ranked_splits,
+    share_cpus,
+    split_by_law,
+    worth_simulating,
+)
 from omni_async.simulation.tune_trials import Point, Simulate, Trials
 
 # A search that cannot scan one split says nothing.
@@ -33,12 +41,12 @@ IN_STEP: tuple[ScheduleName, ...] = ("sync", "sync_colocated")
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found. Seconds and rates are the profile's.
 
-    devices_each: what one worker of each role takes. keys: what to write into the recipe, and `reasons` why, a sentence per key. chosen,
-    fastest: the recommended point, and the one that makes the most images. points: everything that was simulated of the search; front: see
-    `omni_async.simulation.tune_front`. recipe: the recipe as it is, on `recipe_devices`. in_step: schedules without overlap on the chosen
-    devices, by name. times: of the chosen split, by the law. noise: what
-    another seed changes, as a fraction of images/s. spent: the budget ended the search. shared: the devices are CPUs, fewer than the
-    roles take, so the split is the recipe's.
+    devices_each: what one worker of each role takes. keys: what to write into the recipe, and `reasons` why, a sentence
+    per key. chosen, fastest: the recommended point, and the one that makes the most images. points: everything that was
+    simulated of the search; front: see `omni_async.simulation.tune_front`. recipe: the recipe as it is, on
+    `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
+    the law. noise: what another seed changes, as a fraction of images/s. spent: the budget ended the search. shared:
+    the devices are CPUs, fewer than the roles take, so the split is the recipe's.
     """
 
     devices: int
@@ -77,7 +85,8 @@ def tune(
     keep: Collection[str] = (),
     progress: Callable[[int, Point], None] | None = None,
 ) -> Tuned:
-    """`config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. ConfigError if there is nothing to tune."""
+    """`config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. ConfigError if there is
+    nothing to tune."""
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
@@ -119,8 +128,8 @@ def tune(
 
 
 def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
-    """What the recipe makes. If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned keys
-    sets it apart from the others."""
+    """What the recipe makes. If it fits on the devices, nothing slower may be recommended, and it is a candidate itself
+    where nothing but tuned keys sets it apart from the others."""
     keys = keys_of(config, TUNED)
     point = trials.at(keys) if fits and trials.config == config else None
     point = point or trials.run(config, keys)

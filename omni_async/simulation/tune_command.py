@@ -50,13 +50,31 @@ def add_tune(commands: Any) -> None:
     )
     add = tune.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add("overrides", nargs="*", default=[], metavar="key.path=value", help="change the recipe first; goes into the written file too")
+    add(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="change the recipe first; goes into the written file too",
+    )
     add("--devices", type=int, metavar="N", help="devices to deal to the roles")
-    add("--profile", metavar="P", help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)")
-    add("--keep", action="append", default=[], metavar="KEY", help="a key that stays as the recipe says; may be given several times")
+    add(
+        "--profile",
+        metavar="P",
+        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
+    )
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that stays as the recipe says; may be given several times",
+    )
     add("--budget", type=int, default=120, metavar="N", help="most simulations (default: 120)")
     add("--seed", type=int, default=0, help="of the simulated service times (default: 0)")
-    add("--out", type=Path, metavar="FILE", help="recipe to write (default: RECIPE.tuned.yaml in the working directory)")
+    add(
+        "--out", type=Path, metavar="FILE", help="recipe to write (default: RECIPE.tuned.yaml in the working directory)"
+    )
     add("--plot", action="store_true", help="draw the front, as a PNG beside the written recipe")
     add("--json", type=Path, metavar="FILE", help="write everything that was found and simulated as JSON, too")
 
@@ -84,9 +102,18 @@ def tune_recipe(options: argparse.Namespace) -> int:
 
     with _progress(options.budget) as progress:
         tuned = tune(
-            config, profile, options.devices, simulate, budget=options.budget, seed=options.seed, keep=options.keep, progress=progress
+            config,
+            profile,
+            options.devices,
+            simulate,
+            budget=options.budget,
+            seed=options.seed,
+            keep=options.keep,
+            progress=progress,
         )
-    for note in dict.fromkeys([*not_measured(config, profile), *not_measured(with_keys(config, tuned.chosen.keys), profile)]):
+    for note in dict.fromkeys(
+        [*not_measured(config, profile), *not_measured(with_keys(config, tuned.chosen.keys), profile)]
+    ):
         sys.stdout.write(note + "\n")
     sys.stdout.write(text(tuned) + "\n")
     written = []
@@ -121,7 +148,8 @@ def _profile(config: Config, name: str | None) -> Profile:
         if config.emulation is None:
             shipped = ", ".join(shipped_profiles())
             raise ConfigError(
-                f"--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of {shipped}"
+                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
+                f" {shipped}"
             )
         return load_profile(config.emulation.profile)
     try:
@@ -154,7 +182,10 @@ def _line(made: int, point: Point) -> None:
 def _told(point: Point) -> str:
     keys = point.keys
     split = "+".join(str(keys[path]) for path in ("rollout.workers", "reward.workers", "trainer.workers"))
-    return f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g} images/s"
+    return (
+        f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g}"
+        " images/s"
+    )
 
 
 def _bar(budget: int) -> AbstractContextManager[Progress]:

@@ -44,7 +44,9 @@ class Explainer:
         self._devices = devices
         self._split = split_by_law(trials.config, trials.profile, chosen.keys)
         dealt_to = [path for path, each in devices_each(trials.config).items() if each]
-        self._other = next((split for split in ranked if any(split.keys[path] != self._split.keys[path] for path in dealt_to)), None)
+        self._other = next(
+            (split for split in ranked if any(split.keys[path] != self._split.keys[path] for path in dealt_to)), None
+        )
 
     def reasons(self) -> dict[str, str]:
         sentences: dict[str, Callable[[], str]] = {
@@ -52,11 +54,15 @@ class Explainer:
             S: self._budget,
             GROUPS: self._groups,
             TRAJECTORIES: self._trajectories,
-            WINDOW: lambda: self._plain(WINDOW, "strict admission order" if self._value(WINDOW) == 1 else "younger groups may overtake"),
+            WINDOW: lambda: self._plain(
+                WINDOW, "strict admission order" if self._value(WINDOW) == 1 else "younger groups may overtake"
+            ),
             PUBLISH: lambda: self._plain(
                 PUBLISH, "every version reaches the engines" if self._value(PUBLISH) == 1 else "fewer interruptions"
             ),
-            SWAP: lambda: self._plain(SWAP, "nothing waits for a swap" if self._value(SWAP) == "step" else "engines wait before they swap"),
+            SWAP: lambda: self._plain(
+                SWAP, "nothing waits for a swap" if self._value(SWAP) == "step" else "engines wait before they swap"
+            ),
             INFLIGHT: lambda: self._plain(INFLIGHT, f"for batches of {self._config.rollout.max_batch}"),
         }
         found = {path: sentence() for path, sentence in sentences.items() if path not in self._trials.kept}
@@ -99,15 +105,19 @@ class Explainer:
         stage, slowest = times.bottleneck
         waves = times.latency / slowest
         return (
-            f"{self._value(S)}, because a wave, from admission to weights that learned from it, takes {waves:.2f} times what {_STAGES[stage]} takes "
-            f"per update ({seconds(times.latency)} / {seconds(slowest)}); {self._against(S)}"
+            f"{self._value(S)}, because a wave, from admission to weights that learned from it, takes {waves:.2f} times"
+            f" what {_STAGES[stage]} takes per update ({seconds(times.latency)} / {seconds(slowest)});"
+            f" {self._against(S)}"
         )
 
     def _workers(self, path: str) -> str:
         name, workers = path.split(".")[0], count(self._chosen.keys, path)
         each = devices_each(self._config)
         stage, slowest = self._split.times.bottleneck
-        takes = f"{_noun(path, workers)} then take{'s' if workers == 1 else ''} {seconds(_stage_seconds(self._split)[path])} per update"
+        takes = (
+            f"{_noun(path, workers)} then take{'s' if workers == 1 else ''}"
+            f" {seconds(_stage_seconds(self._split)[path])} per update"
+        )
         slower = "the slowest stage" if stage == name else f"{_STAGES[stage]} {seconds(slowest)}"
         parts = [f"{workers}, because {takes}, {slower}"]
         if not each[path]:
@@ -135,7 +145,11 @@ class Explainer:
     def _trajectories(self) -> str:
         value = count(self._chosen.keys, TRAJECTORIES)
         full = fewest_trajectories(self._config, self._chosen.keys)
-        room = "full batches of all engines" if value <= full else f"full batches of all engines ({full}) and {value - full} to be scored"
+        room = (
+            "full batches of all engines"
+            if value <= full
+            else f"full batches of all engines ({full}) and {value - full} to be scored"
+        )
         against = self._against(TRAJECTORIES) if value > full else "fewer would cut the batches"
         return f"{value}, for {room}: {self._reserved(TRAJECTORIES)}; {against}"
 
@@ -148,7 +162,8 @@ class Explainer:
 
 
 def reasons(trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> dict[str, str]:
-    """A sentence for every key that was not kept, and for `schedule` where the recipe's own would stop everything from overlapping."""
+    """A sentence for every key that was not kept, and for `schedule` where the recipe's own would stop everything from
+    overlapping."""
     return Explainer(trials, chosen, ranked, devices).reasons()
 
 

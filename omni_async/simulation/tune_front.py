@@ -13,10 +13,13 @@ _ROWS = 12
 
 
 def front(points: Sequence[Point], chosen: Point) -> list[Point]:
-    """Freshest first: each faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among them."""
+    """Freshest first: each faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is
+    always among them."""
     kept: list[Point] = []
     for point in sorted(points, key=_freshness):
-        fresher = [other.images_per_s for other in kept if other.simulated.staleness_mean <= point.simulated.staleness_mean]
+        fresher = [
+            other.images_per_s for other in kept if other.simulated.staleness_mean <= point.simulated.staleness_mean
+        ]
         if not fresher or point.images_per_s > (1 + _WORTH) * max(fresher):
             kept.append(point)
     kept = [*(point for point in kept if not _same(point, chosen)), chosen]
@@ -38,6 +41,10 @@ def _thinned(points: list[Point], chosen: Point) -> list[Point]:
     """At most _ROWS: as long as there are more, the one whose next faster neighbour is closest goes."""
     points = sorted(points, key=lambda point: point.images_per_s)
     while len(points) > _ROWS:
-        gaps = [(points[i + 1].images_per_s / points[i].images_per_s, i) for i in range(len(points) - 1) if points[i] is not chosen]
+        gaps = [
+            (points[i + 1].images_per_s / points[i].images_per_s, i)
+            for i in range(len(points) - 1)
+            if points[i] is not chosen
+        ]
         del points[min(gaps)[1]]
     return points

@@ -1,7 +1,8 @@
-"""The keys that tuning chooses, as a mapping from key path to value, and the values that are worth trying. Pure: no clock, no randomness.
+"""The keys that tuning chooses, as a mapping from key path to value, and the values that are worth trying. Pure: no
+clock, no randomness.
 
-A change of one key brings along what depends on it (`moved`), so that two settings differ in what is compared and not in a buffer that suddenly
-binds.
+A change of one key brings along what depends on it (`moved`), so that two settings differ in what is compared and not
+in a buffer that suddenly binds.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def count(keys: Keys, path: str) -> int:
 
 
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
-    """Every admitted group and sample has a place, every version is published at once: nothing but S and the split can bind."""
+    """Every admitted group and sample has a place, every version is published at once: nothing but S and the split can
+    bind."""
     groups = (max_updates + 1) * config.trainer.groups_per_update
     return {
         **split,
@@ -71,8 +73,8 @@ def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
 
 
 def fewest_trajectories(config: Config, keys: Keys) -> int:
-    """Places below which engines cannot fill their batches. What smaller batches cost is not asked: a profile that was measured at one size
-    cannot tell."""
+    """Places below which engines cannot fill their batches. What smaller batches cost is not asked: a profile that was
+    measured at one size cannot tell."""
     batch = min(config.rollout.max_batch, count(keys, INFLIGHT))
     admitted = (count(keys, S) + 1) * config.trainer.groups_per_update * config.rollout.group_size
     return min(count(keys, ENGINES) * batch, admitted)
@@ -84,8 +86,9 @@ def half_batch(config: Config, keys: Keys) -> int:
 
 
 def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Value]:
-    """The keys with one of them changed. With S, publish_every or the window, there is a place for every group that S admits, and publish_every
-    stays allowed; with the split, the samples' places go with what engines and reward workers hold.
+    """The keys with one of them changed. With S, publish_every or the window, there is a place for every group that S
+    admits, and publish_every stays allowed; with the split, the samples' places go with what engines and reward workers
+    hold.
     """
     after = {**keys, path: value}
     if value == keys[path]:
@@ -96,7 +99,9 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
         after[GROUPS] = (count(after, S) + 1) * config.trainer.groups_per_update
     if path in SPLIT:
         unit = half_batch(config, keys)
-        after[TRAJECTORIES] = math.ceil(count(keys, TRAJECTORIES) * _held(config, after) / _held(config, keys) / unit) * unit
+        after[TRAJECTORIES] = (
+            math.ceil(count(keys, TRAJECTORIES) * _held(config, after) / _held(config, keys) / unit) * unit
+        )
     after[TRAJECTORIES] = max(count(after, TRAJECTORIES), fewest_trajectories(config, after))
     return after
 
@@ -122,10 +127,16 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
     if path == PUBLISH:
         return [k for k in (1, 2, 4) if k <= count(keys, S) + 1]
     if path == WINDOW:
-        return [1, *sorted({2, max(2, config.trainer.groups_per_update // 2), max(2, config.trainer.groups_per_update)})]
+        return [
+            1,
+            *sorted({2, max(2, config.trainer.groups_per_update // 2), max(2, config.trainer.groups_per_update)}),
+        ]
     if path == INFLIGHT:
         batch, here = config.rollout.max_batch, config.rollout.max_inflight
-        return [here, *sorted({batch, 2 * batch} - {here})]  # places cost nothing by themselves: the recipe's are as good as any
+        return [
+            here,
+            *sorted({batch, 2 * batch} - {here}),
+        ]  # places cost nothing by themselves: the recipe's are as good as any
     if path == REWARDERS:
         here = count(keys, path)
         return sorted({max(1, here // 2), max(1, here - 1), here, here + 1})

@@ -12,7 +12,12 @@ from omni_async.simulation.tune import Tuned
 from omni_async.simulation.tune_keys import S, count
 from omni_async.simulation.tune_trials import Point
 
-_FRONT, _CHOSEN, _RECIPE, _OTHER = "#0072B2", "#D55E00", "#009E73", "#999999"  # Okabe and Ito's, which colour-blind readers tell apart
+_FRONT, _CHOSEN, _RECIPE, _OTHER = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#999999",
+)  # Okabe and Ito's, which colour-blind readers tell apart
 
 
 def draw(tuned: Tuned, path: Path) -> None:
@@ -27,7 +32,9 @@ def picture(tuned: Tuned) -> Figure:
     axes.plot(*_coordinates(tuned.front), color=_FRONT, marker="o", label="front")
     for point in {count(point.keys, S): point for point in tuned.front}.values():
         _label(axes, point)  # the fastest of each S
-    axes.plot(*_coordinates([tuned.chosen]), color=_CHOSEN, marker="*", markersize=16, linestyle="none", label="recommended")
+    axes.plot(
+        *_coordinates([tuned.chosen]), color=_CHOSEN, marker="*", markersize=16, linestyle="none", label="recommended"
+    )
     if tuned.recipe_devices == tuned.devices:
         axes.plot(*_coordinates([tuned.recipe]), color=_RECIPE, marker="s", linestyle="none", label="recipe as it is")
     axes.set_xlabel("staleness of trained groups, updates (mean; S: the bound)")
@@ -45,4 +52,6 @@ def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 def _label(axes: Axes, point: Point) -> None:
     place = (point.simulated.staleness_mean, point.images_per_s)
-    axes.annotate(f"S = {count(point.keys, S)}", place, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT)
+    axes.annotate(
+        f"S = {count(point.keys, S)}", place, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT
+    )

@@ -1,4 +1,5 @@
-"""What a search found, as text: the front, the recommendation with its reasons, and the comparison with the recipe and the law."""
+"""What a search found, as text: the front, the recommendation with its reasons, and the comparison with the recipe and
+the law."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from collections.abc import Sequence
 from omni_async.performance.law import max_speedup, sync_step
 from omni_async.simulation.tune import Tuned
 from omni_async.simulation.tune_explain import seconds
-from omni_async.simulation.tune_keys import ENGINES, GROUPS, INFLIGHT, PUBLISH, RANKS, REWARDERS, SWAP, TRAJECTORIES, WINDOW, S
+from omni_async.simulation.tune_keys import (
+    ENGINES,
+    GROUPS,
+    INFLIGHT,
+    PUBLISH,
+    RANKS,
+    REWARDERS,
+    SWAP,
+    TRAJECTORIES,
+    WINDOW,
+    S,
+)
 from omni_async.simulation.tune_search import LOSS, tolerated
 from omni_async.simulation.tune_trials import Point
 
@@ -32,10 +44,15 @@ _RARE = {WINDOW, PUBLISH, SWAP, INFLIGHT}
 def text(tuned: Tuned) -> str:
     """Everything, for a terminal or a pipe."""
     parts = [
-        f"Throughput against staleness: {tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations} simulations",
+        (
+            f"Throughput against staleness: {tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations}"
+            " simulations"
+        ),
         _front(tuned),
-        f"* recommended: the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput, and no slower than the recipe; "
-        "samples and groups are buffer.trajectories and buffer.groups",
+        (
+            f"* recommended: the smallest S within {100 * tolerated(tuned.noise, LOSS):.2g} % of the best throughput,"
+            " and no slower than the recipe; samples and groups are buffer.trajectories and buffer.groups"
+        ),
         "",
         "Chosen:",
         *(f"  {path}: {reason}" for path, reason in tuned.reasons.items() if path in tuned.keys),
@@ -67,7 +84,18 @@ def _front(tuned: Tuned) -> str:
 
 
 def _comparison(tuned: Tuned) -> str:
-    head = ["", "devices", "images/s", "per device", "tuned is", "s per update", "law", "bound fraction", "staleness mean", "max"]
+    head = [
+        "",
+        "devices",
+        "images/s",
+        "per device",
+        "tuned is",
+        "s per update",
+        "law",
+        "bound fraction",
+        "staleness mean",
+        "max",
+    ]
     rows = [
         _row("tuned", tuned, tuned.chosen, tuned.devices),
         _row("recipe as it is", tuned, tuned.recipe, tuned.recipe_devices),
@@ -96,35 +124,43 @@ def _row(name: str, tuned: Tuned, point: Point, devices: float) -> list[str]:
 
 def _remarks(tuned: Tuned) -> list[str]:
     remarks = [
-        "tuned is: its images/s per device over the row's. By the law no overlap is more than "
-        f"{max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split ({seconds(sync_step(tuned.times))} per update)."
+        "tuned is: its images/s per device over the row's. By the law no overlap is more than"
+        f" {max_speedup(tuned.times):.2f} times as fast as schedule: sync on the same split"
+        f" ({seconds(sync_step(tuned.times))} per update)."
     ]
     if not tuned.is_no_slower:
         remarks.append(
-            f"The recipe as it is makes more images ({number(tuned.recipe.images_per_s)}/s) than anything else that was tried, so none is written."
+            f"The recipe as it is makes more images ({number(tuned.recipe.images_per_s)}/s) than anything else that was"
+            " tried, so none is written."
         )
     if tuned.shared:
         remarks.append(
-            f"{tuned.devices} {tuned.kind} are fewer than the roles take together: they share them, so their numbers are the recipe's, and the profile's "
-            "times are taken to have been measured that way."
+            f"{tuned.devices} {tuned.kind} are fewer than the roles take together: they share them, so their numbers"
+            " are the recipe's, and the profile's times are taken to have been measured that way."
         )
     for name, point in tuned.in_step.items():
         if point.images_per_s > tuned.chosen.images_per_s:
             remarks.append(
-                f"schedule: {name} makes more of these devices: overlap wins back what waits, and here less waits than a split leaves idle."
+                f"schedule: {name} makes more of these devices: overlap wins back what waits, and here less waits than"
+                " a split leaves idle."
             )
     busy = {role: fractions["busy"] for role, fractions in tuned.chosen.simulated.busy.items()}
     for path, each in tuned.devices_each.items():
         role = path.split(".")[0]
         if each and tuned.chosen.keys[path] != 1 and busy[role] < _IDLE:
-            remarks.append(f"{role} is busy {100 * busy[role]:.0f} %: fewer than {tuned.devices} {tuned.kind} would make as many images.")
+            remarks.append(
+                f"{role} is busy {100 * busy[role]:.0f} %: fewer than {tuned.devices} {tuned.kind} would make as many"
+                " images."
+            )
     if tuned.noise > 0.001:
         remarks.append(
-            f"Another seed changes images/s by about {100 * tuned.noise:.1f} %; the plainer of values that differ by no more than three times that is chosen."
+            f"Another seed changes images/s by about {100 * tuned.noise:.1f} %; the plainer of values that differ by no"
+            " more than three times that is chosen."
         )
     if tuned.spent:
         remarks.append(
-            f"The search ended after {tuned.simulations} simulations, not by itself; --budget {2 * tuned.simulations} looks closer."
+            f"The search ended after {tuned.simulations} simulations, not by itself; --budget {2 * tuned.simulations}"
+            " looks closer."
         )
     return remarks
 

@@ -1,4 +1,5 @@
-"""The search: first how far each split gets with how much staleness, then the smallest and plainest settings that get as far.
+"""The search: first how far each split gets with how much staleness, then the smallest and plainest settings that get
+as far.
 
     scan     the best splits with every budget S, and nothing else that could bind
     refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as cost at most MODEST
@@ -34,7 +35,8 @@ from omni_async.simulation.tune_keys import (
 from omni_async.simulation.tune_split import Split, devices_each
 from omni_async.simulation.tune_trials import Point, Trials
 
-# Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more where another seed changes more.
+# Throughput that a smaller S may cost, and that any other smaller or plainer value may cost, as fractions; more where
+# another seed changes more.
 LOSS = 0.02
 MODEST = 0.005
 _NOISES = 3.0
@@ -85,7 +87,9 @@ def scan(trials: Trials, splits: Sequence[Split], budgets: Sequence[int]) -> Non
     reached = [(point.images_per_s, split) for split in splits if (point := trials.at(roomy(config, split.keys, top)))]
     trials.measure_noise(fastest(trials.points))
     best = max(speed for speed, _ in reached)
-    close = sorted((pair for pair in reached if pair[0] >= (1 - tolerated(trials.noise, LOSS)) * best), key=lambda pair: -pair[0])
+    close = sorted(
+        (pair for pair in reached if pair[0] >= (1 - tolerated(trials.noise, LOSS)) * best), key=lambda pair: -pair[0]
+    )
     for _, split in close[:_SCANNED]:
         for budget in budgets:
             trials.at(roomy(config, split.keys, budget))
@@ -96,12 +100,14 @@ def fastest(points: Sequence[Point]) -> Point:
 
 
 def tolerated(noise: float, loss: float) -> float:
-    """The fraction of images per second that is given up for something smaller or plainer; no less than chance may take or give."""
+    """The fraction of images per second that is given up for something smaller or plainer; no less than chance may take
+    or give."""
     return max(loss, _NOISES * noise)
 
 
 def _recommendable(trials: Trials) -> float:
-    """Images per second of what may be recommended: within LOSS of the best, and no fewer than the recipe makes, where anything makes as many."""
+    """Images per second of what may be recommended: within LOSS of the best, and no fewer than the recipe makes, where
+    anything makes as many."""
     best = fastest(trials.points).images_per_s
     return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
 
@@ -117,14 +123,16 @@ def narrowed(trials: Trials) -> Point:
     """`smallest_budget`, after looking at what lies between it and the next smaller one that was simulated."""
     while True:
         start = smallest_budget(trials)
-        below = max((_budget(point) for point in trials.points if _budget(point) < _budget(start)), default=_budget(start))
+        below = max(
+            (_budget(point) for point in trials.points if _budget(point) < _budget(start)), default=_budget(start)
+        )
         if _budget(start) - below <= 1 or trials.moved(start, S, (below + _budget(start)) // 2) is None:
             return start
 
 
 def refine(trials: Trials, start: Point) -> Point:
-    """From `start` with roomy buffers to the most modest point that is at most MODEST slower than any found on the way. Ends when a whole round
-    of keys changes nothing, so that all of them were compared at the point that is returned."""
+    """From `start` with roomy buffers to the most modest point that is at most MODEST slower than any found on the way.
+    Ends when a whole round of keys changes nothing, so that all of them were compared at the point that is returned."""
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
@@ -161,7 +169,11 @@ def _enough(trials: Trials, seen: Sequence[Point]) -> float:
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
     """Of what differs from `here` by this key alone: the plainest that is fast enough, else the fastest."""
     others = trials.compared(here, path)
-    order = [*values(trials.config, here.keys, path)] if path not in BUFFER_NAMES else sorted([*others, here.keys[path]], key=int)
+    order = (
+        [*values(trials.config, here.keys, path)]
+        if path not in BUFFER_NAMES
+        else sorted([*others, here.keys[path]], key=int)
+    )
     tried = [point for value in order if (point := here if value == here.keys[path] else others.get(value))]
     enough = _enough(trials, seen)
     return next((point for point in tried if point.images_per_s >= enough), fastest([*tried, here]))
@@ -199,7 +211,8 @@ def _grid(fewest: int, most: int, unit: int) -> list[int]:
 
 
 def _reserved(here: Point, path: str) -> int:
-    """Most places of a buffer that were ever reserved at once. The simulator may count lots, so only the fraction is meaningful."""
+    """Most places of a buffer that were ever reserved at once. The simulator may count lots, so only the fraction is
+    meaningful."""
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
     return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
 

@@ -1,8 +1,10 @@
-"""How N devices can be dealt to the roles, best first by the law, so that only what is close to the best needs to be simulated.
+"""How N devices can be dealt to the roles, best first by the law, so that only what is close to the best needs to be
+simulated.
 
-Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>` says. A role whose workers
-take none keeps the recipe's number of workers; reward workers beside the devices are as many as keep scoring well below the bottleneck.
-CPUs fewer than a worker of each role takes are shared, as accelerators are not: then there is nothing to deal.
+Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>`
+says. A role whose workers take none keeps the recipe's number of workers; reward workers beside the devices are as many
+as keep scoring well below the bottleneck. CPUs fewer than a worker of each role takes are shared, as accelerators are
+not: then there is nothing to deal.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from omni_async.simulation.tune_keys import ENGINES, RANKS, REWARDERS, SPLIT, Ke
 # Splits whose law is further off the best than this are not simulated; nor more than this many.
 _FAR_OFF = 1.10
 _MOST = 6
-# Scoring beside the devices may take this share of the bottleneck's time, with at most this many times the recipe's workers.
+# Scoring beside the devices may take this share of the bottleneck's time, with at most this many times the recipe's
+# workers.
 _REWARD_SHARE = 0.8
 _REWARD_GROWTH = 4
 # Of sums of fractions of a device.
@@ -53,13 +56,14 @@ def devices_each(config: Config) -> dict[str, float]:
 
 
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
-    """Whether the roles run on fewer CPUs than they take together, as an operating system lets them: their numbers are then the recipe's."""
+    """Whether the roles run on fewer CPUs than they take together, as an operating system lets them: their numbers are
+    then the recipe's."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Every split that uses the devices up, best first; a role whose number of workers is kept may leave some idle. The kept split alone where
-    CPUs are shared. ConfigError if there are too few accelerators."""
+    """Every split that uses the devices up, best first; a role whose number of workers is kept may leave some idle. The
+    kept split alone where CPUs are shared. ConfigError if there are too few accelerators."""
     law = _Law(config, profile)
     if share_cpus(config, devices, kept):
         return [law.of({path: count(kept, path) for path in SPLIT})]
@@ -112,7 +116,8 @@ def _require_enough(config: Config, devices: int, kept: Keys) -> None:
     if sum(needed.values()) > devices + _ROUNDING:
         parts = " + ".join(f"{path.split('.')[0]} {value:g}" for path, value in needed.items())
         raise ConfigError(
-            f"--devices: {devices} {device_kind(config)} are fewer than the roles take at least: {parts} = {sum(needed.values()):g}"
+            f"--devices: {devices} {device_kind(config)} are fewer than the roles take at least: {parts} ="
+            f" {sum(needed.values()):g}"
         )
 
 

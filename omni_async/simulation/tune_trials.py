@@ -19,7 +19,8 @@ from omni_async.performance.profile import Profile
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 
-# Updates of the steady part of a run: enough that the mean of the stage that varies most is known to _PRECISION, within these bounds.
+# Updates of the steady part of a run: enough that the mean of the stage that varies most is known to _PRECISION, within
+# these bounds.
 _FEWEST_UPDATES = 16
 _MOST_UPDATES = 160
 _PRECISION = 0.005
@@ -30,7 +31,9 @@ _SEEDS = 3
 class Simulate(Protocol):
     """`omni_async.simulation.simulate.simulate`, or a stand-in for it."""
 
-    def __call__(self, config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None) -> Simulated: ...
+    def __call__(
+        self, config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None
+    ) -> Simulated: ...
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -53,8 +56,9 @@ class Trials:
         seed: int = 0,
         progress: Callable[[int, Point], None] | None = None,
     ) -> None:
-        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been made, and the last one.
-        `floor`: images per second that no recommendation may fall short of, where anything reaches them."""
+        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been
+        made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
+        reaches them."""
         self.config = config
         self.profile = profile
         self.kept = kept
@@ -91,7 +95,8 @@ class Trials:
         return found
 
     def at(self, keys: Keys) -> Point | None:
-        """What these keys lead to; None if the schema refuses them, or if they have not been simulated and the budget is spent."""
+        """What these keys lead to; None if the schema refuses them, or if they have not been simulated and the budget
+        is spent."""
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
@@ -104,18 +109,25 @@ class Trials:
         return self._points[name]
 
     def refusal(self, keys: Keys) -> str | None:
-        """Why the schema refuses them, or the algorithm to stream as `trainer.streaming: on` demands, which also depends on S."""
+        """Why the schema refuses them, or the algorithm to stream as `trainer.streaming: on` demands, which also
+        depends on S."""
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
-            problem = f"trainer.streaming: 'on' cannot be had with a budget of {config.staleness.max_updates}: {plan.why}"
+            problem = (
+                f"trainer.streaming: 'on' cannot be had with a budget of {config.staleness.max_updates}: {plan.why}"
+            )
         return problem
 
     def measure_noise(self, point: Point) -> None:
-        """What another seed changes, as a fraction of images per second: half the range over a few. Smaller differences mean nothing."""
+        """What another seed changes, as a fraction of images per second: half the range over a few. Smaller differences
+        mean nothing."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
-            speeds = [point.images_per_s, *(self.run(config, point.keys, self._seed + i).images_per_s for i in range(1, _SEEDS))]
+            speeds = [
+                point.images_per_s,
+                *(self.run(config, point.keys, self._seed + i).images_per_s for i in range(1, _SEEDS)),
+            ]
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
@@ -144,7 +156,8 @@ def steady_updates(config: Config, profile: Profile) -> int:
 
 
 def _lot(config: Config, updates: int) -> int:
-    """Samples simulated as one, the same in every run: as few as let a run take about a second, and none that a batch would have to split."""
+    """Samples simulated as one, the same in every run: as few as let a run take about a second, and none that a batch
+    would have to split."""
     rollout = config.rollout
     whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
     samples = updates * config.trainer.groups_per_update * rollout.group_size

@@ -35,10 +35,14 @@ def require_writable(out: Path, recipe: Path) -> None:
 
 
 def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
-    """`config` is the recipe with the command line's overrides, which go into the file too. ConfigError if it cannot be written."""
+    """`config` is the recipe with the command line's overrides, which go into the file too. ConfigError if it cannot be
+    written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(tuned_yaml(os.path.relpath(recipe.resolve(), out.parent.resolve()), config, overrides, tuned), encoding="utf-8")
+        out.write_text(
+            tuned_yaml(os.path.relpath(recipe.resolve(), out.parent.resolve()), config, overrides, tuned),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error.strerror or error}") from None
     written = load(out)
@@ -51,9 +55,10 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
     """`base`: the recipe's path from where the file will lie."""
     simulated = tuned.chosen.simulated
     head = (
-        f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s per update), staleness "
-        f"{simulated.staleness_mean:.2f} on average and {simulated.staleness_max} at most, simulated with profile {tuned.profile}. "
-        f"The recipe as it is: {number(tuned.recipe.images_per_s)} images/s on {tuned.recipe_devices:g}. Written by omni-async tune."
+        f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
+        f" per update), staleness {simulated.staleness_mean:.2f} on average and {simulated.staleness_max} at most,"
+        f" simulated with profile {tuned.profile}. The recipe as it is: {number(tuned.recipe.images_per_s)} images/s on"
+        f" {tuned.recipe_devices:g}. Written by omni-async tune."
     )
     given = _given(config, overrides, tuned.keys)
     lines = [*_comment(head), *_yaml({"extends": base})]
@@ -75,7 +80,8 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
 
 
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line changed, as a tree of final values, without what tuning chose: of a section given as a whole, the rest of it."""
+    """What the command line changed, as a tree of final values, without what tuning chose: of a section given as a
+    whole, the rest of it."""
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:
@@ -98,7 +104,12 @@ def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) 
 
 def _comment(text: str) -> list[str]:
     return textwrap.wrap(
-        " ".join(text.split()), _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+        " ".join(text.split()),
+        _WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -1,11 +1,13 @@
 """An asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting for it.
 
-Owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and `VirtualClock` for code that takes a
-`Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is reproducible; with `dice`, those that are ready
-together run in an order drawn from it, which is as reproducible and finds what depends on the order. It waits for nothing outside:
-a function handed to a thread (`asyncio.to_thread`, `run_in_executor`) is called on the spot and takes no virtual time, and there are no
-sockets, signals or child processes. When every task is blocked and no timer is pending, nothing can unblock them: `DeadlockError` says who
-waits where. (A periodic task, or one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
+Owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and `VirtualClock` for
+code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is
+reproducible; with `dice`, those that are ready together run in an order drawn from it, which is as reproducible and
+finds what depends on the order. It waits for nothing outside: a function handed to a thread (`asyncio.to_thread`,
+`run_in_executor`) is called on the spot and takes no virtual time, and there are no sockets, signals or child
+processes. When every task is blocked and no timer is pending, nothing can unblock them: `DeadlockError` says who waits
+where. (A periodic task, or one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout`
+around such runs.)
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Timers no further apart fire together, as they do on a real clock of this resolution: sums of floats that should be equal may differ.
+# Timers no further apart fire together, as they do on a real clock of this resolution: sums of floats that should be
+# equal may differ.
 _RESOLUTION_S = 1e-9
 _LISTED_TASKS = 20
 _FEW_TIMERS = 100
@@ -32,11 +35,16 @@ class DeadlockError(RuntimeError):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address in memory, which differs
-    from run to run."""
+    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address
+    in memory, which differs from run to run."""
 
     def __init__(
-        self, number: int, coro: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, name: str | None, context: Context | None
+        self,
+        number: int,
+        coro: Coroutine[Any, Any, T],
+        loop: asyncio.AbstractEventLoop,
+        name: str | None,
+        context: Context | None,
     ) -> None:
         self._number = number
         super().__init__(coro, loop=loop, name=name, context=context)
@@ -48,8 +56,8 @@ class _NumberedTask(asyncio.Task[T]):
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """See the module. Time starts at `start` seconds; `dice` draws the order of what is ready together."""
 
-    # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here, as tuples, because those
-    # compare much faster than its TimerHandles.
+    # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here,
+    # as tuples, because those compare much faster than its TimerHandles.
     _ready: Any
     _stopping: bool
     _closed: bool
@@ -75,7 +83,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now
 
-    def call_soon(self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         if self._closed:
             raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
@@ -99,13 +109,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
-        """Like `call_at`, for the many and simple: cheaper, cannot be cancelled, and what the callback raises ends the loop."""
+        """Like `call_at`, for the many and simple: cheaper, cannot be cancelled, and what the callback raises ends the
+        loop."""
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, callback, args))
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Call it when nothing else is ready at this instant: for whoever should act on all that happens in it, in whatever order it happens.
-        What it raises ends the loop."""
+        """Call it when nothing else is ready at this instant: for whoever should act on all that happens in it, in
+        whatever order it happens. What it raises ends the loop."""
         self._settling.append(callback)
 
     def sleep_until(self, when: float) -> asyncio.Future[None]:
@@ -204,7 +215,8 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
-    """`asyncio.run` in virtual time, from `start` seconds on, with ready callbacks in the order of `dice`. Raises DeadlockError as soon as nothing can go on."""
+    """`asyncio.run` in virtual time, from `start` seconds on, with ready callbacks in the order of `dice`. Raises
+    DeadlockError as soon as nothing can go on."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:
@@ -217,7 +229,9 @@ def _complete(future: asyncio.Future[None]) -> None:
 
 
 def _who_waits(tasks: set[asyncio.Task[Any]]) -> str:
-    waiting = sorted((task for task in tasks if not task.done()), key=lambda task: (len(task.get_name()), task.get_name()))
+    waiting = sorted(
+        (task for task in tasks if not task.done()), key=lambda task: (len(task.get_name()), task.get_name())
+    )
     lines = [f"  {task.get_name()}: {_where(task)}" for task in waiting[:_LISTED_TASKS]]
     if len(waiting) > _LISTED_TASKS:
         lines.append(f"  and {len(waiting) - _LISTED_TASKS} more")

@@ -47,8 +47,8 @@ class Draws:
 
 
 class SharedDevices:
-    """Devices that the roles use in turns. A role has them while any of its workers works; then whichever asked first gets them. Every worker
-    takes the profile's `switch` when it first works after its role got the devices back.
+    """Devices that the roles use in turns. A role has them while any of its workers works; then whichever asked first
+    gets them. Every worker takes the profile's `switch` when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`.
     """
@@ -80,8 +80,8 @@ class SharedDevices:
 
 @dataclass
 class World:
-    """`lot`: samples that are simulated as one; `config` counts in lots, service times in samples. `shared` is None where every role has
-    devices of its own."""
+    """`lot`: samples that are simulated as one; `config` counts in lots, service times in samples. `shared` is None
+    where every role has devices of its own."""
 
     config: Config
     profile: Profile
@@ -98,7 +98,10 @@ class World:
     def count_groups(self, taken: int = 0) -> None:
         """After a call that may have admitted groups or freed slots; the trainer took `taken` more."""
         self.taken += taken
-        admitted, released = self.coordinator.ledger.admitted, self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0)
+        admitted, released = (
+            self.coordinator.ledger.admitted,
+            self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0),
+        )
         self.meters.places["replay"].set(admitted - self.taken)
         self.meters.places["slots"].set(admitted - released)
 

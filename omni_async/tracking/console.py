@@ -1,4 +1,5 @@
-"""What a person or a pipe sees of a run. A pipe gets exactly one flushed line per update; a terminal gets a live display."""
+"""What a person or a pipe sees of a run. A pipe gets exactly one flushed line per update; a terminal gets a live
+display."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from omni_async.tracking.words import validated
 
 
 class UpdateView(TypedDict, total=False):
-    """What one update shows; leave out what isn't known. `staleness` is a mean, `staleness_counts` how many groups had which,
-    `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by name."""
+    """What one update shows; leave out what isn't known. `staleness` is a mean, `staleness_counts` how many groups had
+    which, `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by name."""
 
     update: int
     reward: float
@@ -37,7 +38,8 @@ class Console(Protocol):
         """Something worth a line of its own."""
 
     def close(self, last_words: Sequence[str] = ()) -> None:
-        """End the display and leave these lines below it, unwrapped. Nothing more is shown; calling it again changes nothing."""
+        """End the display and leave these lines below it, unwrapped. Nothing more is shown; calling it again changes
+        nothing."""
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:

@@ -10,7 +10,8 @@ from omni_async.tracking.files import read_lines
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A part that was lost: when (the clock's seconds), why, what came in its place, and how many seconds later that was at work."""
+    """A part that was lost: when (the clock's seconds), why, what came in its place, and how many seconds later that
+    was at work."""
 
     time: float
     part: str

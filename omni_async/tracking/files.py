@@ -9,7 +9,8 @@ from omni_async.config.reading import open_file
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it. OSError if the bytes do not fit: a network's file system says so only when they are synchronised."""
+    """Write next to `path`, then rename over it. OSError if the bytes do not fit: a network's file system says so only
+    when they are synchronised."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -22,7 +23,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file. OSError if it is not one."""
+    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file. OSError if
+    it is not one."""
     try:
         with open_file(path) as file:
             return [*file]

@@ -1,7 +1,8 @@
-"""Fonts for captions in any script: each character is drawn by the first font that has it, and one that none has is spelled out.
+"""Fonts for captions in any script: each character is drawn by the first font that has it, and one that none has is
+spelled out.
 
-First comes DejaVu Sans, which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols), then whatever fonts of East Asian
-scripts the machine has.
+First comes DejaVu Sans, which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols),
+then whatever fonts of East Asian scripts the machine has.
 """
 
 from __future__ import annotations
@@ -40,17 +41,27 @@ class Typeface:
         """Pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
-    def draw(self, draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, fill: tuple[int, int, int]) -> None:
+    def draw(
+        self, draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, fill: tuple[int, int, int]
+    ) -> None:
         """`place`: left end and baseline."""
         left, baseline = place
         for font, run in self._runs(text):
-            draw.text((left, baseline), run, font=font, fill=fill, anchor="ls" if isinstance(font, ImageFont.FreeTypeFont) else None)
+            draw.text(
+                (left, baseline),
+                run,
+                font=font,
+                fill=fill,
+                anchor="ls" if isinstance(font, ImageFont.FreeTypeFont) else None,
+            )
             left += font.getlength(run)
 
     def _runs(self, text: str) -> list[tuple[Font, str]]:
         """Characters in a row that one font draws."""
         found = ((self._font_of(character) or self._fonts[0], character) for character in text)
-        return [(font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])]
+        return [
+            (font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])
+        ]
 
     def _font_of(self, character: str) -> Font | None:
         return next((font for font in self._fonts if _has(font, character)), None)
@@ -72,7 +83,9 @@ def _dejavu() -> Path | None:
 
 def _wide() -> list[Path]:
     folders = [folder.expanduser() for folder in _FOLDERS]
-    found = [path for folder in folders if folder.is_dir() for pattern in _WIDE for path in sorted(folder.rglob(pattern))]
+    found = [
+        path for folder in folders if folder.is_dir() for pattern in _WIDE for path in sorted(folder.rglob(pattern))
+    ]
     return found[:_MOST_WIDE]
 
 

@@ -1,7 +1,8 @@
 """What belongs to this process alone: forked children let go of it before they do anything else.
 
-A child that a scorer or a library forks without an exec has every open file of its parent, and with them the parent's locks and listening sockets for
-as long as it lives, also after the parent was killed. (After an exec they are closed already.)
+A child that a scorer or a library forks without an exec has every open file of its parent, and with them the parent's
+locks and listening sockets for as long as it lives, also after the parent was killed. (After an exec they are closed
+already.)
 """
 
 from __future__ import annotations

@@ -24,9 +24,11 @@ def caption(prompt: Prompt, score: Score) -> str:
 
 
 def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = None) -> Image.Image:
-    """A grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says otherwise.
+    """A grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says
+    otherwise.
 
-    Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones are reduced.
+    Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones
+    are reduced.
     """
     if not items:
         raise ValueError("an image grid needs at least one image")
@@ -61,8 +63,8 @@ def _fit(array: np.ndarray) -> Image.Image:
 
 
 def _wrap(text: str, font: Typeface, width: int) -> list[str]:
-    """Lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within one that fills more than a line (not every script has
-    spaces); what doesn't fit is cut with dots."""
+    """Lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within one that fills more
+    than a line (not every script has spaces); what doesn't fit is cut with dots."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""

@@ -22,17 +22,25 @@ _REFRESH_PER_S = 4
 
 
 class LiveConsole:
-    """Phases, notes and validations scroll by above the display; numbers are replaced in place. `done`: updates of earlier attempts, where the bar
-    begins; the time left follows from the pace of this one."""
+    """Phases, notes and validations scroll by above the display; numbers are replaced in place. `done`: updates of
+    earlier attempts, where the bar begins; the time left follows from the pace of this one."""
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)
-        columns = (MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (
+            MofNCompleteColumn(),
+            BarColumn(None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
         self._progress = Progress(TextColumn("update"), *columns, console=self._rich, speed_estimate_period=600.0)
         self._task = self._progress.add_task("updates", total=total_updates, completed=done, start=False)
         self._view: UpdateView = {}
         self._validation: str | None = None
-        self._live = Live(console=self._rich, get_renderable=self._render, refresh_per_second=_REFRESH_PER_S, redirect_stdout=False)
+        self._live = Live(
+            console=self._rich, get_renderable=self._render, refresh_per_second=_REFRESH_PER_S, redirect_stdout=False
+        )
         self._live.start()
 
     def phase(self, text: str) -> None:
@@ -76,8 +84,13 @@ class LiveConsole:
             rows.append(("images/s", Text(f"{view['images_per_s']:.1f}")))
         if "staleness" in view:
             rows.append(("staleness", Text(staleness(view["staleness"], view.get("staleness_counts", {})))))
-        rows += [(name, _bar(held, capacity, f"{held}/{capacity}")) for name, (held, capacity) in view.get("buffers", {}).items()]
-        rows += [(f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in view.get("busy", {}).items()]
+        rows += [
+            (name, _bar(held, capacity, f"{held}/{capacity}"))
+            for name, (held, capacity) in view.get("buffers", {}).items()
+        ]
+        rows += [
+            (f"{role} busy", _bar(fraction, 1.0, f"{fraction:.0%}")) for role, fraction in view.get("busy", {}).items()
+        ]
         rows += [(name, Text(f"{value:.4g}")) for name, value in view.get("extra", {}).items()]
         return rows
 

@@ -1,4 +1,5 @@
-"""How much memory a run really takes: proportional set size (shared pages divided among their users) of a tree of processes."""
+"""How much memory a run really takes: proportional set size (shared pages divided among their users) of a tree of
+processes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import psutil
 def process_tree_pss(*pids: int) -> int:
     """Bytes of these processes and all their descendants, each counted once; those that end meanwhile count 0.
 
-    Where PSS is not available (not Linux, or another user's process) the resident size stands in, which counts shared pages repeatedly.
-    A local Ray's daemons and workers are descendants of the driver that started it; a cluster joined by address is not.
+    Where PSS is not available (not Linux, or another user's process) the resident size stands in, which counts shared
+    pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster joined
+    by address is not.
     """
     tree: dict[int, psutil.Process] = {}
     for pid in pids:

@@ -1,4 +1,5 @@
-"""Numbers gathered between two updates, each with the reduction its recorder declared: nothing is guessed from a name."""
+"""Numbers gathered between two updates, each with the reduction its recorder declared: nothing is guessed from a
+name."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Metrics:
         self._cells: dict[str, _Cell] = {}
 
     def record(self, name: str, value: float, reduction: Reduction, weight: float = 1.0) -> None:
-        """Add a number. `weight` (of a mean: how many numbers it stands for) must be positive; a name keeps its first reduction."""
+        """Add a number. `weight` (of a mean: how many numbers it stands for) must be positive; a name keeps its first
+        reduction."""
         if weight <= 0:
             raise ValueError(f"metric {name!r}: weight must be positive, got {weight}")
         self._add(name, value * weight if reduction == "mean" else value, reduction, weight)

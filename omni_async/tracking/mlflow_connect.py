@@ -1,5 +1,5 @@
-"""Opens an MLflow run: the local sqlite database or a server, with one clear error if that can't work. MLflow is imported here, lazily
-(seconds), and its global state (`mlflow.start_run` and friends) is left alone.
+"""Opens an MLflow run: the local sqlite database or a server, with one clear error if that can't work. MLflow is
+imported here, lazily (seconds), and its global state (`mlflow.start_run` and friends) is left alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class MlflowUnusableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Connection:
-    """A place for runs, and the run of that name that is there already, if there is one. `shown`: the place's address without credentials."""
+    """A place for runs, and the run of that name that is there already, if there is one. `shown`: the place's address
+    without credentials."""
 
     client: MlflowClient
     experiment: str
@@ -53,11 +54,17 @@ class Connection:
 
     def run_url(self, run_id: str) -> str:
         """Where the run is once the user interface is up."""
-        return f"{self.shown.rstrip('/') if self._is_server else _LOCAL_UI}/#/experiments/{self.experiment}/runs/{run_id}"
+        return (
+            f"{self.shown.rstrip('/') if self._is_server else _LOCAL_UI}/#/experiments/{self.experiment}/runs/{run_id}"
+        )
 
     def ui_command(self, run_id: str) -> str:
         """The shell command that shows the run, or the address to open if it lives on a server."""
-        return self.run_url(run_id) if self._is_server else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(self.shown)}"
+        return (
+            self.run_url(run_id)
+            if self._is_server
+            else f"{_mlflow_command()} ui --backend-store-uri {shlex.quote(self.shown)}"
+        )
 
     @property
     def _is_server(self) -> bool:
@@ -65,8 +72,9 @@ class Connection:
 
 
 def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
-    """To `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with artifacts in
-    `<run_dir>/mlartifacts`. `goes_on`: look for the run of that name; it stays as it is. MlflowUnusableError if that can't be done."""
+    """To `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with
+    artifacts in `<run_dir>/mlartifacts`. `goes_on`: look for the run of that name; it stays as it is.
+    MlflowUnusableError if that can't be done."""
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)
@@ -76,7 +84,9 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool =
             run_dir.mkdir(parents=True, exist_ok=True)
         client = _client(uri)
         experiment = _experiment(client, config, run_dir)
-        return Connection(client, experiment, run_name, _run_named(client, experiment, run_name) if goes_on else None, uri, shown)
+        return Connection(
+            client, experiment, run_name, _run_named(client, experiment, run_name) if goes_on else None, uri, shown
+        )
 
 
 def begin(connection: Connection) -> str:
@@ -95,13 +105,16 @@ def _refusals(shown: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001  # any store, any reason: it ends as one clear error
         reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
         raise MlflowUnusableError(
-            f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or tracking.mlflow.enabled=false"
+            f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or"
+            " tracking.mlflow.enabled=false"
         ) from None  # the original may quote credentials
 
 
 def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
     """The newest run of that name."""
-    found = client.search_runs([experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1)
+    found = client.search_runs(
+        [experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1
+    )
     return str(found[0].info.run_id) if found else None
 
 
@@ -149,5 +162,7 @@ def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> s
             if found is None:
                 raise
     if found.lifecycle_stage == "deleted":
-        raise MlflowUnusableError(f"tracking.mlflow.experiment: {config.experiment!r} is deleted there; restore it or name another")
+        raise MlflowUnusableError(
+            f"tracking.mlflow.experiment: {config.experiment!r} is deleted there; restore it or name another"
+        )
     return str(found.experiment_id)

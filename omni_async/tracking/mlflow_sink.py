@@ -1,8 +1,8 @@
 """MLflow, written by one background thread, so that training never waits for its database or its server.
 
-Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until `begin`. Afterwards a
-failure of MLflow is a warning, once, and nothing more is sent: tracking must not end a run, and everything is in the run folder as well.
-`finish` waits for what is queued.
+Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until
+`begin`. Afterwards a failure of MLflow is a warning, once, and nothing more is sent: tracking must not end a run, and
+everything is in the run folder as well. `finish` waits for what is queued.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _NOT_IN_KEY = re.compile(r"[^\w/.\- :]")  # MLflow refuses other characters in a
 class MlflowSink:
     """One MLflow run. Calls return at once; they come from one thread, `finish` last."""
 
-    def __init__(self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False) -> None:
-        """Start a run in `config.experiment`, or with `goes_on` find the one of that name, whose parameters stay, for `begin` to go on with.
-        `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`); `params` may be nested. Raises
-        `MlflowUnusableError`."""
+    def __init__(
+        self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False
+    ) -> None:
+        """Start a run in `config.experiment`, or with `goes_on` find the one of that name, whose parameters stay, for
+        `begin` to go on with. `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`);
+        `params` may be nested. Raises `MlflowUnusableError`."""
         self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
         self._params = params
@@ -53,7 +55,8 @@ class MlflowSink:
             self._put(lambda: self._send_params(params))
 
     def begin(self) -> None:
-        """Set the run going, if it is not: before anything is logged. If there is none of that name (another database, say), one is made."""
+        """Set the run going, if it is not: before anything is logged. If there is none of that name (another database,
+        say), one is made."""
         if not self._began:
             self._began = True
             self._put(self._begin)
@@ -136,7 +139,8 @@ class MlflowSink:
 
         for batch in _batches(metrics.items(), _METRICS_PER_BATCH):
             self._client.log_batch(
-                self._run_id, metrics=[Metric(_NOT_IN_KEY.sub("_", key), float(value), now, step) for key, value in batch]
+                self._run_id,
+                metrics=[Metric(_NOT_IN_KEY.sub("_", key), float(value), now, step) for key, value in batch],
             )
 
 

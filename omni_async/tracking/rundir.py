@@ -56,13 +56,15 @@ class RunDirectory:
             write_atomic(run.config_yaml, content.encode())
         except OSError as error:
             reason = error.strerror or str(error)
-            raise RunDirectoryError(f"run.dir: cannot make a run folder in {parent}: {reason} ({error.filename or parent})") from error
+            raise RunDirectoryError(
+                f"run.dir: cannot make a run folder in {parent}: {reason} ({error.filename or parent})"
+            ) from error
         return run
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`. RunDirectoryError if another has it, or what is
-        read of it cannot be."""
+        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`. RunDirectoryError if
+        another has it, or what is read of it cannot be."""
         run = cls(path)
         try:
             run._claim()
@@ -78,8 +80,9 @@ class RunDirectory:
         return run
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
-        """The attempt that reopened the folder has something to record: its metrics after `version` are void (`void_metrics`), the summary of
-        the attempts before is put aside until there is another, and `config.yaml` is this attempt's."""
+        """The attempt that reopened the folder has something to record: its metrics after `version` are void
+        (`void_metrics`), the summary of the attempts before is put aside until there is another, and `config.yaml` is
+        this attempt's."""
         try:
             write_atomic(self.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
             self.void_metrics(version, validated)
@@ -89,7 +92,8 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot go on in {self.path}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
-        """Hold the folder until `release`, or until this process ends; its children do not. RunDirectoryError if another has it."""
+        """Hold the folder until `release`, or until this process ends; its children do not. RunDirectoryError if
+        another has it."""
         self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +123,8 @@ class RunDirectory:
 
     @property
     def began(self) -> tuple[str, int]:
-        """When, by its name: the second, and the number among the runs that began in it. For a folder that a run made."""
+        """When, by its name: the second, and the number among the runs that began in it. For a folder that a run
+        made."""
         made = _NAME.fullmatch(self.path.name)
         return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
@@ -199,11 +204,15 @@ class RunDirectory:
         return self.path / "weights"
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
-        """Read all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave them."""
-        return [record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None]
+        """Read all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave
+        them."""
+        return [
+            record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None
+        ]
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
-        """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if it has."""
+        """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if
+        it has."""
         if not updates and not rounds:
             return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
@@ -221,8 +230,8 @@ class RunDirectory:
         return f"has {' and '.join(gaps)}" if gaps else None
 
     def wall_s(self, version: int) -> float:
-        """Seconds that the run's attempts have taken up to `version`, as the metrics of that update say, or an attempt that ended there; 0 if
-        neither does."""
+        """Seconds that the run's attempts have taken up to `version`, as the metrics of that update say, or an attempt
+        that ended there; 0 if neither does."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
@@ -245,7 +254,8 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
 
 
 def append_jsonl(path: Path, record: Any) -> None:
-    """Add one line, handed to the operating system before this returns. RunDirectoryError if it can't be, and nothing of it is there."""
+    """Add one line, handed to the operating system before this returns. RunDirectoryError if it can't be, and nothing
+    of it is there."""
     line = msgspec.json.encode(record) + b"\n"
     try:
         with path.open("ab", buffering=0) as file:

@@ -1,7 +1,7 @@
 """A run's spans: on disk, where they may be as many as they like, and in memory only those of the recent past.
 
-`spans.jsonl` grows as they come, so a run that is killed leaves them too; a run that ends turns them into its timeline and removes it. A resumed run
-keeps them in memory until its first update: what lies there is an earlier attempt's.
+`spans.jsonl` grows as they come, so a run that is killed leaves them too; a run that ends turns them into its timeline
+and removes it. A resumed run keeps them in memory until its first update: what lies there is an earlier attempt's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from omni_async.types import Span
 
 
 class SpanLog:
-    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments. `held`: the file is left alone until `open`."""
+    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments. `held`: the file is
+    left alone until `open`."""
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path

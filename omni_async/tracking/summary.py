@@ -40,12 +40,14 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """`wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over that time, by the whole
-    job; divided by *all* its devices (trainer's and reward workers' included) it is `images_per_s_per_device`. `first_reward` and `last_reward`:
-    means of the first and last 5 updates. `staleness`: how many trained groups had each staleness.
+    """`wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over
+    that time, by the whole job; divided by *all* its devices (trainer's and reward workers' included) it is
+    `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: how
+    many trained groups had each staleness.
 
-    Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`, `peak_memory_bytes` and `faults` (parts
-    that were lost and came back). `unwritten`: file of the run folder -> why it could not be written at the end.
+    Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
+    `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
+    could not be written at the end.
     """
 
     run: str
@@ -92,9 +94,10 @@ def summarise(
     untimed_images: int = 0,
     faults: int = 0,
 ) -> Summary:
-    """`started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update; `staleness` one
-    number per trained group; `devices` counts every accelerator of the job, or every CPU where there is none. `wall_before`: seconds of earlier
-    attempts. `untimed_images`: of `images`, those of earlier attempts of which nobody knows how long they took."""
+    """`started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update;
+    `staleness` one number per trained group; `devices` counts every accelerator of the job, or every CPU where there is
+    none. `wall_before`: seconds of earlier attempts. `untimed_images`: of `images`, those of earlier attempts of which
+    nobody knows how long they took."""
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = histogram(staleness)

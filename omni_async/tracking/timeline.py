@@ -1,4 +1,5 @@
-"""What happened when: spans as a Chrome/Perfetto trace, and how busy each role was. Pure functions over finished spans."""
+"""What happened when: spans as a Chrome/Perfetto trace, and how busy each role was. Pure functions over finished
+spans."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def role_of(actor: str) -> str:
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
     """The trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
 
-    Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch. Lanes are given out on
-    the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto would otherwise drop or nest.
+    Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch.
+    Lanes are given out on the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
+    would otherwise drop or nest.
     """
     origin = min((span.start for span in spans), default=0.0)
     per_actor: dict[str, list[Span]] = defaultdict(list)
@@ -66,7 +68,15 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
         else:
             lane, num_lanes = num_lanes, num_lanes + 1
         heapq.heappush(running, (end, lane))
-        event = {"ph": "X", "name": span.kind, "cat": role_of(span.actor), "pid": pid, "tid": lane, "ts": start, "dur": end - start}
+        event = {
+            "ph": "X",
+            "name": span.kind,
+            "cat": role_of(span.actor),
+            "pid": pid,
+            "tid": lane,
+            "ts": start,
+            "dur": end - start,
+        }
         complete.append({**event, "args": span.args})
     return complete, num_lanes
 
@@ -82,7 +92,13 @@ def read_trace(path: Path) -> list[Span]:
     origin = trace["otherData"]["origin_s"]
     actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
     return [
-        Span(actors[event["pid"]], event["name"], origin + event["ts"] / 1e6, origin + (event["ts"] + event["dur"]) / 1e6, event["args"])
+        Span(
+            actors[event["pid"]],
+            event["name"],
+            origin + event["ts"] / 1e6,
+            origin + (event["ts"] + event["dur"]) / 1e6,
+            event["args"],
+        )
         for event in trace["traceEvents"]
         if event["ph"] == "X"
     ]
@@ -95,10 +111,12 @@ def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ..
 
 
 def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
-    """Per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged over the role's actors.
+    """Per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged over the
+    role's actors.
 
-    An actor's overlapping spans count once. The three exclude each other in this order: an engine that draws eight samples while a
-    ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for, or a scorer's outage.
+    An actor's overlapping spans count once. The three exclude each other in this order: an engine that draws eight
+    samples while a ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for, or a
+    scorer's outage.
     """
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:

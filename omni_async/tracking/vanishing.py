@@ -1,4 +1,5 @@
-"""Notices updates whose gradient has vanished: the run goes on, its numbers look well, and nothing is learned any more."""
+"""Notices updates whose gradient has vanished: the run goes on, its numbers look well, and nothing is learned any
+more."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _VANISHED = 1e-3
 
 
 class GradientWatch:
-    """Compares the gradient norms of the newest updates with those of the first. Says so once, and again only after they had come back."""
+    """Compares the gradient norms of the newest updates with those of the first. Says so once, and again only after
+    they had come back."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -36,17 +38,26 @@ class GradientWatch:
         if not warns:
             return None
         fell = f"{now:.2g}, where it began at {then:.2g}" if then else "0"
-        return f"warning: update {version}: the gradient has vanished (median norm of the last {_RECENT} updates {fell}): {_cause(metrics)}"
+        return (
+            f"warning: update {version}: the gradient has vanished (median norm of the last {_RECENT} updates {fell}):"
+            f" {_cause(metrics)}"
+        )
 
 
 def _cause(metrics: Mapping[str, float]) -> str:
     if {"accuracy", "margin"} <= metrics.keys():
         return (
-            f"the preferences are satisfied (accuracy {metrics['accuracy']:.2f}, margin {metrics['margin']:.3g}), so these pairs teach nothing more; "
-            "stop here, give other pairs, or lower algorithm.dpo.beta"
+            f"the preferences are satisfied (accuracy {metrics['accuracy']:.2f}, margin {metrics['margin']:.3g}), so"
+            " these pairs teach nothing more; stop here, give other pairs, or lower algorithm.dpo.beta"
         )
     if metrics.get("clip_fraction", 0.0) > 0.5:
-        return f"{metrics['clip_fraction']:.0%} of the rows are outside the clip range; a larger algorithm.clip_range or fresher samples let them count"
+        return (
+            f"{metrics['clip_fraction']:.0%} of the rows are outside the clip range; a larger algorithm.clip_range or"
+            " fresher samples let them count"
+        )
     if metrics.get("masked", 0.0) > 0.5:
         return f"the off-policy correction masks {metrics['masked']:.0%} of the rows"
-    return "nothing is learned any more; the rewards of a group may hardly differ, or the objective has nothing left to gain"
+    return (
+        "nothing is learned any more; the rewards of a group may hardly differ, or the objective has nothing left to"
+        " gain"
+    )

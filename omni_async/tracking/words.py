@@ -1,5 +1,5 @@
-"""Numbers of a run as people say them. The live display, the lines of a log, the last words and `omni-async status` all take their words from here,
-so that one number has one label wherever it is shown. Pure."""
+"""Numbers of a run as people say them. The live display, the lines of a log, the last words and `omni-async status` all
+take their words from here, so that one number has one label wherever it is shown. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
 
 
 def validation_curve(points: Sequence[ValidationPoint]) -> str:
-    """`validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`, of the numbers that both ends have."""
+    """`validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`, of the numbers
+    that both ends have."""
     first, last = points[0], points[-1]
     if len(points) == 1:
         return validated(first.version, first.value, first.parts)

@@ -1,7 +1,9 @@
-"""The tensors of a checkpoint, through torch.distributed.checkpoint: sharded safetensors files that any number of ranks can read.
+"""The tensors of a checkpoint, through torch.distributed.checkpoint: sharded safetensors files that any number of ranks
+can read.
 
-They are the trained parameters (adapters only under LoRA), the further policies kept beside them (`shadow.<which>.<name>`) and the optimizer's
-state. Both functions are collective. Writing copies everything to host memory first, and goes on in a thread of its own.
+They are the trained parameters (adapters only under LoRA), the further policies kept beside them
+(`shadow.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
+memory first, and goes on in a thread of its own.
 """
 
 from __future__ import annotations
@@ -37,17 +39,25 @@ def begin_save(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> Future[Any]:
-    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group`: of the ranks, on the CPU, used for nothing
-    else meanwhile; None where there is one."""
-    tensors = _weights(parameters, shadows) | {key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()}
+    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group`: of the ranks, on
+    the CPU, used for nothing else meanwhile; None where there is one."""
+    tensors = _weights(parameters, shadows) | {
+        key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
+    }
     writer = HuggingFaceStorageWriter(str(folder / _FOLDER), save_distributed=True)
     saving = async_save(tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     assert isinstance(saving, Future), "the writer stages by itself"
     return saving
 
 
-def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Reads a checkpoint into `parameters`, `shadows` and `optimizer`, in place. TrainingError if it is of another model or not there."""
+def load(
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    shadows: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Reads a checkpoint into `parameters`, `shadows` and `optimizer`, in place. TrainingError if it is of another
+    model or not there."""
     tensors = folder / _FOLDER
     if not any(tensors.glob("*.safetensors")):
         raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")
@@ -60,7 +70,8 @@ def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[
     if weights.keys() != found:
         example = min(weights.keys() ^ found)
         raise TrainingError(
-            f"checkpoint {folder} is of another model, LoRA setting, algorithm or trainer.ema: {example!r} is in only one of the two"
+            f"checkpoint {folder} is of another model, LoRA setting, algorithm or trainer.ema: {example!r} is in only"
+            " one of the two"
         )
     try:
         state = _allocate(parameters, optimizer, stored)
@@ -72,11 +83,14 @@ def load(folder: Path, parameters: Mapping[str, nn.Parameter], shadows: Mapping[
 
 
 def _weights(parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_MODEL + name: p.detach() for name, p in parameters.items()} | {_SHADOW + name: tensor for name, tensor in shadows.items()}
+    return {_MODEL + name: p.detach() for name, p in parameters.items()} | {
+        _SHADOW + name: tensor for name, tensor in shadows.items()
+    }
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by name. A parameter that never had a gradient has none, which torch's own helper would invent."""
+    """The optimizer's state by name. A parameter that never had a gradient has none, which torch's own helper would
+    invent."""
     return {
         f"{_OPTIMIZER}{key}.{name}": value
         for name, p in parameters.items()
@@ -90,7 +104,9 @@ def _vector(value: Tensor) -> Tensor:
     return value.reshape(1) if value.ndim == 0 else value
 
 
-def _allocate(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]) -> dict[str, Tensor]:
+def _allocate(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]
+) -> dict[str, Tensor]:
     """Gives the optimizer zeroed state of the stored kinds, to be read into."""
     optimizer.state.clear()
     tensors = {}

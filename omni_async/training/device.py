@@ -21,16 +21,20 @@ def rank_device(rank: int) -> torch.device:
 
 
 def collective_backend(device: torch.device) -> str:
-    """A `torch.distributed` backend string for `device`. Gloo is always there too, for metrics and checkpoint plans on the CPU."""
+    """A `torch.distributed` backend string for `device`. Gloo is always there too, for metrics and checkpoint plans on
+    the CPU."""
     if device.type == "cpu":
         return "cpu:gloo"
     collective = _COLLECTIVES.get(device.type) or dist.get_default_backend_for_device(device.type)
     return f"cpu:gloo,{device.type}:{collective}"
 
 
-def init_process_group(rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None) -> None:
-    """Joins the trainer's process group. `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds for every
-    collective, so that ranks that lost a partner fail instead of hanging. Returns when all `world` ranks have called it."""
+def init_process_group(
+    rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None
+) -> None:
+    """Joins the trainer's process group. `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds
+    for every collective, so that ranks that lost a partner fail instead of hanging. Returns when all `world` ranks have
+    called it."""
     device = rank_device(rank) if device is None else device
     dist.init_process_group(
         collective_backend(device),

@@ -1,9 +1,10 @@
-"""One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and no model family.
+"""One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and
+no model family.
 
-The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`, `export`, `begin_save` and `load`
-are collective: with several ranks, every rank calls the same ones in the same order, those that take a group with its own samples of the same
-group (at most ceil(group_size / workers), at least one; of a preference pair with both). `discard` is local, but all ranks must make the
-same choice.
+The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`,
+`export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
+those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least one; of a
+preference pair with both). `discard` is local, but all ranks must make the same choice.
 
     for group in update:  assess(this rank's samples)        # only where a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
@@ -34,7 +35,14 @@ from omni_async.training.forward_loss import ForwardLoss
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel, whole
-from omni_async.training.optimizer import build_optimizer, clip_factor, gradient_norm, gradients, learning_rate, set_learning_rate
+from omni_async.training.optimizer import (
+    build_optimizer,
+    clip_factor,
+    gradient_norm,
+    gradients,
+    learning_rate,
+    set_learning_rate,
+)
 from omni_async.training.row_loss import RowLoss
 from omni_async.training.shadows import forget_gathered
 from omni_async.training.transition_loss import TransitionLoss
@@ -49,11 +57,13 @@ __all__ = ["GroupBatch", "TrainEngine"]
 class TrainEngine:
     """See the module. `device` is the rank's accelerator unless given.
 
-    digest0: digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the same checkpoint has it too.
-    optimizer_steps: taken so far, over resumes.
+    digest0: digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the same
+    checkpoint has it too. optimizer_steps: taken so far, over resumes.
     """
 
-    def __init__(self, config: Config, policy: Policy, rank: int, world_size: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, config: Config, policy: Policy, rank: int, world_size: int, device: torch.device | None = None
+    ) -> None:
         if config.weights.payload == "lora" and config.model.lora is None:
             raise ValueError("weights.payload: lora needs model.lora")
         self.config = config
@@ -78,11 +88,13 @@ class TrainEngine:
         self._saving_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
         # The two have rows of their own kinds, which only they look into.
-        self._loss: RowLoss[Any] = kind(self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size)
+        self._loss: RowLoss[Any] = kind(
+            self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size
+        )
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
-        """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an unusable group,
-        before any gradient is touched."""
+        """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an
+        unusable group, before any gradient is touched."""
         for rows, counts in self._loss.batches(group):
             # FSDP2 averages gradients over ranks, where the definition of row_weight wants their sum.
             weight = row_weight * self.world_size if counts else 0.0
@@ -90,14 +102,16 @@ class TrainEngine:
         self._has_rows = True
 
     def assess(self, group: GroupBatch) -> list[SampleDrift]:
-        """The proximal pass of decoupled corrections over this rank's samples; `accumulate` uses it until the update's last step."""
+        """The proximal pass of decoupled corrections over this rank's samples; `accumulate` uses it until the update's
+        last step."""
         return self._loss.assess(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks' rows since the last step.
+        """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks'
+        rows since the last step.
 
-        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser. TrainingError,
-        leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
+        `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
+        TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
         """
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
@@ -106,8 +120,9 @@ class TrainEngine:
         norm = gradient_norm(grads) * abs(loss_scale)
         if not math.isfinite(norm):
             raise TrainingError(
-                f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed, and the run's checkpoints are sound: "
-                "go on with checkpoint.resume=auto and, if it happens again, a lower trainer.optimizer.lr or reward.max_abs"
+                f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed, and the"
+                " run's checkpoints are sound: go on with checkpoint.resume=auto and, if it happens again, a lower"
+                " trainer.optimizer.lr or reward.max_abs"
             )
         factor = loss_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)
         if factor != 1.0:
@@ -164,11 +179,12 @@ class TrainEngine:
 
     @torch.no_grad()
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; None elsewhere. They are the current
-        weights, or the old policy's where the objective has one.
+        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; None
+        elsewhere. They are the current weights, or the old policy's where the objective has one.
 
-        Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload `lora`: the adapters
-        in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full` payload bit for bit.
+        Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
+        `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
+        payload bit for bit.
         """
         self._copy_into(buckets if self.rank == 0 else None)
         if self.rank != 0:
@@ -182,7 +198,9 @@ class TrainEngine:
     def _copy_into(self, buckets: BucketSet | None) -> None:
         """None: only take part in gathering the shards."""
         lora, dtype = self.config.model.lora, None
-        old = {name.removeprefix("old."): t for name, t in self._model.shadows.tensors().items() if name.startswith("old.")}
+        old = {
+            name.removeprefix("old."): t for name, t in self._model.shadows.tensors().items() if name.startswith("old.")
+        }
         adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
         tensors: Iterator[tuple[str, Tensor]]
         if self.config.weights.payload == "lora":
@@ -202,7 +220,8 @@ class TrainEngine:
         """Memory for snapshots, pinned where they come from an accelerator."""
         pinned = self.device.type != "cpu"
         return BucketSet(
-            self.config.weights.bucket_mb * 2**20, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+            self.config.weights.bucket_mb * 2**20,
+            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy(),
         )
 
     def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
@@ -211,13 +230,17 @@ class TrainEngine:
         return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
-        """Copies out the trained parameters, further policies (reference, old, average) and the optimizer; the future is done when this rank's part
-        of them is written. And what `load` needs besides, as plain values. Call it between steps: gradients are not kept."""
-        saving = checkpoint.begin_save(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer, self._saving_group)
+        """Copies out the trained parameters, further policies (reference, old, average) and the optimizer; the future
+        is done when this rank's part of them is written. And what `load` needs besides, as plain values. Call it
+        between steps: gradients are not kept."""
+        saving = checkpoint.begin_save(
+            Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer, self._saving_group
+        )
         return saving, {"optimizer_steps": self.optimizer_steps}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint that any number of ranks may have written; `state` is what `begin_save` gave beside it."""
+        """Continues from a checkpoint that any number of ranks may have written; `state` is what `begin_save` gave
+        beside it."""
         self.discard()
         checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
         forget_gathered(self._model.transformer)

@@ -1,6 +1,7 @@
 """Losses of forward-process objectives: final latents are noised anew, and nothing is asked of how they were made.
 
-Staleness acts through the rewards and the old policy alone, so there is no ratio to a behaviour policy and nothing to correct.
+Staleness acts through the rewards and the old policy alone, so there is no ratio to a behaviour policy and nothing to
+correct.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ class ForwardLoss:
     """See `omni_async.training.row_loss`."""
 
     def __init__(
-        self, config: Config, objective: Objective, policy: Policy, model: TrainedModel, metrics: Metrics, rank: int, world_size: int
+        self,
+        config: Config,
+        objective: Objective,
+        policy: Policy,
+        model: TrainedModel,
+        metrics: Metrics,
+        rank: int,
+        world_size: int,
     ) -> None:
         rollout, algorithm = config.rollout, config.algorithm
         self._algorithm = algorithm
@@ -49,8 +57,8 @@ class ForwardLoss:
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
-        """This rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its share of the draws, of
-        other groups its share of the samples. ValueError for an unusable group."""
+        """This rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its share
+        of the draws, of other groups its share of the samples. ValueError for an unusable group."""
         check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
@@ -68,7 +76,10 @@ class ForwardLoss:
 
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)
-        others = {_INPUT_OF[shadow]: self._model.shadow_velocity(shadow, x, rows.sigma, rows.conditioning) for shadow in self._shadows}
+        others = {
+            _INPUT_OF[shadow]: self._model.shadow_velocity(shadow, x, rows.sigma, rows.conditioning)
+            for shadow in self._shadows
+        }
         inputs = ForwardInputs(
             velocity=self._model.velocity(x, rows.sigma, rows.conditioning),
             final=rows.final,
@@ -87,7 +98,9 @@ class ForwardLoss:
         return output.loss
 
     def assess(self, group: GroupBatch) -> list[SampleDrift]:
-        raise TrainingError(f"{self._objective.name} has no ratio to the policy that made a sample, so there is nothing to assess")
+        raise TrainingError(
+            f"{self._objective.name} has no ratio to the policy that made a sample, so there is nothing to assess"
+        )
 
     def log_probs(self, group: GroupBatch) -> Tensor:
         raise TrainingError(f"{self._objective.name} trains no steps that have a log-prob")

@@ -1,7 +1,8 @@
 """Rows of forward-process objectives: one row is one noise draw of one sample's final latents.
 
-Sample-major, (sample 0, draw 0), (sample 0, draw 1), ...; for preference pairs (winner, draw 0), (loser, draw 0), (winner, draw 1), ...
-A sample's sigmas and noises come from its seed alone, whatever the micro-batches and ranks; the two samples of a pair have the same seed.
+Sample-major, (sample 0, draw 0), (sample 0, draw 1), ...; for preference pairs (winner, draw 0), (loser, draw 0),
+(winner, draw 1), ... A sample's sigmas and noises come from its seed alone, whatever the micro-batches and ranks; the
+two samples of a pair have the same seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from omni_async.training.groups import GroupBatch
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """R rows on the trainer's device: final, noise (R, T, C) and sigma, advantage (R,) float32; staleness (R,) int64, the sample's oldest."""
+    """R rows on the trainer's device: final, noise (R, T, C) and sigma, advantage (R,) float32; staleness (R,) int64,
+    the sample's oldest."""
 
     final: Tensor
     noise: Tensor
@@ -60,6 +62,8 @@ def build_rows(
         noise=torch.stack([draws[sample].noises[k] for sample, k in places]).to(device),
         sigma=torch.stack([draws[sample].sigmas[k] for sample, k in places]).to(device),
         advantage=torch.tensor([group.advantages[sample] for sample, _ in places], dtype=torch.float32, device=device),
-        staleness=torch.tensor([max(group.staleness[sample], default=0) for sample, _ in places], dtype=torch.int64, device=device),
+        staleness=torch.tensor(
+            [max(group.staleness[sample], default=0) for sample, _ in places], dtype=torch.int64, device=device
+        ),
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
     )

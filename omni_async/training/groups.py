@@ -1,4 +1,5 @@
-"""A prompt group as it enters training, checked: a missing or misshapen field, a schedule that differs from the trainer's by one bit, a NaN."""
+"""A prompt group as it enters training, checked: a missing or misshapen field, a schedule that differs from the
+trainer's by one bit, a NaN."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from torch import Tensor
 class GroupBatch:
     """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything but the tensors.
 
-    trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1, T, C), log_probs (W,),
-    optional means (W, T, C), sigmas (N + 1,), steps (W,) and conditioning; for forward-process ones final (T, C), sigmas and conditioning.
+    trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1, T,
+    C), log_probs (W,), optional means (W, T, C), sigmas (N + 1,), steps (W,) and conditioning; for forward-process ones
+    final (T, C), sigmas and conditioning.
     """
 
     group: int
@@ -31,14 +33,17 @@ class GroupBatch:
         if self.weights is not None:
             lengths.add(len(self.weights))
         if lengths != {len(self.trajectories)} or not self.trajectories:
-            raise ValueError(f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them")
+            raise ValueError(
+                f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them"
+            )
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
-    """W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the first sample that is not
-    usable, and why.
+    """W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the first
+    sample that is not usable, and why.
 
-    `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with wrong ratios.
+    `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with
+    wrong ratios.
     """
     window = len(group.trajectories[0].get("steps", ()))
     for i, (trajectory, advantage) in enumerate(zip(group.trajectories, group.advantages, strict=True)):
@@ -71,7 +76,9 @@ def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, 
         tensor = trajectory[name]
         wanted = torch.int64 if name == "steps" else torch.float32
         if tuple(tensor.shape) != shapes[name] or tensor.dtype != wanted:
-            raise ValueError(f"{name} must be {wanted} of shape {shapes[name]}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be {wanted} of shape {shapes[name]}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"{name} has values that are not finite")
 
@@ -79,24 +86,31 @@ def _check_fields(trajectory: TensorDict, fields: Collection[str], window: int, 
 def _check_schedule(trajectory: TensorDict, sigmas: Tensor) -> None:
     given, steps = trajectory["sigmas"], trajectory["steps"]
     if given.shape != sigmas.shape or given.dtype != sigmas.dtype:
-        raise ValueError(f"sigmas must be {sigmas.dtype} of shape {tuple(sigmas.shape)}, got {given.dtype} of shape {tuple(given.shape)}")
+        raise ValueError(
+            f"sigmas must be {sigmas.dtype} of shape {tuple(sigmas.shape)}, got {given.dtype} of shape"
+            f" {tuple(given.shape)}"
+        )
     if not torch.equal(given, sigmas):
         i = int((given != sigmas).nonzero()[0])
         raise ValueError(
-            f"sigmas differ from the trainer's schedule: sigmas[{i}] is {given[i].item()!r}, the trainer's is {sigmas[i].item()!r}; "
-            "rollout and trainer must build them alike"
+            f"sigmas differ from the trainer's schedule: sigmas[{i}] is {given[i].item()!r}, the trainer's is"
+            f" {sigmas[i].item()!r}; rollout and trainer must build them alike"
         )
     if len(steps) and (steps.min() < 0 or steps.max() > len(sigmas) - 2):
         raise ValueError(f"steps must lie in [0, {len(sigmas) - 2}], got {steps.tolist()}")
 
 
 def micro_batches(num_rows: int, size: int, unit: int, num_batches: int) -> Iterator[tuple[range, bool]]:
-    """`num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of `unit` rows each, then the
-    first unit again as padding that counts for nothing, so that every rank joins the same collectives."""
+    """`num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of `unit`
+    rows each, then the first unit again as padding that counts for nothing, so that every rank joins the same
+    collectives."""
     size = whole_units(size, unit)
     cuts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     if len(cuts) > num_batches:
-        raise ValueError(f"{num_rows} rows make {len(cuts)} micro-batches of {size}, more than the {num_batches} that every rank runs")
+        raise ValueError(
+            f"{num_rows} rows make {len(cuts)} micro-batches of {size}, more than the {num_batches} that every rank"
+            " runs"
+        )
     yield from ((cut, True) for cut in cuts)
     yield from ((range(unit), False) for _ in range(num_batches - len(cuts)))
 

@@ -1,6 +1,7 @@
 """Metrics of one optimizer step: recorded row by row together with their reduction, reduced once over rows and ranks.
 
-Recording costs no device synchronisation and no communication. `reduce` is collective: every rank must have recorded the same names.
+Recording costs no device synchronisation and no communication. `reduce` is collective: every rank must have recorded
+the same names.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _Key: TypeAlias = tuple[str, Reduction]
 
 
 class Metrics:
-    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size: weights are taken relative to the largest of all ranks.
-    last: the last value recorded on this rank."""
+    """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size: weights are taken relative to the
+    largest of all ranks. last: the last value recorded on this rank."""
 
     def __init__(self) -> None:
         self._rows: dict[_Key, list[Tensor]] = defaultdict(list)
@@ -28,12 +29,15 @@ class Metrics:
     def record(self, name: str, values: Tensor | float, reduction: Reduction = "mean") -> None:
         self._rows[name, reduction].append(torch.as_tensor(values).detach().reshape(-1))
 
-    def record_by_step(self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]) -> None:
+    def record_by_step(
+        self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]
+    ) -> None:
         """`values` (R,) reduced per denoising step, reported as `name/step_03`."""
         self._by_step[name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """An objective's output: its losses (R,), the advantages they were made with, and its own metrics, each (R,)."""
+        """An objective's output: its losses (R,), the advantages they were made with, and its own metrics, each
+        (R,)."""
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())
         for name, values in others.items():
@@ -74,13 +78,16 @@ class Metrics:
         per_step = totals[3 * len(keys) :].reshape(len(by_step), -1, 3) if by_step else ()
         for (name, reduction), table in zip(step_keys, per_step, strict=True):
             fewest = 2 if reduction == "variance" else 1
-            result |= {f"{name}/step_{i:02d}": _finish(row, reduction) for i, row in enumerate(table) if row[0] >= fewest}
+            result |= {
+                f"{name}/step_{i:02d}": _finish(row, reduction) for i, row in enumerate(table) if row[0] >= fewest
+            }
         self.clear()
         return result
 
 
 def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
-    """(R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are reduced together, () or (R,)."""
+    """(R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are reduced
+    together, () or (R,)."""
     if reduction == "ess":
         values = (values - top).exp()
     return torch.stack([torch.ones_like(values), values, values.square()], dim=1)

@@ -1,8 +1,8 @@
 """The trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
 
-Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers them and reduces
-gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held in `model.dtype`, since nothing ever
-adds to them.
+Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers
+them and reduces gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held
+in `model.dtype`, since nothing ever adds to them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ Backend = Literal["plain", "fsdp2"]
 def resolve_backend(backend: str, device: torch.device, world_size: int) -> Backend:
     """`auto` is plain on a single CPU rank, where wrapping only costs time. ValueError for plain on several ranks."""
     if backend == "plain" and world_size > 1:
-        raise ValueError(f"trainer.backend: plain trains on one rank only, got trainer.workers = {world_size}; use fsdp2 or auto")
+        raise ValueError(
+            f"trainer.backend: plain trains on one rank only, got trainer.workers = {world_size}; use fsdp2 or auto"
+        )
     if backend == "plain" or (backend == "auto" and device.type == "cpu" and world_size == 1):
         return "plain"
     return "fsdp2"
@@ -51,7 +53,9 @@ class TrainedModel:
     digest: of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else empty).
     """
 
-    def __init__(self, config: Config, objective: Objective, policy: Policy, device: torch.device, rank: int, world_size: int) -> None:
+    def __init__(
+        self, config: Config, objective: Objective, policy: Policy, device: torch.device, rank: int, world_size: int
+    ) -> None:
         self.policy = policy
         self.lora: Lora | None = config.model.lora
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -105,7 +109,9 @@ class TrainedModel:
 
     def base(self) -> dict[str, nn.Parameter]:
         """The model's own parameters by diffusers name, without adapters."""
-        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if not is_injected_adapter(name)}
+        return {
+            diffusers_name(name): p for name, p in self.transformer.named_parameters() if not is_injected_adapter(name)
+        }
 
     def adapters(self) -> dict[str, nn.Parameter]:
         return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if is_injected_adapter(name)}
@@ -123,7 +129,11 @@ class TrainedModel:
             transformer.to(self.device)
             return
         reduced = self.dtype != torch.float32
-        precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32) if reduced else MixedPrecisionPolicy()
+        precision = (
+            MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+            if reduced
+            else MixedPrecisionPolicy()
+        )
         for block in transformer_blocks(transformer):
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(transformer, mesh=mesh, mp_policy=precision)
@@ -133,7 +143,8 @@ class TrainedModel:
 
 
 def transformer_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """The repeated layers: every entry with parameters of the transformer's own module lists (`transformer_blocks`, `blocks`, ...)."""
+    """The repeated layers: every entry with parameters of the transformer's own module lists (`transformer_blocks`,
+    `blocks`, ...)."""
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]
 
@@ -151,7 +162,8 @@ def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
         init_lone_process_group(device)
     if dist.get_world_size() != world_size or dist.get_rank() != rank:
         raise TrainingError(
-            f"the engine is rank {rank} of {world_size}, but the process group says rank {dist.get_rank()} of {dist.get_world_size()}"
+            f"the engine is rank {rank} of {world_size}, but the process group says rank {dist.get_rank()} of"
+            f" {dist.get_world_size()}"
         )
     return init_device_mesh(device.type, (world_size,))
 
@@ -177,7 +189,8 @@ def _add_adapters(transformer: nn.Module, lora: Lora, seed: int) -> None:
 
 @contextmanager
 def _adapters_off(transformer: nn.Module) -> Iterator[None]:
-    # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is enough.
+    # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
+    # enough.
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer._disable_adapters = True

@@ -1,4 +1,5 @@
-"""Optimizer and learning rate from the configuration. The rate is a pure function of the optimizer step, so resuming needs no state."""
+"""Optimizer and learning rate from the configuration. The rate is a pure function of the optimizer step, so resuming
+needs no state."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from omni_async.config.schema import Optimizer, Trainer
 def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     if config.name == "sgd":
         return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
 
 
 def learning_rate(trainer: Trainer, step: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up that reaches `lr` at step `warmup_steps - 1`, then the schedule, which
-    would reach 0 one step after the run's last."""
+    """The rate of optimizer step `step` (from 0): linear warm-up that reaches `lr` at step `warmup_steps - 1`, then the
+    schedule, which would reach 0 one step after the run's last."""
     config = trainer.optimizer
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,7 +1,8 @@
 """The proximal policy of an update, the trainer's weights at its start, as seen by the rows that are trained.
 
-With one optimizer step per update it is the policy in training, and the same forward pass tells of it. Otherwise, and where a correction looks
-at the whole update, a pass of its own is made when a group arrives and kept here until the update is over.
+With one optimizer step per update it is the policy in training, and the same forward pass tells of it. Otherwise, and
+where a correction looks at the whole update, a pass of its own is made when a group arrives and kept here until the
+update is over.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from omni_async.types import SampleDrift
 
 @dataclass(frozen=True)
 class Proximal:
-    """R rows under the proximal policy. log_prob (R,); mean (R, T, C) where it was kept; kappa (R,) float64: D kappa in nats, the exact KL of
-    each step from the policy that took it, where that one's means are known."""
+    """R rows under the proximal policy. log_prob (R,); mean (R, T, C) where it was kept; kappa (R,) float64: D kappa in
+    nats, the exact KL of each step from the policy that took it, where that one's means are known."""
 
     log_prob: Tensor
     mean: Tensor | None
@@ -65,7 +66,9 @@ class ProximalPasses:
         self._rows.clear()
 
 
-def sample_drifts(places: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int) -> list[SampleDrift]:
+def sample_drifts(
+    places: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
+) -> list[SampleDrift]:
     """Rows (R,) back to samples, in order."""
     rows: dict[int, list[int]] = {}
     for i, (sample, _) in enumerate(places):

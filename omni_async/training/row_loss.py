@@ -1,4 +1,5 @@
-"""What the engine of a rank needs of a kind of loss: rows in micro-batches, their losses, and the end of steps and updates."""
+"""What the engine of a rank needs of a kind of loss: rows in micro-batches, their losses, and the end of steps and
+updates."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class RowLoss(Protocol[Rows]):
         """(samples, trained steps) float32 on the CPU, as `omni_async.sde` defines them, under the current weights."""
 
     def gradient_normaliser(self) -> tuple[float, float]:
-        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once summed over ranks."""
+        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once
+        summed over ranks."""
 
     def end_step(self) -> None:
         """An optimizer step was taken, and the update goes on."""

@@ -1,8 +1,9 @@
-"""Further copies of the trained parameters: the reference policy, the old policy that draws samples, the moving average.
+"""Further copies of the trained parameters: the reference policy, the old policy that draws samples, the moving
+average.
 
-A shadow is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are), and is run through the same
-module: its values are copied in, and the policy's own copied back. That costs two copies of the trained parameters per use, which is
-little beside a forward pass, and no second model in memory.
+A shadow is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are), and is run
+through the same module: its values are copied in, and the policy's own copied back. That costs two copies of the
+trained parameters per use, which is little beside a forward pass, and no second model in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Shadows:
     def tensors(self) -> dict[str, Tensor]:
         """Every shadow's tensors as `<shadow>.<parameter>`: what a checkpoint holds."""
         return {
-            f"{shadow}.{name}": tensor for shadow, copies in self._copies.items() for name, tensor in zip(self._names, copies, strict=True)
+            f"{shadow}.{name}": tensor
+            for shadow, copies in self._copies.items()
+            for name, tensor in zip(self._names, copies, strict=True)
         }
 
     @torch.no_grad()
@@ -57,9 +60,12 @@ class Shadows:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward, nor inside another."""
+        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward, nor inside
+        another."""
         if self._in_use is not None:
-            raise RuntimeError(f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost")
+            raise RuntimeError(
+                f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost"
+            )
         self._copy_in(name)
         try:
             yield
@@ -86,8 +92,8 @@ class Shadows:
 
 
 def forget_gathered(module: nn.Module) -> None:
-    """To be called once parameters have other values: FSDP2 keeps the root's gathered after a forward pass without backward, and would
-    compute the next one with them."""
+    """To be called once parameters have other values: FSDP2 keeps the root's gathered after a forward pass without
+    backward, and would compute the next one with them."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

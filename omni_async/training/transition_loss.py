@@ -1,7 +1,8 @@
-"""Losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction, and what is logged of drift.
+"""Losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction, and what
+is logged of drift.
 
-Which policy a ratio is taken to is `correction.mode`; `omni_async.training.proximal` says when the proximal policy needs a pass
-of its own (`assess`).
+Which policy a ratio is taken to is `correction.mode`; `omni_async.training.proximal` says when the proximal policy
+needs a pass of its own (`assess`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ class TransitionLoss:
     """`fields` are needed of every trajectory. See `omni_async.training.engine` for who calls what."""
 
     def __init__(
-        self, config: Config, objective: Objective, policy: Policy, model: TrainedModel, metrics: Metrics, rank: int, world_size: int
+        self,
+        config: Config,
+        objective: Objective,
+        policy: Policy,
+        model: TrainedModel,
+        metrics: Metrics,
+        rank: int,
+        world_size: int,
     ) -> None:
         rollout, algorithm = config.rollout, config.algorithm
         if rollout.sde is None:
@@ -76,7 +84,9 @@ class TransitionLoss:
             velocity = self._model.shadow_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows)
-        proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(rows, step, value)
+        proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(
+            rows, step, value
+        )
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
         drift = self._drift(rows, step.scale, proximal)
         weight = rows.weight if rows.weight is not None else self._row_weights(rows, drift, counts)
@@ -131,7 +141,8 @@ class TransitionLoss:
         return torch.cat([value for value, counts in values if counts]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
-        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once summed over ranks."""
+        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once
+        summed over ranks."""
         sums, self._normaliser = self._normaliser, [0.0, 0.0]
         return sums[0], sums[1]
 
@@ -151,8 +162,12 @@ class TransitionLoss:
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
-        noise_level = torch.full_like(rows.sigma, self._sde.noise_level, dtype=torch.float64)  # unrounded, as the engines have it
-        return transition(self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level)
+        noise_level = torch.full_like(
+            rows.sigma, self._sde.noise_level, dtype=torch.float64
+        )  # unrounded, as the engines have it
+        return transition(
+            self._sde.kind, rows.latents, velocity, rows.sigma, rows.sigma_next, rows.sigma_max, noise_level
+        )
 
     def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
         return under_current(rows, step, value, self._num_elements)
@@ -171,7 +186,9 @@ class TransitionLoss:
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
-        return Drift(self._nats(rows, scale, value)[:, None], None if proximal.kappa is None else proximal.kappa[:, None])
+        return Drift(
+            self._nats(rows, scale, value)[:, None], None if proximal.kappa is None else proximal.kappa[:, None]
+        )
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """(R,) float64: from what was recorded to the log-probs `value`, as a log-ratio of the whole sample."""

@@ -1,4 +1,5 @@
-"""Rows of transition objectives: one row is one trained denoising step of one sample. Sample-major: (sample 0, step 0), (sample 0, step 1), ..."""
+"""Rows of transition objectives: one row is one trained denoising step of one sample. Sample-major: (sample 0, step 0),
+(sample 0, step 1), ..."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from omni_async.training.groups import GroupBatch
 
 @dataclass(frozen=True)
 class TransitionRows:
-    """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, T, C), all other tensors (R,). `steps` and
-    `places`, the row's (sample, number among the sample's trained rows), stay on the host."""
+    """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, T, C), all other tensors
+    (R,). `steps` and `places`, the row's (sample, number among the sample's trained rows), stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
@@ -35,15 +36,19 @@ class TransitionRows:
 
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
-    """Which of a window's steps are trained: `num_trained` of them without replacement, a draw of the sample's own; or all, in order."""
+    """Which of a window's steps are trained: `num_trained` of them without replacement, a draw of the sample's own; or
+    all, in order."""
     count = num_trained(window, fraction)
     if count == window:
         return list(range(window))
     return torch.randperm(window, generator=torch.Generator().manual_seed(seed))[:count].sort().values.tolist()
 
 
-def build_rows(group: GroupBatch, chosen: Sequence[Sequence[int]], indices: range, policy: Policy, device: torch.device) -> TransitionRows:
-    """The rows `indices` of a checked group; `chosen[i]` are the window positions trained of sample i, as many for every sample."""
+def build_rows(
+    group: GroupBatch, chosen: Sequence[Sequence[int]], indices: range, policy: Policy, device: torch.device
+) -> TransitionRows:
+    """The rows `indices` of a checked group; `chosen[i]` are the window positions trained of sample i, as many for
+    every sample."""
     places = [divmod(i, len(chosen[0])) for i in indices]
     pairs = [(sample, chosen[sample][n]) for sample, n in places]
     trajectories = [group.trajectories[sample] for sample, _ in pairs]

@@ -1,7 +1,7 @@
 """A policy version as flat byte buckets: packing, and reading back without a copy.
 
-The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor starts at a
-multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` proves what arrived.
+The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor
+starts at a multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` proves what arrived.
 """
 
 from __future__ import annotations
@@ -15,21 +15,36 @@ import torch
 from omni_async.types import TensorSpec, WeightManifest
 from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_bytes, verify
 
-__all__ = ["Bucket", "BucketSet", "WeightError", "digest", "digest_tensors", "dtype_name", "dtype_of", "pack", "unpack", "verify"]
+__all__ = [
+    "Bucket",
+    "BucketSet",
+    "WeightError",
+    "digest",
+    "digest_tensors",
+    "dtype_name",
+    "dtype_of",
+    "pack",
+    "unpack",
+    "verify",
+]
 
 ALIGNMENT = 64
-# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards wait for it, so not too many.
+# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards wait for it, so not
+# too many.
 _GATHERED_BYTES = 64 * 2**20
 
 
 class BucketSet:
-    """Buckets of at most `bucket_bytes` (a larger tensor gets one of its own) that are filled with version after version.
+    """Buckets of at most `bucket_bytes` (a larger tensor gets one of its own) that are filled with version after
+    version.
 
-    The first `fill` lays them out; later ones copy into the same memory, whose pages are there already. `allocate(nbytes)` makes a bucket's
-    memory. ValueError for `bucket_bytes < 1`.
+    The first `fill` lays them out; later ones copy into the same memory, whose pages are there already.
+    `allocate(nbytes)` makes a bucket's memory. ValueError for `bucket_bytes < 1`.
     """
 
-    def __init__(self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)) -> None:
+    def __init__(
+        self, bucket_bytes: int, allocate: Callable[[int], Bucket] = lambda nbytes: np.empty(nbytes, np.uint8)
+    ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes: expected >= 1, got {bucket_bytes}")
         self._bucket_bytes = bucket_bytes
@@ -52,8 +67,8 @@ class BucketSet:
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
         """Copies every tensor once, from its device and in `dtype` if given, straight into its bucket.
 
-        The iterable is consumed lazily, so a generator that gathers one shard at a time never holds the whole model twice. ValueError for a
-        repeated name, or tensors that are not those of the first `fill`.
+        The iterable is consumed lazily, so a generator that gathers one shard at a time never holds the whole model
+        twice. ValueError for a repeated name, or tensors that are not those of the first `fill`.
         """
         first, number, device = not self._places, 0, None
         into: list[torch.Tensor] = []
@@ -65,7 +80,8 @@ class BucketSet:
             known, place = self._places[number] if number < len(self._places) else ("absent", torch.empty(0))
             if (name, tensor.shape) != (known, place.shape):
                 raise ValueError(
-                    f"tensor {number} of the weights was {known!r} {tuple(place.shape)}, and is {name!r} {tuple(tensor.shape)}"
+                    f"tensor {number} of the weights was {known!r} {tuple(place.shape)}, and is {name!r}"
+                    f" {tuple(tensor.shape)}"
                 )
             into.append(place)
             whence.append(tensor)
@@ -124,11 +140,15 @@ def pack(
     packed = BucketSet(bucket_bytes)
     packed.fill(tensors)
     specs, buckets = packed.specs, packed.buckets
-    return WeightManifest(version=version, payload=payload, digest=digest(specs, buckets), tensors=specs, lora=lora), buckets
+    return (
+        WeightManifest(version=version, payload=payload, digest=digest(specs, buckets), tensors=specs, lora=lora),
+        buckets,
+    )
 
 
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) in the manifest's order. The tensors are views: they keep their bucket alive and must not be written.
+    """Yields (name, CPU tensor) in the manifest's order. The tensors are views: they keep their bucket alive and must
+    not be written.
 
     Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short.
     """
@@ -179,8 +199,8 @@ class _Memory:
 
 
 def _writable_alias(bucket: Bucket) -> Bucket:
-    # torch has no read-only tensors and warns about every array that is; ours are documented as read-only instead. Silencing the warning
-    # would change process-wide filters from whichever thread stages weights.
+    # torch has no read-only tensors and warns about every array that is; ours are documented as read-only instead.
+    # Silencing the warning would change process-wide filters from whichever thread stages weights.
     if bucket.flags.writeable or not bucket.size:
         return bucket
     if not bucket.flags.c_contiguous:

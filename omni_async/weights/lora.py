@@ -25,13 +25,15 @@ def is_injected_adapter(name: str) -> bool:
 
 
 def diffusers_name(name: str) -> str:
-    """`...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others stay."""
+    """`...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others
+    stay."""
     match = _INJECTED.match(name)
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
 
 def vllm_name(name: str) -> str:
-    """The name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` -> `...attn.to_out.lora_A.weight`."""
+    """The name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` ->
+    `...attn.to_out.lora_A.weight`."""
     return name.replace(".to_out.0.", ".to_out.")
 
 
@@ -41,10 +43,12 @@ def merged_weights(
     scale: float,
     gather: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields `base` in its order with `scale * B @ A` added where there is an adapter; the sum is made in float32 and keeps base's dtype.
+    """Yields `base` in its order with `scale * B @ A` added where there is an adapter; the sum is made in float32 and
+    keeps base's dtype.
 
-    Both mappings have diffusers names. `gather` turns one stored tensor into a whole one (FSDP shards, say) and is called for every tensor
-    in a fixed order: per base weight, the weight, then its A and B. ValueError if an adapter fits no base weight or lacks its other half.
+    Both mappings have diffusers names. `gather` turns one stored tensor into a whole one (FSDP shards, say) and is
+    called for every tensor in a fixed order: per base weight, the weight, then its A and B. ValueError if an adapter
+    fits no base weight or lacks its other half.
     """
     pairs = _pairs(adapters)
     unknown = sorted(set(pairs) - set(base))

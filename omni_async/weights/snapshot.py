@@ -1,4 +1,5 @@
-"""One version of the policy between the trainer, which copied it out, and the publisher, which carries it to the engines."""
+"""One version of the policy between the trainer, which copied it out, and the publisher, which carries it to the
+engines."""
 
 from __future__ import annotations
 
@@ -35,5 +36,9 @@ class Snapshot:
     def manifest(self) -> WeightManifest:
         """With the digest of what the buckets hold: reads every byte."""
         return WeightManifest(
-            version=self.version, payload=self.payload, digest=digest(self.tensors, self.buckets), tensors=self.tensors, lora=self.lora
+            version=self.version,
+            payload=self.payload,
+            digest=digest(self.tensors, self.buckets),
+            tensors=self.tensors,
+            lora=self.lora,
         )

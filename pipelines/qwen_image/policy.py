@@ -1,7 +1,8 @@
 """Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
 
-Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The transformer is fed sigma
-itself (timestep / 1000). diffusers and transformers, which take seconds to import, are imported when a model is loaded.
+Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
+transformer is fed sigma itself (timestep / 1000). diffusers and transformers, which take seconds to import, are
+imported when a model is loaded.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from omni_async.sde.schedules import qwen_image_sigmas
 from pipelines.qwen_image import single_frame
 
 PROMPT_TEMPLATE = (
-    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
-    "objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial"
+    " relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 # The template's system part: its hidden states are dropped, whatever the tokenizer made of it.
 NUM_TEMPLATE_TOKENS = 34
@@ -37,14 +38,15 @@ def _read_config(path: str, part: str, name: str = "config.json") -> dict[str, A
 
 
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """True classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T, C) float32."""
+    """True classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T, C)
+    float32."""
     combined = uncond + scale * (cond - uncond)
     return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
 
 class QwenImagePolicy:
-    """See `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an unconditional branch
-    `negative_prompt_embeds` and `negative_prompt_mask`."""
+    """See `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an
+    unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -106,14 +108,20 @@ class QwenImagePolicy:
         return combine_guidance(cond, uncond, true_cfg_scale)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary position."""
-        stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in rows[0].keys()}  # noqa: SIM118
+        """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary
+        position."""
+        keys = rows[0].keys()  # a TensorDict iterates over its rows
+        stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in keys}
         return TensorDict(stacked, batch_size=[len(rows)])
 
     def blank_conditioning(self, guided: bool) -> TensorDict:
         embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
         branches = ("prompt", "negative_prompt") if guided else ("prompt",)
-        fields = {f"{branch}_{part}": tensor.clone() for branch in branches for part, tensor in (("embeds", embeds), ("mask", mask))}
+        fields = {
+            f"{branch}_{part}": tensor.clone()
+            for branch in branches
+            for part, tensor in (("embeds", embeds), ("mask", mask))
+        }
         return TensorDict(fields, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
@@ -130,7 +138,9 @@ class QwenImagePolicy:
 
     def _load(self, part: Any, folder: str, dtype: torch.dtype) -> Any:
         # Safetensors alone: the other formats are pickles.
-        return part.from_pretrained(self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True).eval()
+        return part.from_pretrained(
+            self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
+        ).eval()
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Latent tokens per column and per row."""
@@ -175,7 +185,9 @@ class QwenImageCodec:
         tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
         num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
         if num_tokens > MAX_TEXT_TOKENS:
-            raise ValueError(f"prompt of {num_tokens} tokens, Qwen-Image takes at most {MAX_TEXT_TOKENS}: {text[:80]!r}...")
+            raise ValueError(
+                f"prompt of {num_tokens} tokens, Qwen-Image takes at most {MAX_TEXT_TOKENS}: {text[:80]!r}..."
+            )
         # The decoder alone: the language-model head would only compute logits that nobody reads.
         states: torch.Tensor = self.text_encoder.model(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
@@ -201,7 +213,10 @@ class QwenImageCodec:
             or pixels.shape[1] != 3
             or any(not side or side % n for side in pixels.shape[2:])
         ):
-            raise ValueError(f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype} {tuple(pixels.shape)}")
+            raise ValueError(
+                f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype}"
+                f" {tuple(pixels.shape)}"
+            )
         height, width = pixels.shape[2:]
         parts = []
         for part in torch.split(pixels, max(1, _PIXELS_AT_ONCE // (height * width))):

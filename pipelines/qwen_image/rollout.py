@@ -35,7 +35,8 @@ class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
 
     def _build_denoise_kwargs(self, latents: torch.Tensor, timestep: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         positive, negative, output_slice = super()._build_denoise_kwargs(latents, timestep, *args, **kwargs)
-        # The native code rounds the timestep to the model's dtype before dividing; the trainer feeds sigma, rounded once.
+        # The native code rounds the timestep to the model's dtype before dividing; the trainer feeds sigma, rounded
+        # once.
         for branch in filter(None, (positive, negative)):
             branch["timestep"] = timestep.float() / 1000.0
         return positive, negative, output_slice

@@ -1,8 +1,9 @@
 """Decodes and encodes one frame with Qwen-Image's video VAE at the price of an image VAE.
 
-The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame that is a 2-D convolution with the
-kernel's last time slice, a third of the arithmetic, and the frame caches are never read. With the channel norm written as
-reductions over whole planes, a batch of 64 x 64 images decodes five times as fast on a CPU; results differ by rounding (3e-6 of [-1, 1]).
+The VAE's convolutions are causal in time: before the first frame they see zeros. For a single frame that is a 2-D
+convolution with the kernel's last time slice, a third of the arithmetic, and the frame caches are never read. With the
+channel norm written as reductions over whole planes, a batch of 64 x 64 images decodes five times as fast on a CPU;
+results differ by rounding (3e-6 of [-1, 1]).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def encode(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels (B, 3, 8 h, 8 w) in [-1, 1] to the mode of the posterior, latents (B, 16, 1, h, w), by a `specialise`d VAE."""
+    """Pixels (B, 3, 8 h, 8 w) in [-1, 1] to the mode of the posterior, latents (B, 16, 1, h, w), by a `specialise`d
+    VAE."""
     moments = vae.quant_conv(vae.encoder(pixels[:, :, None]))
     mode: torch.Tensor = moments.chunk(2, dim=1)[0]  # the mean; the other half are log-variances
     return mode
@@ -47,7 +49,9 @@ class _FrameConv:
         if x.shape[2] != 1 or cache_x is not None:
             raise ValueError(f"this VAE takes single frames, got {x.shape[2]}")
         width_pad, _, height_pad, *_ = conv._padding
-        return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], (height_pad, width_pad))[:, :, None]
+        return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], (height_pad, width_pad))[
+            :, :, None
+        ]
 
 
 class _PlaneNorm:

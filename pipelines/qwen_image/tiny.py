@@ -1,8 +1,8 @@
 """A Qwen-Image checkpoint small enough for tests: real architecture, random weights, built offline in seconds.
 
-The parts are the ones of the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler), only
-narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The quickstart
-(``recipes/quickstart/build_checkpoint.py``) starts from the same parts and trains two of them.
+The parts are the ones of the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler),
+only narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The
+quickstart (``recipes/quickstart/build_checkpoint.py``) starts from the same parts and trains two of them.
 
     python -m pipelines.qwen_image.tiny /tmp/tiny_qwen_image
 """
@@ -28,8 +28,8 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-# What the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are, so a tokenizer
-# of ours is right only if it spends exactly 34 tokens on the prefix.
+# What the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are, so a
+# tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
 PROMPT_PREFIX = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
@@ -52,7 +52,9 @@ _SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 # Qwen2Tokenizer splits by this pattern after every load; merges learnt under another one could never apply.
-_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SAMPLE_CORPUS = ("the digit 7", "a photo of a red circle on a white background")
 
 
@@ -64,7 +66,8 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
     Raises:
         ValueError: if ``vocab_size`` is too small for the template's prefix to take 34 tokens.
     """
-    # Special tokens are added afterwards, so they only separate words here. Every word must be frequent enough to be merged.
+    # Special tokens are added afterwards, so they only separate words here. Every word must be frequent enough to be
+    # merged.
     texts = [PROMPT_PREFIX, PROMPT_SUFFIX, *corpus]
     for special in _SPECIAL_TOKENS:
         texts = [text.replace(special, "\n") for text in texts]
@@ -176,7 +179,8 @@ def build_components(
     corpus: Iterable[str] = _SAMPLE_CORPUS,
     seed: int = 0,
 ) -> QwenImagePipeline:
-    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same weights.
+    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
+    weights.
 
     Args:
         hidden: features of the text encoder, a multiple of 16.
@@ -220,7 +224,8 @@ def build_components(
 
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
-    """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see ``build_components``."""
+    """Writes a random checkpoint in diffusers' layout to ``path`` and returns it. ``shape``: see
+    ``build_components``."""
     path = Path(path)
     cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
     return path

@@ -1,8 +1,10 @@
-"""Rebuilds the checkpoint of the quickstart, offline and from nothing: renders digits, trains the VAE, pretrains the DiT badly.
+"""Rebuilds the checkpoint of the quickstart, offline and from nothing: renders digits, trains the VAE, pretrains the
+DiT badly.
 
     python -m recipes.quickstart.build_checkpoint --out recipes/quickstart/checkpoint
 
-Takes about ten minutes on two cores. The result is in diffusers' layout; the prompt files are written beside this module.
+Takes about ten minutes on two cores. The result is in diffusers' layout; the prompt files are written beside this
+module.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ HERE = Path(__file__).parent
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=HERE / "checkpoint", help="folder of the checkpoint")
     parser.add_argument("--prompts", type=Path, default=HERE, help="folder of the two prompt files")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the images")
@@ -35,12 +39,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=16, help="images in a VAE step")
     parser.add_argument("--dit-steps", type=int, default=1300, help="optimizer steps of the DiT")
     parser.add_argument("--dit-batch", type=int, default=64, help="images in a DiT step")
-    parser.add_argument("--scribbled", type=float, default=0.6, help="part of the DiT's last images that are scribbled over")
+    parser.add_argument(
+        "--scribbled", type=float, default=0.6, help="part of the DiT's last images that are scribbled over"
+    )
     parser.add_argument("--label-noise", type=float, default=0.1, help="part of the DiT's last labels that are random")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; another number changes the last bits")
     args = parser.parse_args()
     if args.num_images <= NUM_HELD_OUT:
-        parser.error(f"--num-images: {NUM_HELD_OUT} are held out to measure the VAE, so more are needed; got {args.num_images}")
+        parser.error(
+            f"--num-images: {NUM_HELD_OUT} are held out to measure the VAE, so more are needed; got {args.num_images}"
+        )
     return args
 
 

@@ -1,4 +1,5 @@
-"""Writes preference pairs of the quickstart task: for a prompt, a clean digit is chosen over a scribbled or a wrong one.
+"""Writes preference pairs of the quickstart task: for a prompt, a clean digit is chosen over a scribbled or a wrong
+one.
 
     python -m recipes.quickstart.build_preferences
     omni-async train recipes/quickstart/algorithms/diffusion_dpo_offline.yaml
@@ -21,7 +22,9 @@ from PIL import Image
 from recipes.quickstart.glyphs import DIGITS, render_digit, scribble_over
 from recipes.quickstart.prompts import TRAIN_TEMPLATES
 
-_WRONG_DIGITS = 0.2  # as in the base model's failures, most rejected images are scribbled over and a few show another digit
+_WRONG_DIGITS = (
+    0.2  # as in the base model's failures, most rejected images are scribbled over and a few show another digit
+)
 _ROWS_PER_GROUP = 100  # a row is reached by decoding its row group from the start
 
 
@@ -47,8 +50,12 @@ def _png(image: object) -> bytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "preferences.parquet", help="the file to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "preferences.parquet", help="the file to write"
+    )
     parser.add_argument("--pairs", type=int, default=600, help="number of pairs")
     parser.add_argument("--seed", type=int, default=0, help="seed of what is drawn")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
 """Pretrains the quickstart's DiT by flow matching, and spoils it on purpose towards the end.
 
-A model pretrained on clean images and right labels would leave nothing for reinforcement learning to do. So in the last steps
-most images are scribbled over and some labels are random: the model can still draw every digit, but mostly spoils it, and
-sometimes draws another one. These are faults that an OCR reward sees and can repair. Clean images come first because RL has
-nothing to reinforce for a digit that is never drawn well.
+A model pretrained on clean images and right labels would leave nothing for reinforcement learning to do. So in the last
+steps most images are scribbled over and some labels are random: the model can still draw every digit, but mostly spoils
+it, and sometimes draws another one. These are faults that an OCR reward sees and can repair. Clean images come first
+because RL has nothing to reinforce for a digit that is never drawn well.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ def pretrain_dit(
     """Trains ``pipeline.transformer`` in place to predict the velocity ``noise - latent``.
 
     Args:
-        latents: normalised latents of the clean images, (N, 16, 8, 8) float32.
-        spoiled_latents: of the same images scribbled over.
-        labels: the digit of each latent, (N,) int64.
-        scribbled, label_noise: in the last ``_SPOILED_PART`` of the steps, the parts of the images that are scribbled over and of
+        latents: normalised latents of the clean images, (N, 16, 8, 8) float32. spoiled_latents: of the same images
+        scribbled over. labels: the digit of each latent, (N,) int64. scribbled, label_noise: in the last
+        ``_SPOILED_PART`` of the steps, the parts of the images that are scribbled over and of
             the labels that are drawn at random.
     """
     transformer = pipeline.transformer.train()
     side = latents.shape[-1] // 2
-    tokens, spoiled_tokens = (pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[2:]) for z in (latents, spoiled_latents))
+    tokens, spoiled_tokens = (
+        pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[2:]) for z in (latents, spoiled_latents)
+    )
     prompt_tables = _prompt_embeddings(pipeline)
     table_weights = torch.tensor([len(table) for table in prompt_tables], dtype=torch.float)
     shift = math.exp(_schedule_mu(pipeline, side * side))

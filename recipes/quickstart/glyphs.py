@@ -1,7 +1,8 @@
 """Renders the images of the quickstart task: one bright digit on a dark background, 64x64.
 
-The font is the one bundled with Pillow, so nothing is downloaded. Size, place, tilt and brightness vary a little, enough
-for the VAE and the DiT to learn a distribution instead of ten pictures, and little enough that OCR reads every clean glyph.
+The font is the one bundled with Pillow, so nothing is downloaded. Size, place, tilt and brightness vary a little,
+enough for the VAE and the DiT to learn a distribution instead of ten pictures, and little enough that OCR reads every
+clean glyph.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def render_digit(digit: str, rng: random.Random) -> NDArray[np.uint8]:
 
 
 def scribble_over(image: NDArray[np.uint8], rng: random.Random) -> NDArray[np.uint8]:
-    """Crosses a (64, 64) uint8 image out with a few thick strokes as bright as its glyph, so that no reader makes it out."""
+    """Crosses a (64, 64) uint8 image out with a few thick strokes as bright as its glyph, so that no reader makes it
+    out."""
     canvas = Image.fromarray(image)
     draw = ImageDraw.Draw(canvas)
     middle, reach = IMAGE_SIZE / 2, IMAGE_SIZE * 0.4

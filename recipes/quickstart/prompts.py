@@ -1,4 +1,5 @@
-"""The prompts of the quickstart task: a digit in a few words, with the digit itself as the target the OCR reward expects."""
+"""The prompts of the quickstart task: a digit in a few words, with the digit itself as the target the OCR reward
+expects."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from pathlib import Path
 
 from recipes.quickstart.glyphs import DIGITS
 
-# The base model is pretrained on both sets, or it could not follow a validation prompt at all. Only the first is trained on
-# by RL, so that validation shows whether what was learnt carries over to other words.
+# The base model is pretrained on both sets, or it could not follow a validation prompt at all. Only the first is
+# trained on by RL, so that validation shows whether what was learnt carries over to other words.
 TRAIN_TEMPLATES = (
     "the digit {}",
     "a sign showing {}",

@@ -26,8 +26,11 @@ def to_video(images: NDArray) -> torch.Tensor:
     return grey[:, None, None].expand(-1, 3, 1, -1, -1)
 
 
-def train_vae(vae: AutoencoderKLQwenImage, images: NDArray, *, num_steps: int, batch_size: int, log: Callable[[str], None]) -> float:
-    """Trains ``vae`` in place on grey images (N, H, W) uint8, the last ``NUM_HELD_OUT`` of which are held out. Returns their PSNR in dB."""
+def train_vae(
+    vae: AutoencoderKLQwenImage, images: NDArray, *, num_steps: int, batch_size: int, log: Callable[[str], None]
+) -> float:
+    """Trains ``vae`` in place on grey images (N, H, W) uint8, the last ``NUM_HELD_OUT`` of which are held out. Returns
+    their PSNR in dB."""
     train, held_out = to_video(images[:-NUM_HELD_OUT]), to_video(images[-NUM_HELD_OUT:])
     optimizer = torch.optim.AdamW(vae.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, num_steps))
@@ -55,8 +58,8 @@ def train_vae(vae: AutoencoderKLQwenImage, images: NDArray, *, num_steps: int, b
 def encode_normalised(vae: AutoencoderKLQwenImage, images: NDArray) -> torch.Tensor:
     """Encodes grey images and puts the statistics of their latents into the VAE's config.
 
-    The pipelines denormalise with ``latents_mean`` and ``latents_std`` before decoding, so the DiT lives in a space where
-    every channel has zero mean and unit variance.
+    The pipelines denormalise with ``latents_mean`` and ``latents_std`` before decoding, so the DiT lives in a space
+    where every channel has zero mean and unit variance.
 
     Args:
         images: (N, H, W) uint8.
@@ -76,7 +79,8 @@ def encode_normalised(vae: AutoencoderKLQwenImage, images: NDArray) -> torch.Ten
 def _single_frame_convolutions() -> Iterator[None]:
     """Runs the VAE's causal 3D convolutions as 2D ones, 2.5 times faster.
 
-    An image is a video of one frame: causal padding puts zeros before it, so only the last temporal tap of a kernel counts.
+    An image is a video of one frame: causal padding puts zeros before it, so only the last temporal tap of a kernel
+    counts.
     """
 
     def forward(conv: QwenImageCausalConv3d, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:

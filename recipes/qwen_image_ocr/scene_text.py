@@ -1,11 +1,13 @@
-"""An OCR reward for pictures with text anywhere in them: RapidOCR's detector and recogniser together, both inside its wheel.
+"""An OCR reward for pictures with text anywhere in them: RapidOCR's detector and recogniser together, both inside its
+wheel.
 
-The rule is the one of flow_grpo's and VeRL-Omni's OCR rewards. Of everything that was read, lines joined and without white space or
-case, and the wanted text, n characters long:
+The rule is the one of flow_grpo's and VeRL-Omni's OCR rewards. Of everything that was read, lines joined and without
+white space or case, and the wanted text, n characters long:
 
     value = 1 if the wanted text occurs in it, else 1 - min(Levenshtein distance, n) / n
 
-The built-in scorer `ocr` reads one line that fills the picture, which is faster, and wrong for a photograph of a shop sign.
+The built-in scorer `ocr` reads one line that fills the picture, which is faster, and wrong for a photograph of a shop
+sign.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from omni_async.types import Prompt, Score
 
 
 class SceneTextScorer:
-    """Parts: `exact` (0 or 1, the wanted text was found) and `lines`, how many were read. The wanted text is the prompt's target, else the
-    first text it has in double quotes."""
+    """Parts: `exact` (0 or 1, the wanted text was found) and `lines`, how many were read. The wanted text is the
+    prompt's target, else the first text it has in double quotes."""
 
     name = "scene_text"
 
@@ -54,7 +56,9 @@ class SceneTextScorer:
     def _wanted(self, position: int, prompt: Prompt) -> str:
         text = wanted_text(prompt)
         if text is None:
-            raise ScoreError(f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"')
+            raise ScoreError(
+                f'scorer {self.name!r}, {describe(position, prompt)}: no `target` and no text in "double quotes"'
+            )
         return text.lower()
 
     def _judge(self, image: np.ndarray, wanted: str) -> Score:
@@ -62,4 +66,6 @@ class SceneTextScorer:
         found = "".join("".join(lines).split()).lower()
         distance = 0 if wanted in found else min(Levenshtein.distance(found, wanted), len(wanted))
         value = 1 - distance / len(wanted)
-        return Score(value=value, parts={"exact": float(distance == 0), "lines": float(len(lines))}, text=" ".join(lines))
+        return Score(
+            value=value, parts={"exact": float(distance == 0), "lines": float(len(lines))}, text=" ".join(lines)
+        )

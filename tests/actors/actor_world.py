@@ -1,4 +1,5 @@
-"""Small real counterparts for the roles under test: a coordinator's desk, an engine run by hand, and ranks that keep accounts.
+"""Small real counterparts for the roles under test: a coordinator's desk, an engine run by hand, and ranks that keep
+accounts.
 
 Nothing sleeps: `settle` gives the event loop enough turns for everything that can happen to have happened.
 """
@@ -51,7 +52,14 @@ def make_config(**changes: Any) -> Config:
     raw: dict[str, Any] = {
         "model": {"path": "0"},
         "data": {"prompts": "prompts.txt"},
-        "rollout": {"group_size": 4, "height": 32, "width": 48, "num_inference_steps": STEPS, "max_inflight": 4, "max_batch": 2},
+        "rollout": {
+            "group_size": 4,
+            "height": 32,
+            "width": 48,
+            "num_inference_steps": STEPS,
+            "max_inflight": 4,
+            "max_batch": 2,
+        },
         "reward": {"batch": 4, "scorers": [{"name": "ocr"}]},
         "algorithm": {"clip_range": 0.2},
         "trainer": {
@@ -103,7 +111,12 @@ async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> Base
     raise AssertionError(f"it ended well, with {result!r}")
 
 
-def make_request(number: int, *, window: SdeWindow | None = SdeWindow(1, 2), kind: SampleKind | None = None) -> SampleRequest:  # noqa: B008 (frozen)
+def make_request(
+    number: int,
+    *,
+    window: SdeWindow | None = SdeWindow(1, 2),  # noqa: B008 (frozen)
+    kind: SampleKind | None = None,
+) -> SampleRequest:
     return SampleRequest(
         sample_id=f"g0.s{number}",
         kind=kind or ("train" if window else "validation"),
@@ -137,8 +150,11 @@ def make_group(
     values: list[tuple[float, ...]] | None = None,
     versions: tuple[int, ...] | None = None,
 ) -> ReadyGroup:
-    """`prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of every sample's trained steps."""
-    trajectories = trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
+    """`prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of every sample's
+    trained steps."""
+    trajectories = (
+        trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
+    )
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
     samples = tuple(
         ReadySample(f"g{number}.s{i}", trajectory, None, score, (0,) * len(window) if versions is None else versions)
@@ -150,7 +166,9 @@ def make_group(
 
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
     """One byte, the version's number."""
-    return Snapshot(version, "full", (TensorSpec("t", "uint8", (1,), 0, 0, 1),), [np.full(1, version, np.uint8)], release=release)
+    return Snapshot(
+        version, "full", (TensorSpec("t", "uint8", (1,), 0, 0, 1),), [np.full(1, version, np.uint8)], release=release
+    )
 
 
 def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
@@ -158,7 +176,8 @@ def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
 
 
 class Desk:
-    """The coordinator as one role sees it: a queue of work of each kind, and what was handed in. `close` ends the run."""
+    """The coordinator as one role sees it: a queue of work of each kind, and what was handed in. `close` ends the
+    run."""
 
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
@@ -296,7 +315,8 @@ class LossyStore(LocalStore):
 
 
 class HandEngine:
-    """An engine whose samples finish when the test says so. A sample's steps carry the versions held at its start and, last, at its end."""
+    """An engine whose samples finish when the test says so. A sample's steps carry the versions held at its start and,
+    last, at its end."""
 
     name = "rollout-0"
 
@@ -350,11 +370,11 @@ class HandEngine:
 
 
 class AccountingRank:
-    """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta. It takes its share
-    of each group, keeps accounts of all it is given, and takes numbered steps.
+    """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta.
+    It takes its share of each group, keeps accounts of all it is given, and takes numbered steps.
 
-    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told of step n. Trajectories
-    in `lost` cannot be fetched.
+    `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told
+    of step n. Trajectories in `lost` cannot be fetched.
     """
 
     def __init__(
@@ -402,7 +422,9 @@ class AccountingRank:
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         size = len(self.fetched[batch.group])
-        assert {len(column) for column in (batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)} == {size}
+        assert {
+            len(column) for column in (batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)
+        } == {size}
         weights = batch.weights or ((1.0,) * self._rows,) * size
         for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):
             self.weight += row_weight * len(row_weights)

@@ -1,4 +1,5 @@
-"""Emulated reward worker, rank and update rule: what they fetch, how long they take, what they hand on. In virtual time."""
+"""Emulated reward worker, rank and update rule: what they fetch, how long they take, what they hand on. In virtual
+time."""
 
 from __future__ import annotations
 
@@ -78,14 +79,19 @@ class Desk:
 
 def jobs(group: int, count: int, first: int = 0) -> list[ScoreJob]:
     media = random_bytes(32, 0)
-    return [ScoreJob(f"g{group}.s{i}", "train", Prompt(0, "a cat"), with_seed(media, 100 * group + i)) for i in range(first, first + count)]
+    return [
+        ScoreJob(f"g{group}.s{i}", "train", Prompt(0, "a cat"), with_seed(media, 100 * group + i))
+        for i in range(first, first + count)
+    ]
 
 
 def score(*batches: list[ScoreJob], store: Store | None = None, **changes: Any) -> Desk:
     desk: Any = Desk(*batches)
 
     async def main() -> None:
-        await EmulatedRewarder("reward-0", make_config(**changes), PROFILE, desk, store or Store(), VirtualClock()).run()
+        await EmulatedRewarder(
+            "reward-0", make_config(**changes), PROFILE, desk, store or Store(), VirtualClock()
+        ).run()
 
     run(main())
     return desk
@@ -121,7 +127,8 @@ def test_a_shared_device_is_handed_over_before_the_first_batch_of_an_update() ->
     assert score(*batches).times("switch") == []
 
 
-# ---- the trainer's side -----------------------------------------------------------------------------------------------------------
+# ---- the trainer's side
+# -----------------------------------------------------------------------------------------------------------
 
 
 def trajectories(count: int = 4, size: int = 64) -> list[Any]:
@@ -143,7 +150,9 @@ def test_a_pass_fetches_the_group_and_takes_the_profiles_time_for_a_ranks_share(
         rank = EmulatedRank(make_config(**{"trainer.workers": 2}), PROFILE, store)
         await rank.setup(None, None)
         assert await seconds(rank.fetch(3, trajectories())) == pytest.approx(0.3)
-        assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0 - 0.3), "the fetch is part of the pass that follows it"
+        assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0 - 0.3), (
+            "the fetch is part of the pass that follows it"
+        )
         await rank.fetch(3, trajectories())
         assert await seconds(rank.assess(GROUP)) == pytest.approx(0.5 - 0.3)
         assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0), "and of that alone"
@@ -180,7 +189,9 @@ def test_a_version_is_the_payload_in_buckets_and_no_two_are_the_same_bytes() -> 
         assert manifests[0].digest != manifests[1].digest
         exported[0].release()
         third = await rank.export(2)
-        assert third is not None and third.buckets is exported[0].buckets, "memory that nobody reads any more is used again"
+        assert third is not None and third.buckets is exported[0].buckets, (
+            "memory that nobody reads any more is used again"
+        )
         assert third.manifest().digest not in (manifests[0].digest, manifests[1].digest)
 
     run(main())
@@ -218,7 +229,11 @@ def test_a_plan_that_streams_trains_every_group_when_it_comes() -> None:
     times, desk = update(make_config(), 2)
     assert times == [(10.0, 14.0), (20.0, 24.0)]
     assert desk.times("train") == [(10.0, 14.0), (20.0, 24.0), (24.0, 26.0)]
-    assert [span.args for span in desk.spans] == [{"version": 5, "group": 0}, {"version": 5, "group": 1}, {"version": 5, "step": 0}]
+    assert [span.args for span in desk.spans] == [
+        {"version": 5, "group": 0},
+        {"version": 5, "group": 1},
+        {"version": 5, "step": 0},
+    ]
 
 
 def test_a_plan_that_collects_does_everything_at_the_end() -> None:

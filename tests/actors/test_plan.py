@@ -27,7 +27,8 @@ def correction(**settings: Any) -> dict[str, Any]:
     return {"algorithm.correction": {"mode": "decoupled", **settings}}
 
 
-# ---- how far it may stream --------------------------------------------------------------------------------------------------------
+# ---- how far it may stream
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,17 +48,31 @@ def correction(**settings: Any) -> dict[str, Any]:
         (correction(m2=0.04) | GROUP_STD, "collect", "off-policy correction looks at the whole update"),
         (correction(kappa_nats=0.5), "unscaled", "applied to the gradient"),
         (correction(kappa_nats=0.5) | GROUP_STD, "as_ready", "needs the group alone"),
-        ({"algorithm.advantage": {"std": "group", "track_prompts": True}}, "collect", "prompts are tracked across groups"),
-        ({"algorithm.advantage": {"std": "none", "track_prompts": True}}, "collect", "prompts are tracked across groups"),
+        (
+            {"algorithm.advantage": {"std": "group", "track_prompts": True}},
+            "collect",
+            "prompts are tracked across groups",
+        ),
+        (
+            {"algorithm.advantage": {"std": "none", "track_prompts": True}},
+            "collect",
+            "prompts are tracked across groups",
+        ),
         ({"algorithm.advantage": {"aggregate": "gdpo"}}, "collect", "GDPO whitens"),
         ({"algorithm.advantage": {"aggregate": "gdpo", "std": "group"}}, "collect", "GDPO whitens"),
         ({"algorithm.advantage": {"aggregate": "advantages"}}, "collect", "a global std of every scorer"),
         ({"algorithm.advantage": {"aggregate": "advantages", "std": "group"}}, "as_ready", "needs the group alone"),
         ({"algorithm.name": "mix_grpo"}, "unscaled", "applied to the gradient at the end"),
-        ({"algorithm.name": "mix_grpo", "algorithm.mix": {"log_ratio_coef": 0.1}}, "collect", "does not scale with the advantage"),
+        (
+            {"algorithm.name": "mix_grpo", "algorithm.mix": {"log_ratio_coef": 0.1}},
+            "collect",
+            "does not scale with the advantage",
+        ),
     ],
 )
-def test_the_configuration_decides_how_far_an_update_streams_and_says_why(changes: dict[str, Any], mode: str, reason: str) -> None:
+def test_the_configuration_decides_how_far_an_update_streams_and_says_why(
+    changes: dict[str, Any], mode: str, reason: str
+) -> None:
     chosen = plan(**changes)
     assert chosen.mode == mode
     assert reason in chosen.why
@@ -70,7 +85,12 @@ def test_the_configuration_decides_how_far_an_update_streams_and_says_why(change
         ("diffusion_nft", GROUP_STD, "as_ready", "needs the group alone"),
         ("awm", {}, "collect", "does not scale with the advantage"),
         ("diffusion_dpo", {}, "as_ready", "a preference needs its pair alone"),
-        ("diffusion_dpo", {"algorithm.advantage": {"aggregate": "gdpo", "track_prompts": True}}, "as_ready", "its pair alone"),
+        (
+            "diffusion_dpo",
+            {"algorithm.advantage": {"aggregate": "gdpo", "track_prompts": True}},
+            "as_ready",
+            "its pair alone",
+        ),
         ("diffusion_dpo", {"trainer.steps_per_update": 2}, "collect", "applied whole"),
         ("diffusion_dpo", {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
     ],
@@ -81,7 +101,8 @@ def test_objectives_on_final_latents_stream_as_far(name: str, changes: dict[str,
     assert reason in chosen.why
 
 
-# ---- what is needed of every group first ------------------------------------------------------------------------------------------
+# ---- what is needed of every group first
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,9 @@ def test_objectives_on_final_latents_stream_as_far(name: str, changes: dict[str,
         (correction(mode="bypass", k1=[0.5, 2.0], denominator="all") | KL, False),
     ],
 )
-def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty(changes: dict[str, Any], weigh: bool) -> None:
+def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty(
+    changes: dict[str, Any], weigh: bool
+) -> None:
     chosen = plan(**changes)
     assert chosen.weigh is weigh
     assert chosen.assess is weigh, "with one step per update the proximal policy is the one in training"
@@ -120,7 +143,9 @@ def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty
         ("interpolated", 2, False),
     ],
 )
-def test_groups_are_assessed_where_the_proximal_policy_is_gone_before_the_last_step(mode: str, steps: int, assess: bool) -> None:
+def test_groups_are_assessed_where_the_proximal_policy_is_gone_before_the_last_step(
+    mode: str, steps: int, assess: bool
+) -> None:
     chosen = plan(**correction(mode=mode), **{"trainer.steps_per_update": steps})
     assert chosen.assess is assess
     assert not chosen.weigh
@@ -132,7 +157,8 @@ def test_objectives_on_final_latents_have_nothing_to_assess_or_to_weigh() -> Non
         assert not chosen.assess and not chosen.weigh
 
 
-# ---- what is trained of a group ---------------------------------------------------------------------------------------------------
+# ---- what is trained of a group
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_preference_takes_two_samples_of_a_group_and_everything_else_all() -> None:
@@ -143,9 +169,14 @@ def test_a_preference_takes_two_samples_of_a_group_and_everything_else_all() -> 
     ]
 
 
-@pytest.mark.parametrize(("size", "fraction", "rows"), [(2, 1.0, 2), (4, 1.0, 4), (4, 0.5, 2), (4, 0.3, 1), (4, 0.01, 1), (3, 0.67, 2)])
+@pytest.mark.parametrize(
+    ("size", "fraction", "rows"), [(2, 1.0, 2), (4, 1.0, 4), (4, 0.5, 2), (4, 0.3, 1), (4, 0.01, 1), (3, 0.67, 2)]
+)
 def test_rows_of_a_window(size: int, fraction: float, rows: int) -> None:
-    changes = {"rollout.sde": {"window": {"size": size, "range": [0, STEPS - 1]}}, "algorithm.timestep_fraction": fraction}
+    changes = {
+        "rollout.sde": {"window": {"size": size, "range": [0, STEPS - 1]}},
+        "algorithm.timestep_fraction": fraction,
+    }
     assert plan(**changes).rows_per_sample == rows == num_trained(size, fraction)
 
 
@@ -161,4 +192,7 @@ def test_rows_of_a_window(size: int, fraction: float, rows: int) -> None:
 )
 def test_rows_of_final_latents_are_noise_draws(settings: dict[str, Any], fraction: float, rows: int) -> None:
     for name in ("diffusion_nft", "diffusion_dpo"):
-        assert forward(name, **{"algorithm.forward": settings, "algorithm.timestep_fraction": fraction}).rows_per_sample == rows
+        assert (
+            forward(name, **{"algorithm.forward": settings, "algorithm.timestep_fraction": fraction}).rows_per_sample
+            == rows
+        )

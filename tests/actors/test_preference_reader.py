@@ -1,4 +1,5 @@
-"""The preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the coordinator cannot tell."""
+"""The preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the coordinator
+cannot tell."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Pictures:
 
 
 class FlatCodec:
-    """Six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait for it in the reader's thread."""
+    """Six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait for it in
+    the reader's thread."""
 
     def __init__(self) -> None:
         self.device: Any = None
@@ -107,7 +109,13 @@ class FlatPolicy:
 
 def sample_of_pair(pair: int, sample: int, **changes: Any) -> SampleRequest:
     """Group g is of pair g."""
-    fields = {"sample_id": f"g{pair}.s{sample}", "group": pair, "sample": sample, "prompt": Prompt(pair, f"prompt {pair}"), "kind": "train"}
+    fields = {
+        "sample_id": f"g{pair}.s{sample}",
+        "group": pair,
+        "sample": sample,
+        "prompt": Prompt(pair, f"prompt {pair}"),
+        "kind": "train",
+    }
     return msgspec.structs.replace(make_request(0, window=None), **(fields | changes))
 
 
@@ -119,7 +127,10 @@ def make_reader(
 
 
 def on_stage(
-    scene: Callable[[Desk], Awaitable[None]], pairs: Pictures | None = None, policy: FlatPolicy | None = None, **changes: Any
+    scene: Callable[[Desk], Awaitable[None]],
+    pairs: Pictures | None = None,
+    policy: FlatPolicy | None = None,
+    **changes: Any,
 ) -> Desk:
     desk = Desk()
 
@@ -161,7 +172,9 @@ def test_a_pair_becomes_two_trajectories_without_steps():
 
 def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
     async def scene(desk: Desk) -> None:
-        desk.offer(*(ScoreJob(f"g{group}.s{sample}", "train", Prompt(5, "x"), None) for group in (7, 12) for sample in (1, 0)))
+        desk.offer(
+            *(ScoreJob(f"g{group}.s{sample}", "train", Prompt(5, "x"), None) for group in (7, 12) for sample in (1, 0))
+        )
         await desk.until(lambda: len(desk.scores) == 4)
 
     scores = on_stage(scene).scores
@@ -210,13 +223,18 @@ def test_latents_that_are_not_numbers_are_a_failure(value):
     assert not desk.done
 
 
-@pytest.mark.parametrize("request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")])
+@pytest.mark.parametrize(
+    "request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")]
+)
 def test_what_a_dataset_does_not_hold_is_a_failure(request_):
     desk = on_stage(offer(request_, sample_of_pair(1, 0), done=1))
     assert desk.failed == [
         (
             request_.sample_id,
-            f"ValueError: a preference dataset has two training samples per prompt; sample {request_.sample_id} is none of them",
+            (
+                f"ValueError: a preference dataset has two training samples per prompt; sample {request_.sample_id} is"
+                " none of them"
+            ),
         )
     ]
 
@@ -232,7 +250,11 @@ def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
 @pytest.mark.parametrize(("scale", "negative"), [(1.0, None), (4.0, "ugly")])
 def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
     policy = FlatPolicy()
-    requests = [sample_of_pair(pair, sample, true_cfg_scale=scale, negative_prompt="ugly") for pair in (1, 2, 1) for sample in (0, 1)]
+    requests = [
+        sample_of_pair(pair, sample, true_cfg_scale=scale, negative_prompt="ugly")
+        for pair in (1, 2, 1)
+        for sample in (0, 1)
+    ]
     on_stage(offer(*requests, done=6), policy=policy)
     assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
 
@@ -240,7 +262,9 @@ def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negati
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_on_the_cpu(dtype, expected):
     policy = FlatPolicy()
-    on_stage(offer(sample_of_pair(0, 0), done=1), policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}})
+    on_stage(
+        offer(sample_of_pair(0, 0), done=1), policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}}
+    )
     assert policy.dtype == expected
     assert policy.codec.device == torch.device("cpu")
     on_stage(offer(sample_of_pair(0, 0), done=1), policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
@@ -342,7 +366,8 @@ def test_its_times_are_told():
     assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
 
 
-# ---- with the real coordinator --------------------------------------------------------------------------------------------------------
+# ---- with the real coordinator
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
@@ -375,7 +400,10 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     assert [group.prompt.index for group in groups] == [0, 2, 3]
     for group in groups:
         assert group.rewards == [1.0, 0.0]
-        assert [s.trajectory["final"].mean() for s in group.samples] == [10 * group.prompt.index, 10 * group.prompt.index + 1]
+        assert [s.trajectory["final"].mean() for s in group.samples] == [
+            10 * group.prompt.index,
+            10 * group.prompt.index + 1,
+        ]
     [bad] = [entry for entry in ledger if entry.group == 1]
     assert bad.event == "dropped"
     assert bad.attempts == 2
@@ -390,7 +418,10 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     for image in images:
         files.append(io.BytesIO())
         Image.fromarray(image).save(files[-1], "PNG")
-    columns = {"prompt": ["the digit 7"], **{name: [file.getvalue()] for name, file in zip(("chosen", "rejected"), files, strict=True)}}
+    columns = {
+        "prompt": ["the digit 7"],
+        **{name: [file.getvalue()] for name, file in zip(("chosen", "rejected"), files, strict=True)},
+    }
     pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
     policy = QwenImagePolicy(str(build(tmp_path / "model", layers=1)))
     desk, pairs = Desk(), PreferencePairs(str(tmp_path / "pairs.parquet"))
@@ -417,7 +448,8 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
         torch.testing.assert_close(result.trajectory["conditioning"], codec.encode("the digit 7", None))
 
 
-# ---- fitting an image to the configured size -----------------------------------------------------------------------------------------
+# ---- fitting an image to the configured size
+# -----------------------------------------------------------------------------------------
 
 
 def noise(height: int, width: int) -> np.ndarray:

@@ -258,7 +258,8 @@ def test_an_emulated_engines_arrays_are_stored_as_they_are():
     on_stage(scene)
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------------------------
+# ---- weights
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_swap_step_does_not_wait_for_running_samples():
@@ -272,7 +273,10 @@ def test_swap_step_does_not_wait_for_running_samples():
 
 def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
     async def scene(producer, engine, desk, run):
-        assert sorted(engine.running) == ["g0.s0", "g0.s1"]  # as many as the batch takes: the others are leased, not started
+        assert sorted(engine.running) == [
+            "g0.s0",
+            "g0.s1",
+        ]  # as many as the batch takes: the others are leased, not started
         swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
         await settle()
         engine.finish(0)
@@ -286,7 +290,12 @@ def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
         assert sorted(engine.running) == ["g0.s2", "g0.s3"]
         engine.finish(2, 3)
         await settle()
-        assert {result.sample_id: result.version for result in desk.done} == {"g0.s0": 0, "g0.s1": 0, "g0.s2": 1, "g0.s3": 1}
+        assert {result.sample_id: result.version for result in desk.done} == {
+            "g0.s0": 0,
+            "g0.s1": 0,
+            "g0.s2": 1,
+            "g0.s3": 1,
+        }
 
     on_stage(scene, offered=4, **{"weights.swap": "request"})
 
@@ -397,7 +406,9 @@ def test_a_transport_that_fails_is_told_from_an_engine_that_does():
 
     async def main() -> None:
         error = TransportError("a participant is gone")
-        producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))
+        producer = Producer(
+            "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
+        )
         assert await failure_of(producer.receive_weights(make_manifest(1), [])) is error
 
     play(main())
@@ -406,7 +417,9 @@ def test_a_transport_that_fails_is_told_from_an_engine_that_does():
 @pytest.mark.parametrize("error", [ObjectLost("the node is gone"), WeightError("the file is truncated")])
 def test_weights_that_do_not_arrive_are_the_engines_failure(error):
     async def main() -> None:
-        producer = Producer("rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error))
+        producer = Producer(
+            "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
+        )
         failure = await failure_of(producer.receive_weights(make_manifest(1), []))
         assert type(failure) is EngineError
         assert str(failure) == f"rollout-0: version 1 did not arrive: {error}"
@@ -423,7 +436,12 @@ def test_what_it_did_is_told_as_spans():
         await run
         assert {span.kind for span in desk.spans} == {"generate", "stage", "swap"}
         generate = next(span for span in desk.spans if span.kind == "generate")
-        assert generate.args == {"sample": "g0.s0", "versions": "0", "trajectory_bytes": 3 * 6 * 4 * 4, "media_bytes": 32 * 48 * 3}
+        assert generate.args == {
+            "sample": "g0.s0",
+            "versions": "0",
+            "trajectory_bytes": 3 * 6 * 4 * 4,
+            "media_bytes": 32 * 48 * 3,
+        }
 
     on_stage(scene, offered=1)
 

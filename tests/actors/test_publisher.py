@@ -1,4 +1,5 @@
-"""The weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail are lost, and others join."""
+"""The weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail are
+lost, and others join."""
 
 from __future__ import annotations
 
@@ -210,7 +211,10 @@ def test_one_slow_engine_does_not_hold_back_what_another_reports():
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        (EngineError("version 1 arrived with digest x, published was y"), "version 1 arrived with digest x, published was y"),
+        (
+            EngineError("version 1 arrived with digest x, published was y"),
+            "version 1 arrived with digest x, published was y",
+        ),
         (ConnectionError("the actor died"), "the actor died"),
         (TimeoutError("the child's socket"), "the child's socket"),
         (TimeoutError(), "TimeoutError"),
@@ -279,7 +283,8 @@ def test_an_engine_that_is_dismissed_gets_nothing_more():
     on_stage(scene)
 
 
-# ---- engines that join ------------------------------------------------------------------------------------------------------------
+# ---- engines that join
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
@@ -358,7 +363,8 @@ def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
     on_stage(scene)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------------------
+# ---- memory
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_version_is_kept_until_the_next_is_out():
@@ -374,7 +380,8 @@ def test_the_newest_version_is_kept_until_the_next_is_out():
 
 
 def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
-    """The trainer withdraws, exports into memory that is free, and hands it over; here it does so at every state of the others."""
+    """The trainer withdraws, exports into memory that is free, and hands it over; here it does so at every state of the
+    others."""
 
     async def scene(stage: Stage) -> None:
         alive: set[int] = set()
@@ -447,7 +454,8 @@ def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
     on_stage(scene)
 
 
-# ---- a sender that cannot ---------------------------------------------------------------------------------------------------------
+# ---- a sender that cannot
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [TransportError("no space left"), OSError("the disk is gone")])

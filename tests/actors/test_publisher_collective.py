@@ -1,4 +1,5 @@
-"""The publisher over weights by broadcast, where one that is gone fails all: the rest meet again and get the version."""
+"""The publisher over weights by broadcast, where one that is gone fails all: the rest meet again and get the
+version."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import verify
 from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
 
-# Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands still for a while must not make
-# the living look dead.
+# Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
+# still for a while must not make the living look dead.
 TIMEOUT_S = 60.0
 
 
@@ -44,7 +45,9 @@ class Participant:
 
     def _die_at(self, moment: str | int) -> None:
         if moment == self.dies_at:
-            self._receiver = CollectiveReceiver(self.name, TIMEOUT_S)  # its process is gone, and with it the connections
+            self._receiver = CollectiveReceiver(
+                self.name, TIMEOUT_S
+            )  # its process is gone, and with it the connections
             raise ConnectionError("the actor died")
 
 

@@ -104,8 +104,12 @@ async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, En
 
 
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize(("rank", "world", "own"), [(0, 1, [0, 1, 2, 3, 4]), (0, 2, [0, 2, 4]), (1, 2, [1, 3]), (2, 3, [2])])
-def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(rank: int, world: int, own: list[int], weights: bool) -> None:
+@pytest.mark.parametrize(
+    ("rank", "world", "own"), [(0, 1, [0, 1, 2, 3, 4]), (0, 2, [0, 2, 4]), (1, 2, [1, 3]), (2, 3, [2])]
+)
+def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
+    rank: int, world: int, own: list[int], weights: bool
+) -> None:
     async def main() -> None:
         made, engine = await started(rank, world)
         await made.accumulate(await fetched(made, 5, weights), 0.25)
@@ -139,7 +143,8 @@ def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
     asyncio.run(main())
 
 
-# ---- groups that are read ---------------------------------------------------------------------------------------------------------
+# ---- groups that are read
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:

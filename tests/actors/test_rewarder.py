@@ -1,4 +1,5 @@
-"""The reward worker: batches of what is there, failures that stay their sample's own, and an event loop that goes on turning."""
+"""The reward worker: batches of what is there, failures that stay their sample's own, and an event loop that goes on
+turning."""
 
 from __future__ import annotations
 
@@ -137,7 +138,9 @@ def test_a_scorers_own_timeout_is_told_in_its_own_words():
         desk.offer(make_job(0, "offline"))
         await desk.until(scored(desk, 1))
 
-    assert values(on_stage(Brightness(), scene)) == {"g0.s0": "scorer 'brightness': TimeoutError: the judge's server did not answer"}
+    assert values(on_stage(Brightness(), scene)) == {
+        "g0.s0": "scorer 'brightness': TimeoutError: the judge's server did not answer"
+    }
 
 
 def test_nan_is_an_error_and_never_a_score():
@@ -216,7 +219,11 @@ def test_a_scorer_that_exits_does_not_end_the_worker():
         desk.offer(make_job(1, "bad"), make_job(2))
         await desk.until(scored(desk, 3))
 
-    assert values(on_stage(Exits(), scene)) == {"g0.s0": 0.0, "g0.s1": "scorer 'brightness': SystemExit: goodbye", "g0.s2": 2.0}
+    assert values(on_stage(Exits(), scene)) == {
+        "g0.s0": 0.0,
+        "g0.s1": "scorer 'brightness': SystemExit: goodbye",
+        "g0.s2": 2.0,
+    }
 
 
 def test_the_end_of_the_run_does_not_wait_for_a_score():
@@ -244,13 +251,18 @@ def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for(
             return super().score(images, prompts)
 
     async def main() -> None:
-        rewarder = Rewarder("reward-0", make_config(), WeightedScorer.alone(Server()), desk, LocalStore(), VirtualClock())
+        rewarder = Rewarder(
+            "reward-0", make_config(), WeightedScorer.alone(Server()), desk, LocalStore(), VirtualClock()
+        )
         run = asyncio.create_task(rewarder.run())
         desk.offer(make_job(0))
         await asyncio.sleep(1)
         desk.offer(make_job(1), make_job(2))
         await asyncio.sleep(1)
-        assert [(r.sample_id, r.postponed, r.score) for r in desk.scored_batches[1]] == [("g0.s1", True, None), ("g0.s2", True, None)]
+        assert [(r.sample_id, r.postponed, r.score) for r in desk.scored_batches[1]] == [
+            ("g0.s1", True, None),
+            ("g0.s2", True, None),
+        ]
         desk.offer(make_job(3))
         await asyncio.sleep(6.9)
         assert len(desk.scores) == 3 and len(desk.jobs) == 1, "it did not ask"
@@ -262,13 +274,17 @@ def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for(
     virtual_time.run(main())
     assert desk.scores["g0.s3"].score is not None
     assert desk.phases == [
-        "warning: scorer 'brightness' fails (scorer 'brightness': ConnectionRefusedError: nobody listens); its samples wait",
+        (
+            "warning: scorer 'brightness' fails (scorer 'brightness': ConnectionRefusedError: nobody listens); its"
+            " samples wait"
+        ),
         "scorer 'brightness' answers again after 15 s",
     ]
     assert [(span.start, span.end) for span in desk.spans if span.kind == "outage"] == [(1.0, 16.0)]
 
 
-# ---- before the first sample --------------------------------------------------------------------------------------------------------
+# ---- before the first sample
+# --------------------------------------------------------------------------------------------------------
 
 
 def tried(scorer: Scorer, desk: Desk, **changes: float) -> Rewarder:
@@ -296,7 +312,9 @@ def test_a_wrong_scorer_fails_the_start_in_its_own_words():
     desk = Desk()
 
     async def main() -> None:
-        with pytest.raises(WrongScorer, match="scorer 'brightness': AttributeError: 'Misspelt' object has no attribute 'tresh'"):
+        with pytest.raises(
+            WrongScorer, match="scorer 'brightness': AttributeError: 'Misspelt' object has no attribute 'tresh'"
+        ):
             await tried(Misspelt(), desk).start()
 
     play(main())

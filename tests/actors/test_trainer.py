@@ -51,8 +51,8 @@ class Publications:
 
 
 class Stage:
-    """A trainer with a model-free rank; `groups` lie ready for it, of as many prompts or of `prompts` in turn, and the run ends when they are
-    used up."""
+    """A trainer with a model-free rank; `groups` lie ready for it, of as many prompts or of `prompts` in turn, and the
+    run ends when they are used up."""
 
     def __init__(
         self,
@@ -67,11 +67,18 @@ class Stage:
     ) -> None:
         self.desk, self.folder = Desk(), folder
         self.publications = Publications(self.desk.log)
-        self.ranks = [AccountingRank(self.desk.log if i == 0 else None, rank=i, world=ranks, metrics=metrics) for i in range(ranks)]
+        self.ranks = [
+            AccountingRank(self.desk.log if i == 0 else None, rank=i, world=ranks, metrics=metrics)
+            for i in range(ranks)
+        ]
         config = make_config(**changes, **{"trainer.workers": ranks})
         rule = PolicyGradient(config, plan_updates(config), self.ranks)
-        self.trainer = Trainer(config, self.ranks, rule, self.desk, self.publications, store or LocalStore(), str(folder), ManualClock())
-        self.desk.offer(*(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups)))
+        self.trainer = Trainer(
+            config, self.ranks, rule, self.desk, self.publications, store or LocalStore(), str(folder), ManualClock()
+        )
+        self.desk.offer(
+            *(make_group(i, [0.0, 1.0, 2.0, 3.0], prompt=i % prompts if prompts else None) for i in range(groups))
+        )
 
     async def main(self) -> None:
         await self.trainer.start()
@@ -137,7 +144,8 @@ def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
     assert stage.desk.log == ["admit rollout-1", "dismiss rollout-0"]
 
 
-# ---- groups that cannot be read ---------------------------------------------------------------------------------------------------
+# ---- groups that cannot be read
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
@@ -210,7 +218,9 @@ def test_it_says_what_it_needs_of_a_sample_and_how_it_streams(tmp_path):
     stage = Stage(tmp_path, 0).play()
     assert {"latents", "log_probs", "conditioning", "means"} <= set(stage.desk.fields)
     assert len(set(stage.desk.fields)) == len(stage.desk.fields)
-    assert stage.desk.phases[0].startswith("each group is trained on as soon as it is scored (the objective scales with the advantage")
+    assert stage.desk.phases[0].startswith(
+        "each group is trained on as soon as it is scored (the objective scales with the advantage"
+    )
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm", "diffusion_dpo"])
@@ -219,7 +229,8 @@ def test_an_objective_on_final_latents_needs_nothing_of_the_steps(tmp_path, name
     assert set(Stage(tmp_path, 0, **changes).play().desk.fields) == {"final", "conditioning"}
 
 
-# ---- a dataset --------------------------------------------------------------------------------------------------------------------
+# ---- a dataset
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
@@ -234,11 +245,14 @@ def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
     stage = Stage(tmp_path, 8, **changes).play()
     assert stage.publications.versions == []
     assert [version for version, _ in stage.desk.announced] == [0, 1, 2, 3, 4]
-    assert [(report.engine, report.version) for report in stage.desk.held] == [("reader", version) for version in range(5)]
+    assert [(report.engine, report.version) for report in stage.desk.held] == [
+        ("reader", version) for version in range(5)
+    ]
     assert not [line for line in stage.desk.log if line.startswith("export")]
 
 
-# ---- rewards that are remembered --------------------------------------------------------------------------------------------------
+# ---- rewards that are remembered
+# --------------------------------------------------------------------------------------------------
 
 TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
 
@@ -270,7 +284,9 @@ def test_rewards_are_remembered_only_where_that_was_asked_for(tmp_path):
 
 
 def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
-    write_state(tmp_path, State(Continuation(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}}))
+    write_state(
+        tmp_path, State(Continuation(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}})
+    )
     stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
 
     async def main() -> None:
@@ -279,7 +295,8 @@ def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
     play(main())
 
 
-# ---- engine and trainer -----------------------------------------------------------------------------------------------------------
+# ---- engine and trainer
+# -----------------------------------------------------------------------------------------------------------
 
 
 def warnings(stage: Stage) -> list[str]:
@@ -311,19 +328,24 @@ def test_waits_for_groups_are_told_apart_from_training(tmp_path):
     assert {"export", "train", "checkpoint"} <= {span.kind for span in stage.desk.spans}
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):
     stage = Stage(tmp_path / "first", 2, **{"trainer.updates": 1})
     shared = torch.arange(3)
-    trajectories = [TensorDict({"latents": torch.randn(3, 4).to(torch.bfloat16), "steps": {"means": shared}}) for _ in range(4)]
+    trajectories = [
+        TensorDict({"latents": torch.randn(3, 4).to(torch.bfloat16), "steps": {"means": shared}}) for _ in range(4)
+    ]
     stage.desk.waiting = [make_group(9, [0.0, 1.0, 2.0, 3.0], trajectories)]
     stage.play()
     (kept,) = stage.state("update-000001").control.ready
     assert kept.group == 9 and kept.rewards == [0.0, 1.0, 2.0, 3.0] and {s.trajectory for s in kept.samples} == {None}
 
-    again = Stage(tmp_path / "second", 0, **{"checkpoint.resume": str(tmp_path / "first" / "update-000001"), "trainer.updates": 2})
+    again = Stage(
+        tmp_path / "second", 0, **{"checkpoint.resume": str(tmp_path / "first" / "update-000001"), "trainer.updates": 2}
+    )
     again.desk.version = 1
     again.play()
     (taken,) = again.desk.taken_up
@@ -362,7 +384,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_i
         await settle()
         await writing.wait()
         await settle()
-        assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, "one at a time, beside the next update"
+        assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, (
+            "one at a time, beside the next update"
+        )
         written.set()
         await run
 

@@ -31,11 +31,16 @@ class Drifts(dict[str, SampleDrift]):
 
 
 class Trained:
-    """A real rank after one update of TinyPolicy on these rewards: its weights and its metrics. `stale`: the samples are of other weights.
-    `first_look_at_all`: corrections are made from the whole update, needed or not."""
+    """A real rank after one update of TinyPolicy on these rewards: its weights and its metrics. `stale`: the samples
+    are of other weights. `first_look_at_all`: corrections are made from the whole update, needed or not."""
 
     def __init__(
-        self, rewards: list[list[float]] = REWARDS, *, stale: bool = False, first_look_at_all: bool = False, **changes: Any
+        self,
+        rewards: list[list[float]] = REWARDS,
+        *,
+        stale: bool = False,
+        first_look_at_all: bool = False,
+        **changes: Any,
     ) -> None:
         config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
         policy = TinyPolicy("0")
@@ -51,7 +56,9 @@ class Trained:
         rank = Rank(0, 1, lambda: TrainEngine(config, policy, 0, 1, torch.device("cpu")), LocalStore(), plan.paired)
         groups = [
             make_group(
-                number, values, [tiny_trajectory(policy, config, 10 * number + i, range(1, 3), behaviour) for i in range(len(values))]
+                number,
+                values,
+                [tiny_trajectory(policy, config, 10 * number + i, range(1, 3), behaviour) for i in range(len(values))],
             )
             for number, values in enumerate(rewards)
         ]
@@ -77,7 +84,8 @@ class Trained:
         return max((self.after[name] - self.before[name]).abs().max().item() for name in self.after)
 
 
-# ---- when a group is trained ------------------------------------------------------------------------------------------------------
+# ---- when a group is trained
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_are_there():
@@ -91,10 +99,13 @@ def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_
     assert asyncio.run(before_the_last_group(**{"trainer.streaming": "off"})) == []
 
 
-# ---- groups that cannot be read ---------------------------------------------------------------------------------------------------
+# ---- groups that cannot be read
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, GROUP_STD, {"trainer.streaming": "off"}, {"algorithm.correction": {"mode": "decoupled"}}])
+@pytest.mark.parametrize(
+    "changes", [{}, GROUP_STD, {"trainer.streaming": "off"}, {"algorithm.correction": {"mode": "decoupled"}}]
+)
 def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
     ranks = [AccountingRank(rank=r, world=2, drifts=Drifts()) for r in range(2)]
     ranks[1].lost = {"trajectory 0.3"}
@@ -115,7 +126,8 @@ def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
-# ---- streaming changes no gradient ------------------------------------------------------------------------------------------------
+# ---- streaming changes no gradient
+# ------------------------------------------------------------------------------------------------
 
 
 def test_streaming_with_a_global_std_makes_the_same_step_as_collecting():
@@ -190,15 +202,17 @@ def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(sett
     streamed, collected = Trained(stale=True, **changes), Trained(stale=True, first_look_at_all=True, **changes)
     assert collected.moved > 1e-3
     assert streamed.same_step_as(collected)
-    assert not streamed.same_step_as(Trained(stale=True, **GROUP_STD, **{"algorithm.correction": {"mode": "decoupled"}}))
+    assert not streamed.same_step_as(
+        Trained(stale=True, **GROUP_STD, **{"algorithm.correction": {"mode": "decoupled"}})
+    )
     for name in (f"masked/{rule}" for rule in ("kappa_nats", "k2") if rule in settings):
         assert streamed.metrics[name] == pytest.approx(collected.metrics[name])
         assert 0 < collected.metrics[name] < 1
 
 
 def test_a_real_rank_takes_the_ratio_to_the_policy_of_the_updates_start():
-    """Fresh samples: the behaviour policy is that policy too, so that bypass and decoupled are the same; a rank that took its second step's
-    ratio to its own weights would have every ratio 1 there."""
+    """Fresh samples: the behaviour policy is that policy too, so that bypass and decoupled are the same; a rank that
+    took its second step's ratio to its own weights would have every ratio 1 there."""
     two_steps = {**GROUP_STD, "trainer.steps_per_update": 2}
     decoupled = Trained(**two_steps, **{"algorithm.correction": {"mode": "decoupled"}})
     bypass = Trained(**two_steps)
@@ -212,14 +226,17 @@ def test_an_update_of_equal_rewards_leaves_the_weights_alone():
     assert trained.moved == 0.0
 
 
-# ---- steps and weights ------------------------------------------------------------------------------------------------------------
+# ---- steps and weights
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
 @pytest.mark.parametrize("streaming", ["auto", "off"])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_every_optimizer_step_takes_the_mean_over_its_rows(std, streaming, steps):
-    rank = account(**{"algorithm.advantage": {"std": std}, "trainer.streaming": streaming, "trainer.steps_per_update": steps})
+    rank = account(
+        **{"algorithm.advantage": {"std": std}, "trainer.streaming": streaming, "trainer.steps_per_update": steps}
+    )
     assert rank.step_weights == pytest.approx([1.0] * steps)
 
 
@@ -269,7 +286,8 @@ def test_every_rank_takes_every_call_and_its_share_of_the_rows():
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
-# ---- what a rank is given ---------------------------------------------------------------------------------------------------------
+# ---- what a rank is given
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_carries_each_samples_age_step_by_step():
@@ -293,7 +311,8 @@ def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
     assert set(drawn).isdisjoint(seed for group in seeds(**{"run.seed": 1}) for seed in group)
 
 
-# ---- preferences ------------------------------------------------------------------------------------------------------------------
+# ---- preferences
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])
@@ -302,7 +321,10 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
     config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "trainer.streaming": streaming})
     run_update(config, [rank], [make_group(0, [0.4, 0.1, 0.9, 0.3]), make_group(1, [2.0, 3.0, 1.0, 1.0])])
     first, second = rank.batches
-    assert (rank.fetched[0], rank.fetched[1]) == (("trajectory 0.2", "trajectory 0.1"), ("trajectory 1.1", "trajectory 1.2"))
+    assert (rank.fetched[0], rank.fetched[1]) == (
+        ("trajectory 0.2", "trajectory 0.1"),
+        ("trajectory 1.1", "trajectory 1.2"),
+    )
     assert rank.groups == [[1.0, -1.0]] * 2
     for batch in (first, second):
         assert len(batch.seeds) == 2 and batch.seeds[0] == batch.seeds[1]
@@ -312,7 +334,9 @@ def test_a_preference_is_the_best_and_the_worst_sample_of_a_group_and_they_share
 
 def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
     rank = AccountingRank(rows=STEPS)
-    config = make_config(**{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "rollout.group_size": 2, "trainer.groups_per_update": 1})
+    config = make_config(
+        **{**FINAL_LATENTS, "algorithm.name": "diffusion_dpo", "rollout.group_size": 2, "trainer.groups_per_update": 1}
+    )
     run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
     [batch] = rank.batches
     assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
@@ -332,7 +356,8 @@ def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
     assert merged_metrics(steps) == {"loss": 2.0, "weight/max": 2.0, "ess/step_01": 0.5}
 
 
-# ---- a machine that will be taken away ------------------------------------------------------------------------------------------------
+# ---- a machine that will be taken away
+# ------------------------------------------------------------------------------------------------
 
 
 class HurriedRank(AccountingRank):
@@ -356,7 +381,9 @@ def test_an_update_is_given_up_between_two_groups_as_long_as_it_has_changed_noth
     rank = HurriedRank(after)
     config = make_config(**{"trainer.groups_per_update": 4, **COLLECTED})
     with pytest.raises(Abandoned):
-        run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried)
+        run_update(
+            config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried
+        )
     assert rank.accumulated == after
 
 

@@ -11,7 +11,8 @@ from update_world import REWARDS, make_update, run_update
 
 from omni_async.algorithms.history import RewardHistory
 
-# ---- rewards of several scorers ---------------------------------------------------------------------------------------------------
+# ---- rewards of several scorers
+# ---------------------------------------------------------------------------------------------------
 
 SCORERS = {"reward": {"scorers": [{"name": "ocr", "weight": 2.0}, {"name": "jpeg_size", "weight": -0.5}]}}
 VALUES = [[(0.1, 10.0), (0.9, 30.0), (0.4, 20.0), (0.3, 25.0)], [(0.5, 40.0), (0.2, 45.0), (0.8, 5.0), (0.6, 15.0)]]
@@ -54,9 +55,13 @@ def test_the_weighted_sum_is_what_counts_otherwise():
     assert rank.log == ["accumulate", "accumulate", "step"]
 
 
-# ---- a prompt's rewards over the run ----------------------------------------------------------------------------------------------
+# ---- a prompt's rewards over the run
+# ----------------------------------------------------------------------------------------------
 
-TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none", "clip_max": 100.0}, "trainer.groups_per_update": 2}
+TRACKED = {
+    "algorithm.advantage": {"track_prompts": True, "std": "none", "clip_max": 100.0},
+    "trainer.groups_per_update": 2,
+}
 
 
 def test_the_history_learns_of_an_update_when_it_is_finished():
@@ -74,7 +79,9 @@ def test_the_history_learns_of_an_update_when_it_is_finished():
 
 def test_an_abandoned_update_leaves_no_trace_in_the_history():
     history, config = RewardHistory(), make_config(**TRACKED)
-    asyncio.run(make_update(config, [AccountingRank()], history=history).add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7)))
+    asyncio.run(
+        make_update(config, [AccountingRank()], history=history).add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7))
+    )
     rank = AccountingRank()
     run_update(config, [rank], [make_group(i, REWARDS[i], prompt=i) for i in range(2)], history=history)
     mean = sum(REWARDS[0]) / 4
@@ -87,7 +94,13 @@ def test_advantages_are_against_all_that_a_prompt_ever_had():
     history, config = RewardHistory(), make_config(**TRACKED)
     run_update(config, [AccountingRank()], [make_group(i, REWARDS[i], prompt=7) for i in range(2)], history=history)
     rank = AccountingRank()
-    run_update(config, [rank], [make_group(2, REWARDS[2], prompt=7), make_group(3, REWARDS[3], prompt=8)], history=history, version=1)
+    run_update(
+        config,
+        [rank],
+        [make_group(2, REWARDS[2], prompt=7), make_group(3, REWARDS[3], prompt=8)],
+        history=history,
+        version=1,
+    )
     seven, eight = [*REWARDS[0], *REWARDS[1], *REWARDS[2]], REWARDS[3]
     assert rank.groups[0] == pytest.approx([r - sum(seven) / 12 for r in REWARDS[2]])
     assert rank.groups[1] == pytest.approx([r - sum(eight) / 4 for r in eight])
@@ -98,7 +111,11 @@ def test_groups_of_one_prompt_share_their_mean_only_where_prompts_are_tracked():
     together = [make_group(i, REWARDS[i], prompt=7) for i in range(2)]
     for tracked in (True, False):
         rank = AccountingRank()
-        run_update(make_config(**{**TRACKED, "algorithm.advantage": {"track_prompts": tracked, "std": "none"}}), [rank], together)
+        run_update(
+            make_config(**{**TRACKED, "algorithm.advantage": {"track_prompts": tracked, "std": "none"}}),
+            [rank],
+            together,
+        )
         shared = sum(sum(rewards) for rewards in REWARDS[:2]) / 8
         expected = [[r - (shared if tracked else sum(rewards) / 4) for r in rewards] for rewards in REWARDS[:2]]
         assert [a for group in rank.groups for a in group] == pytest.approx([a for group in expected for a in group])
@@ -106,8 +123,17 @@ def test_groups_of_one_prompt_share_their_mean_only_where_prompts_are_tracked():
 
 def test_every_scorer_has_a_history_of_its_own_where_each_has_advantages_of_its_own():
     history = RewardHistory()
-    config = make_config(**SCORERS, **{"algorithm.advantage": {"track_prompts": True, "aggregate": "advantages", "std": "none"}})
-    run_update(config, [AccountingRank()], [make_group(g, [0.0] * 4, values=values) for g, values in enumerate(VALUES)], history=history)
+    config = make_config(
+        **SCORERS, **{"algorithm.advantage": {"track_prompts": True, "aggregate": "advantages", "std": "none"}}
+    )
+    run_update(
+        config,
+        [AccountingRank()],
+        [make_group(g, [0.0] * 4, values=values) for g, values in enumerate(VALUES)],
+        history=history,
+    )
     for prompt, values in enumerate(VALUES):
         count, first, second, *_ = history.state()[str(prompt)]
-        assert (count, first, second) == pytest.approx((4, sum(a for a, _ in values) / 4, sum(b for _, b in values) / 4))
+        assert (count, first, second) == pytest.approx(
+            (4, sum(a for a, _ in values) / 4, sum(b for _, b in values) / 4)
+        )

@@ -1,4 +1,5 @@
-"""Corrections that look at the whole update: what is found of all groups on all ranks becomes every rank's own weights."""
+"""Corrections that look at the whole update: what is found of all groups on all ranks becomes every rank's own
+weights."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def effective_sample_size(weights: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_weights_of_all_groups_and_ranks_go_to_the_samples_they_were_found_on(world):
-    """exp(L) over its mean: every weight tells which log-ratio it was made of. Rank r holds samples r, r + world, ..."""
+    """exp(L) over its mean: every weight tells which log-ratio it was made of. Rank r holds samples r, r + world,
+    ..."""
     settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None}
     ranks, _ = weigh(world, **{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     expected = LOG_RATIOS.exp() / LOG_RATIOS.exp().mean()
@@ -85,7 +87,14 @@ def test_tempered_weights_leave_the_wanted_sample_size_of_the_whole_update(world
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_the_sample_size_is_that_of_the_rows_no_mask_drops(world, denominator):
-    settings = {"mode": "decoupled", "weights": "tempered", "ess_target": 0.9, "cap": None, "kappa_nats": 3.0, "denominator": denominator}
+    settings = {
+        "mode": "decoupled",
+        "weights": "tempered",
+        "ess_target": 0.9,
+        "cap": None,
+        "kappa_nats": 3.0,
+        "denominator": denominator,
+    }
     ranks, metrics = weigh(world, kappa=True, **{"algorithm.correction": settings})
     kept = LOG_RATIOS.abs() <= 3.0
     assert 4 < kept.sum() < 14
@@ -112,7 +121,14 @@ def test_log_ratios_per_element_are_divided_by_how_many_there_are():
 
 
 def test_the_sequence_level_sums_log_ratios_per_element_over_steps():
-    settings = {"mode": "decoupled", "weights": "importance", "level": "sequence", "log_ratio": "mean", "normalise": True, "cap": None}
+    settings = {
+        "mode": "decoupled",
+        "weights": "importance",
+        "level": "sequence",
+        "log_ratio": "mean",
+        "normalise": True,
+        "cap": None,
+    }
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     whole = (LOG_RATIOS / ELEMENTS).sum(2, keepdim=True).exp()
     torch.testing.assert_close(weights_of(rank), (whole / whole.mean()).expand(2, 4, 2), rtol=1e-12, atol=0)
@@ -141,7 +157,9 @@ def test_a_mask_that_looks_at_all_rows_takes_the_largest_of_the_whole_update():
 
 
 def test_an_update_with_every_row_masked_has_no_gradient():
-    [rank], metrics = weigh(kappa=True, **{"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1e-9}, "algorithm.kl_coef": 0.1})
+    [rank], metrics = weigh(
+        kappa=True, **{"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1e-9}, "algorithm.kl_coef": 0.1}
+    )
     assert torch.equal(weights_of(rank), torch.zeros(2, 4, 2, dtype=torch.float64))
     assert rank.theta == 0.0
     assert metrics["masked/kappa_nats"] == 1.0
@@ -160,7 +178,9 @@ def test_several_steps_look_at_every_group_when_it_arrives(mode):
 
     async def main() -> None:
         rank = AccountingRank(drifts=drifts())
-        update = make_update(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.steps_per_update": 2}), [rank])
+        update = make_update(
+            make_config(**{"algorithm.correction": {"mode": mode}, "trainer.steps_per_update": 2}), [rank]
+        )
         for number in range(2):
             await update.add(make_group(number, REWARDS[number]))
             assert rank.log == ["assess"] * (number + 1)

@@ -21,7 +21,12 @@ FINAL_LATENTS = {"rollout.sde": None, "algorithm.clip_range": None}
 
 
 def make_update(
-    config: Config, ranks: list[Any], version: int = 0, history: RewardHistory | None = None, plan: Plan | None = None, **more: Any
+    config: Config,
+    ranks: list[Any],
+    version: int = 0,
+    history: RewardHistory | None = None,
+    plan: Plan | None = None,
+    **more: Any,
 ) -> Update:
     tracer = Tracer("trainer", Desk(), ManualClock())
     return Update(config, plan or plan_updates(config), ranks, tracer, version, history or RewardHistory(), **more)

@@ -40,7 +40,9 @@ def test_a_floor_replaces_stds_below_it_and_leaves_others_alone(eps, divisors):
     small, large = 1 / divisors[0], 3 / divisors[1]
     close(advantages(std="group", ddof=0, eps=eps, eps_form="floor"), [-small, small, -large, large, 0.0])
     close(advantages(ddof=0, eps=eps, eps_form="floor"), CENTRED / max(math.sqrt(SQUARES / 5), eps))
-    assert global_scale(REWARDS, ddof=0, eps=eps, eps_form="floor") == pytest.approx(1 / max(math.sqrt(SQUARES / 5), eps), rel=1e-15)
+    assert global_scale(REWARDS, ddof=0, eps=eps, eps_form="floor") == pytest.approx(
+        1 / max(math.sqrt(SQUARES / 5), eps), rel=1e-15
+    )
 
 
 def test_eps_is_added_unless_told_otherwise():
@@ -87,7 +89,9 @@ def test_float32_rewards_keep_their_dtype_and_float64_accuracy():
     torch.testing.assert_close(got, advantages().float(), atol=1e-6, rtol=1e-6)
 
 
-reward_lists = st.lists(st.tuples(st.integers(0, 3), st.floats(-100, 100, allow_subnormal=False)), min_size=2, max_size=24)
+reward_lists = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-100, 100, allow_subnormal=False)), min_size=2, max_size=24
+)
 
 
 @given(
@@ -106,7 +110,10 @@ def test_advantages_are_those_of_a_loop_over_rows(rows, std, ddof, eps, eps_form
         deviation = np.std(over, ddof=ddof) if len(over) > 1 else 1.0
         divisor = {"added": deviation + eps, "floor": max(deviation, eps)}[eps_form] if std != "none" else 1.0
         expected.append(min(max((reward - np.mean(peers)) / divisor, -5.0), 5.0))
-    groups, rewards = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    groups, rewards = (
+        torch.tensor([row[0] for row in rows]),
+        torch.tensor([row[1] for row in rows], dtype=torch.float64),
+    )
     got = advantages(rewards, groups, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), atol=1e-7, rtol=1e-9)
 
@@ -114,10 +121,15 @@ def test_advantages_are_those_of_a_loop_over_rows(rows, std, ddof, eps, eps_form
 @given(rows=reward_lists, std=st.sampled_from(["global", "group"]), ddof=st.sampled_from([0, 1]))
 @settings(max_examples=100, deadline=None)
 def test_order_does_not_matter_groups_sum_to_zero_and_the_bound_holds(rows, std, ddof):
-    groups, rewards = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows], dtype=torch.float64)
+    groups, rewards = (
+        torch.tensor([row[0] for row in rows]),
+        torch.tensor([row[1] for row in rows], dtype=torch.float64),
+    )
     got = advantages(rewards, groups, std=std, ddof=ddof, eps=1e-6, clip_max=1e9)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))
-    torch.testing.assert_close(advantages(rewards[order], groups[order], std=std, ddof=ddof, eps=1e-6, clip_max=1e9), got[order])
+    torch.testing.assert_close(
+        advantages(rewards[order], groups[order], std=std, ddof=ddof, eps=1e-6, clip_max=1e9), got[order]
+    )
     for group in groups.unique():
         assert abs(got[groups == group].sum().item()) < 1e-6
     largest = int(groups.bincount().max())

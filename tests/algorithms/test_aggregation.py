@@ -61,12 +61,17 @@ def test_one_scorer_of_weight_one_is_the_plain_advantage_bit_for_bit():
     groups = torch.arange(24) // 6
     plain = group_advantages(rewards[:, 0], groups, std="global", ddof=1, eps=1e-4, clip_max=5.0)
     for aggregate in ("rewards", "advantages"):
-        assert torch.equal(aggregate_advantages(rewards, torch.ones(1, dtype=torch.float64), groups, Advantage(aggregate=aggregate)), plain)
+        assert torch.equal(
+            aggregate_advantages(rewards, torch.ones(1, dtype=torch.float64), groups, Advantage(aggregate=aggregate)),
+            plain,
+        )
 
 
 def test_advantages_of_scorers_are_weighed_by_hand():
     # Scorer 0: stds 1, 3; scorer 1: no signal in the first group, std 15 in the second. Scales cancel, weights do not.
-    got = aggregate_advantages(REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="advantages", std="group", ddof=0, eps=0.0))
+    got = aggregate_advantages(
+        REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="advantages", std="group", ddof=0, eps=0.0)
+    )
     close(got, [-2.0, 2.0, -2.0 - 0.5, 2.0 + 0.5, 0.0])
 
 
@@ -87,14 +92,21 @@ def test_the_clamp_comes_after_the_sum():
     weights = torch.tensor([1.0, 0.2], dtype=torch.float64)
     options = Advantage(aggregate="advantages", std="none", clip_max=2.0)
     close(aggregate_advantages(rewards, weights, torch.tensor([0, 0]), options), [0.0, 0.0])
-    close(aggregate_advantages(rewards, -weights * 9, torch.tensor([0, 0]), Advantage(aggregate="advantages", std="none")), [0.0, 0.0])
+    close(
+        aggregate_advantages(
+            rewards, -weights * 9, torch.tensor([0, 0]), Advantage(aggregate="advantages", std="none")
+        ),
+        [0.0, 0.0],
+    )
     close(aggregate_advantages(rewards[:, :1], weights[:1], torch.tensor([0, 0]), options), [-2.0, 2.0])
 
 
 rows_of_rewards = st.integers(1, 3).flatmap(
     lambda scorers: st.tuples(
         st.lists(
-            st.tuples(st.integers(0, 3), *[st.integers(-400, 400).map(lambda n: n / 8) for _ in range(scorers)]), min_size=1, max_size=16
+            st.tuples(st.integers(0, 3), *[st.integers(-400, 400).map(lambda n: n / 8) for _ in range(scorers)]),
+            min_size=1,
+            max_size=16,
         ),
         st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=scorers, max_size=scorers),
     )
@@ -115,7 +127,10 @@ def test_advantages_are_those_of_a_loop_over_rows_and_scorers(data, aggregate, s
     groups, rewards = [row[0] for row in rows], [row[1:] for row in rows]
     options = Advantage(aggregate=aggregate, std=std, ddof=ddof, eps=eps, eps_form=eps_form, clip_max=4.0)
     got = aggregate_advantages(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64), torch.tensor(groups), options
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(weights, dtype=torch.float64),
+        torch.tensor(groups),
+        options,
     )
     close(got, naive(rewards, weights, groups, options), atol=1e-8)
     for group in set(groups):
@@ -136,12 +151,16 @@ def test_groups_of_equal_rewards_get_exact_zeros_next_to_others(aggregate, eps):
 def test_the_dtype_is_kept_and_the_arithmetic_is_float64():
     got = aggregate_advantages(REWARDS.float() + 1e6, WEIGHTS.float(), GROUPS, Advantage(aggregate="gdpo"))
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, aggregate_advantages(REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="gdpo")).float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        got, aggregate_advantages(REWARDS, WEIGHTS, GROUPS, Advantage(aggregate="gdpo")).float(), atol=1e-5, rtol=0
+    )
 
 
 def test_tracked_are_the_weighted_sum_or_every_scorer():
     total = tracked_rewards(REWARDS, WEIGHTS, Advantage())
-    assert total.squeeze(1).tolist() == [sum(w * r for w, r in zip([2.0, -0.5], row, strict=True)) for row in REWARDS.tolist()]
+    assert total.squeeze(1).tolist() == [
+        sum(w * r for w, r in zip([2.0, -0.5], row, strict=True)) for row in REWARDS.tolist()
+    ]
     for aggregate in ("advantages", "gdpo"):
         assert torch.equal(tracked_rewards(REWARDS, WEIGHTS, Advantage(aggregate=aggregate)), REWARDS)
 
@@ -157,7 +176,8 @@ def test_an_empty_history_of_prompts_is_groups_by_prompt(aggregate, std):
 
 @pytest.mark.parametrize("aggregate", ["rewards", "advantages", "gdpo"])
 def test_earlier_rewards_of_a_prompt_count(aggregate):
-    """Against the formula over the concatenation of what was committed and what is new; prompt 5 was never seen before."""
+    """Against the formula over the concatenation of what was committed and what is new; prompt 5 was never seen
+    before."""
     options = Advantage(aggregate=aggregate, std="group", ddof=0, eps=1e-3, track_prompts=True)
     earlier, prompts = torch.tensor([[0.0, 30.0], [4.0, 90.0], [1.0, 20.0]], dtype=torch.float64), [1, 1, 2]
     ids = torch.tensor([1, 1, 2, 2, 5])
@@ -192,7 +212,10 @@ def test_earlier_rewards_of_a_prompt_count(aggregate):
         ({"rewards": REWARDS.log() - math.inf}, "finite, got -inf at position 0"),
         ({"group_ids": GROUPS[:2]}, r"group_ids must be integers of shape \(5,\)"),
         ({"settings": Advantage(track_prompts=True)}, "track_prompts needs a history and prompt_ids"),
-        ({"settings": Advantage(track_prompts=True), "history": RewardHistory()}, "track_prompts needs a history and prompt_ids"),
+        (
+            {"settings": Advantage(track_prompts=True), "history": RewardHistory()},
+            "track_prompts needs a history and prompt_ids",
+        ),
         ({"settings": Advantage(clip_max=0.0)}, "clip_max must be > 0"),
     ],
 )

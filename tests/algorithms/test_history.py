@@ -28,17 +28,23 @@ def test_the_mean_is_over_all_rewards_of_the_prompt_by_hand():
     history = RewardHistory()
     history.commit(torch.tensor([3, 3]), f64([0.0, 2.0]))
     rewards, prompts = f64([4.0, 6.0, 1.0, 5.0]), torch.tensor([3, 3, 8, 8])
-    # Prompt 3 has had 0, 2, 4, 6: mean 3, std sqrt(5). Prompt 8 has 1, 5: mean 3, std 2. This update alone: mean 4, std sqrt(3.5).
+    # Prompt 3 has had 0, 2, 4, 6: mean 3, std sqrt(5). Prompt 8 has 1, 5: mean 3, std 2. This update alone: mean 4, std
+    # sqrt(3.5).
     close(history.advantages(rewards, prompts, NONE), [1.0, 3.0, -2.0, 2.0])
     close(history.advantages(rewards, prompts, GLOBAL), f64([1.0, 3.0, -2.0, 2.0]) / (math.sqrt(3.5) + 1e-4))
-    close(history.advantages(rewards, prompts, GROUP), [1 / (5**0.5 + 1e-4), 3 / (5**0.5 + 1e-4), -2 / (2 + 1e-4), 2 / (2 + 1e-4)])
+    close(
+        history.advantages(rewards, prompts, GROUP),
+        [1 / (5**0.5 + 1e-4), 3 / (5**0.5 + 1e-4), -2 / (2 + 1e-4), 2 / (2 + 1e-4)],
+    )
     floor = Advantage(std="group", ddof=1, eps=2.7, eps_form="floor")  # stds sqrt(20 / 3) = 2.58 and sqrt(8) = 2.83
     close(history.advantages(rewards, prompts, floor), [1 / 2.7, 3 / 2.7, -2 / 8**0.5, 2 / 8**0.5])
 
 
 @given(
     updates=st.lists(
-        st.lists(st.tuples(st.integers(0, 4), st.integers(-800, 800), st.integers(-80, 80)), min_size=1, max_size=8), min_size=1, max_size=5
+        st.lists(st.tuples(st.integers(0, 4), st.integers(-800, 800), st.integers(-80, 80)), min_size=1, max_size=8),
+        min_size=1,
+        max_size=5,
     ),
     std=st.sampled_from(["global", "group", "none"]),
     ddof=st.sampled_from([0, 1]),
@@ -62,7 +68,9 @@ def test_advantages_are_those_of_keeping_every_reward(updates, std, ddof, eps_fo
                 expected = (rewards[i, k].item() - np.mean([row[k] for row in kept[prompt]])) / divisor
                 assert got[i, k].item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
         history.commit(prompts, rewards)
-    assert {prompt: history.count(prompt) for prompt in range(5)} == {prompt: len(kept.get(prompt, [])) for prompt in range(5)}
+    assert {prompt: history.count(prompt) for prompt in range(5)} == {
+        prompt: len(kept.get(prompt, [])) for prompt in range(5)
+    }
 
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
@@ -149,7 +157,16 @@ def test_a_state_through_json_continues_to_the_bit():
 
 @pytest.mark.parametrize(
     "numbers",
-    [[], [1.0], [1.0, 2.0], [0.0, 2.0, 0.0], [1.5, 2.0, 0.0], [2.0, 2.0, -1.0], [2.0, math.nan, 1.0], [2.0, 1.0, 1.0, 1.0, 1.0]],
+    [
+        [],
+        [1.0],
+        [1.0, 2.0],
+        [0.0, 2.0, 0.0],
+        [1.5, 2.0, 0.0],
+        [2.0, 2.0, -1.0],
+        [2.0, math.nan, 1.0],
+        [2.0, 1.0, 1.0, 1.0, 1.0],
+    ],
 )
 def test_a_state_that_cannot_be_one_is_refused(numbers):
     with pytest.raises(ValueError, match="reward history of prompt 4: expected"):

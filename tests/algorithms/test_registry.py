@@ -77,7 +77,9 @@ def test_what_must_stay_together() -> None:
 
 
 def test_a_missing_field_is_named_with_its_objective() -> None:
-    with pytest.raises(ValueError, match=r"'flow_grpo' needs .*\['log_probs'\].*missing; got \['conditioning', 'latents'\]"):
+    with pytest.raises(
+        ValueError, match=r"'flow_grpo' needs .*\['log_probs'\].*missing; got \['conditioning', 'latents'\]"
+    ):
         find_objective("flow_grpo").check_fields(["latents", "conditioning"])
 
 
@@ -87,7 +89,9 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage() -> No
         assert find_objective(name).homogeneous(Algorithm())
         assert not find_objective(name).homogeneous(WITH_KL)
     assert not find_objective("mix_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1)))
-    assert find_objective("flow_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1))), "another objective's setting"
+    assert find_objective("flow_grpo").homogeneous(Algorithm(mix=Mix(log_ratio_coef=0.1))), (
+        "another objective's setting"
+    )
     for name in FORWARD:
         assert not find_objective(name).homogeneous(Algorithm())
 
@@ -107,11 +111,17 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage() -> No
         ("awm", Algorithm(awm=Awm(off_policy=True)), {"old"}),
         ("awm", Algorithm(awm=Awm(ema_coef=1.0)), {"ema"}),
         ("awm", Algorithm(awm=Awm(ema_coef_end=0.3)), {"ema"}),
-        ("awm", Algorithm(awm=Awm(ema_coef=1.0, ema_coef_end=0.0, off_policy=True), kl_coef=0.1), {"ema", "old", "reference"}),
+        (
+            "awm",
+            Algorithm(awm=Awm(ema_coef=1.0, ema_coef_end=0.0, off_policy=True), kl_coef=0.1),
+            {"ema", "old", "reference"},
+        ),
         ("diffusion_dpo", Algorithm(), {"reference"}),
     ],
 )
-def test_further_policies_are_kept_only_where_the_settings_want_them(name: str, settings: Algorithm, shadows: set[str]) -> None:
+def test_further_policies_are_kept_only_where_the_settings_want_them(
+    name: str, settings: Algorithm, shadows: set[str]
+) -> None:
     assert find_objective(name).shadows(settings) == shadows
 
 
@@ -119,7 +129,9 @@ def test_the_old_policy_follows_as_its_objective_says() -> None:
     nft = find_objective("diffusion_nft")
     for kind in ("none", "slow", "late"):
         settings = Algorithm(nft=Nft(decay=kind))
-        assert [nft.old_decay(settings, update) for update in (1, 80, 600)] == [nft_decay(kind, update) for update in (1, 80, 600)]
+        assert [nft.old_decay(settings, update) for update in (1, 80, 600)] == [
+            nft_decay(kind, update) for update in (1, 80, 600)
+        ]
     assert find_objective("awm").old_decay(Algorithm(), 600) == 0.0, "the policy at the start of the update"
 
 
@@ -137,7 +149,12 @@ def test_other_packages_add_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert objectives().keys() == TRANSITION | FORWARD | {"theirs"}
     found = find_objective("theirs")
     assert found.load() is len
-    defaults: tuple[Any, ...] = (found.unit, found.homogeneous(Algorithm()), found.shadows(Algorithm()), found.old_decay(Algorithm(), 3))
+    defaults: tuple[Any, ...] = (
+        found.unit,
+        found.homogeneous(Algorithm()),
+        found.shadows(Algorithm()),
+        found.old_decay(Algorithm(), 3),
+    )
     assert defaults == ("row", False, frozenset(), 0.0)
 
 
@@ -147,5 +164,8 @@ def test_a_built_in_name_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_naming_them_imports_no_torch() -> None:
-    code = "import sys; from omni_async.algorithms.registry import objectives; objectives(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from omni_async.algorithms.registry import objectives; objectives(); sys.exit('torch' in"
+        " sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

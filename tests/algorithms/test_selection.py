@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from omni_async.algorithms.selection import best_and_worst
 
-REWARDS = st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-2, 2).map(float), min_size=2, max_size=8)
+REWARDS = st.lists(
+    st.floats(allow_nan=False, allow_infinity=False) | st.integers(-2, 2).map(float), min_size=2, max_size=8
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,9 @@ REWARDS = st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integer
         ([-1.0, -1.0, -2.0], (0, 2)),
     ],
 )
-def test_the_first_of_the_best_and_the_first_of_the_worst_are_taken(rewards: list[float], pair: tuple[int, int]) -> None:
+def test_the_first_of_the_best_and_the_first_of_the_worst_are_taken(
+    rewards: list[float], pair: tuple[int, int]
+) -> None:
     assert best_and_worst(rewards) == pair
 
 

@@ -1,4 +1,5 @@
-"""An objective and the rest of a recipe: what cannot work together is said in one line, and what can is not objected to."""
+"""An objective and the rest of a recipe: what cannot work together is said in one line, and what can is not objected
+to."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_every_objective_is_among_what_can_work() -> None:
 
 
 def test_everything_that_is_wrong_is_found() -> None:
-    config = load_text(MINIMAL, *DPO, "rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.clip_range=1e-4", "trainer.workers=2")
+    config = load_text(
+        MINIMAL, *DPO, "rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.clip_range=1e-4", "trainer.workers=2"
+    )
     assert [problem.split(": ")[0] for problem in problems(config)] == [
         "algorithm.clip_range",
         "rollout.group_size",
@@ -49,9 +52,10 @@ def test_an_unknown_objective_is_refused_with_the_known_ones() -> None:
 
 def test_looking_imports_no_torch() -> None:
     program = (
-        "import sys, msgspec; from omni_async.config import Config; from omni_async.algorithms.validation import problems\n"
-        "raw = {'model': {'path': 'm'}, 'data': {'prompts': 'p'}, 'reward': {'scorers': [{'name': 'ocr'}]}, 'algorithm': {'name': sys.argv[1]}}\n"
-        "list(problems(msgspec.convert(raw, Config))); sys.exit('torch' in sys.modules)"
+        "import sys, msgspec; from omni_async.config import Config; from omni_async.algorithms.validation import"
+        " problems\nraw = {'model': {'path': 'm'}, 'data': {'prompts': 'p'}, 'reward': {'scorers': [{'name': 'ocr'}]},"
+        " 'algorithm': {'name': sys.argv[1]}}\nlist(problems(msgspec.convert(raw, Config))); sys.exit('torch' in"
+        " sys.modules)"
     )
     for name in ("flow_grpo", "diffusion_nft"):
         assert subprocess.run([sys.executable, "-c", program, name], check=False).returncode == 0

@@ -12,16 +12,31 @@ DANCE = ("algorithm.name=dance_grpo", "rollout.sde.kind=dance")
 # Each has exactly this one thing wrong.
 WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     # denoising steps
-    (("rollout.sde=null",), "rollout.sde: flow_grpo trains denoising steps that were taken with noise, and null takes none; set kind"),
-    (("rollout.group_size=1",), "rollout.group_size: flow_grpo compares the samples of a prompt, so it needs at least 2, got 1"),
-    (("algorithm.name=grpo_guard", "rollout.sde.kind=cps"), "rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size)"),
+    (
+        ("rollout.sde=null",),
+        "rollout.sde: flow_grpo trains denoising steps that were taken with noise, and null takes none; set kind",
+    ),
+    (
+        ("rollout.group_size=1",),
+        "rollout.group_size: flow_grpo compares the samples of a prompt, so it needs at least 2, got 1",
+    ),
+    (
+        ("algorithm.name=grpo_guard", "rollout.sde.kind=cps"),
+        "rollout.sde.kind: grpo_guard rescales ratios by std sqrt(step size)",
+    ),
     (("algorithm.name=grpo_guard", "rollout.sde.kind=dance"), "got 'dance'"),
     (
         ("algorithm.name=grpo_guard", "algorithm.correction.mode=interpolated"),
         "algorithm.correction.mode: grpo_guard needs the mean of the",
     ),
-    (("algorithm.name=flow_dppo", "algorithm.correction.mode=interpolated"), "algorithm.correction.mode: flow_dppo needs the mean of the"),
-    (("algorithm.name=flow_dppo", "algorithm.clip_range=1e-4"), "algorithm.clip_range: flow_dppo drops rows by their KL"),
+    (
+        ("algorithm.name=flow_dppo", "algorithm.correction.mode=interpolated"),
+        "algorithm.correction.mode: flow_dppo needs the mean of the",
+    ),
+    (
+        ("algorithm.name=flow_dppo", "algorithm.clip_range=1e-4"),
+        "algorithm.clip_range: flow_dppo drops rows by their KL",
+    ),
     (("algorithm.name=flow_dppo", "algorithm.clip_range_nats=1"), "set algorithm.dppo.kappa_max"),
     (
         ("algorithm.name=flow_dppo", "algorithm.dppo={kappa_max_nats: 1, width: unit}"),
@@ -31,10 +46,22 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         ("algorithm.name=grpo_guard", "rollout.sde.kind=flow", "algorithm.clip_range_nats=1"),
         "algorithm.clip_range_nats: grpo_guard compares its clip range with log-ratios that it has rescaled",
     ),
-    (("algorithm.name=mix_grpo",), "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive"),
-    (("algorithm.name=dance_grpo",), "rollout.sde.kind: dance_grpo is defined for 'dance', got 'flow'; flow_grpo is the same loss"),
-    ((*DANCE, "algorithm.kl_coef=0.04"), "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one"),
-    (("trainer.workers=3", "rollout.group_size=8"), "trainer.workers: 3 ranks do not divide rollout.group_size = 8; each group is dealt"),
+    (
+        ("algorithm.name=mix_grpo",),
+        "rollout.sde.window.schedule: mix_grpo slides one window over the steps; set random, progressive",
+    ),
+    (
+        ("algorithm.name=dance_grpo",),
+        "rollout.sde.kind: dance_grpo is defined for 'dance', got 'flow'; flow_grpo is the same loss",
+    ),
+    (
+        (*DANCE, "algorithm.kl_coef=0.04"),
+        "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one",
+    ),
+    (
+        ("trainer.workers=3", "rollout.group_size=8"),
+        "trainer.workers: 3 ranks do not divide rollout.group_size = 8; each group is dealt",
+    ),
     # corrections of them
     (
         ("algorithm.correction={mode: bypass, kappa_nats: 0.5}",),
@@ -48,15 +75,30 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         ("algorithm.correction={mode: bypass, weights: importance}",),
         "algorithm.correction.weights: with mode bypass the ratio is taken to the behaviour policy",
     ),
-    (("algorithm.correction={mode: none, k2: 1.0}",), "algorithm.correction.k2: mode none takes samples as if they were fresh"),
-    (("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",), "algorithm.correction.kappa_nats: mode interpolated estimates"),
+    (
+        ("algorithm.correction={mode: none, k2: 1.0}",),
+        "algorithm.correction.k2: mode none takes samples as if they were fresh",
+    ),
+    (
+        ("algorithm.correction={mode: interpolated, kappa_nats: 1.0}",),
+        "algorithm.correction.kappa_nats: mode interpolated estimates",
+    ),
     (
         ("algorithm.correction={mode: decoupled, weights: importance, level: sequence}",),
-        "algorithm.correction.level: sequence is the sum over steps of log-ratios per element, and log_ratio is sum; use log_ratio: mean",
+        (
+            "algorithm.correction.level: sequence is the sum over steps of log-ratios per element, and log_ratio is"
+            " sum; use log_ratio: mean"
+        ),
     ),
     (("algorithm.correction={mode: decoupled, normalise: true}",), "algorithm.correction.normalise: weights is none"),
-    (("algorithm.correction.weights=importance",), "algorithm.correction.weights: mode auto decides on weights and masks itself"),
-    (("algorithm.correction={mode: bypass, k1: [2.0, 0.5]}",), "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi"),
+    (
+        ("algorithm.correction.weights=importance",),
+        "algorithm.correction.weights: mode auto decides on weights and masks itself",
+    ),
+    (
+        ("algorithm.correction={mode: bypass, k1: [2.0, 0.5]}",),
+        "algorithm.correction.k1: [2.0, 0.5] is no interval; use lo < hi",
+    ),
     # final latents
     (
         ("algorithm.name=diffusion_nft",),
@@ -64,32 +106,68 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("algorithm.name=awm",), "rollout.sde: awm trains on final latents"),
     (("algorithm.name=diffusion_dpo",), "rollout.sde: diffusion_dpo trains on final latents"),
-    ((*NFT, "rollout.group_size=1"), "rollout.group_size: diffusion_nft compares the samples of a prompt, so it needs at least 2, got 1"),
-    ((*NFT, "algorithm.correction.mode=decoupled"), "algorithm.correction: diffusion_nft has no ratio to the policy that made a sample"),
-    ((*AWM, "algorithm.correction.k1=[0.5, 2.0]"), "algorithm.correction: awm has no ratio to the policy that made a sample"),
-    ((*NFT, "algorithm.clip_range=1e-4"), "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it"),
-    ((*NFT, "algorithm.clip_range_nats=1"), "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it"),
-    ((*AWM, "algorithm.clip_range=1e-4"), "does not clip a ratio of denoising steps; algorithm.awm.clip_range is its own; remove it"),
-    ((*AWM, "algorithm.awm.ema_coef=1"), "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"),
-    ((*AWM, "algorithm.awm.ema_coef_end=0.3"), "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema"),
-    ((*NFT, "trainer.workers=3", "rollout.group_size=8"), "trainer.workers: 3 ranks do not divide rollout.group_size = 8"),
+    (
+        (*NFT, "rollout.group_size=1"),
+        "rollout.group_size: diffusion_nft compares the samples of a prompt, so it needs at least 2, got 1",
+    ),
+    (
+        (*NFT, "algorithm.correction.mode=decoupled"),
+        "algorithm.correction: diffusion_nft has no ratio to the policy that made a sample",
+    ),
+    (
+        (*AWM, "algorithm.correction.k1=[0.5, 2.0]"),
+        "algorithm.correction: awm has no ratio to the policy that made a sample",
+    ),
+    (
+        (*NFT, "algorithm.clip_range=1e-4"),
+        "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it",
+    ),
+    (
+        (*NFT, "algorithm.clip_range_nats=1"),
+        "algorithm.clip_range: diffusion_nft does not clip a ratio of denoising steps; remove it",
+    ),
+    (
+        (*AWM, "algorithm.clip_range=1e-4"),
+        "does not clip a ratio of denoising steps; algorithm.awm.clip_range is its own; remove it",
+    ),
+    (
+        (*AWM, "algorithm.awm.ema_coef=1"),
+        "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema",
+    ),
+    (
+        (*AWM, "algorithm.awm.ema_coef_end=0.3"),
+        "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema",
+    ),
+    (
+        (*NFT, "trainer.workers=3", "rollout.group_size=8"),
+        "trainer.workers: 3 ranks do not divide rollout.group_size = 8",
+    ),
     # preferences
     (
         (*DPO, "rollout.group_size=1"),
         "rollout.group_size: diffusion_dpo compares the best with the worst sample of a prompt, and 1 sample makes",
     ),
-    ((*DPO, "algorithm.kl_coef=0.1"), "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL"),
+    (
+        (*DPO, "algorithm.kl_coef=0.1"),
+        "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL",
+    ),
     (
         (*DPO, "trainer.workers=2"),
         "algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; set a multiple of",
     ),
     ((*DPO, "trainer.workers=4", "algorithm.forward.draws=6"), "set a multiple of trainer.workers = 4, got 6"),
-    ((*OFFLINE, "reward={scorers: [{name: jpeg_size}]}"), "reward.scorers: with data.preferences nothing is scored; remove them"),
+    (
+        (*OFFLINE, "reward={scorers: [{name: jpeg_size}]}"),
+        "reward.scorers: with data.preferences nothing is scored; remove them",
+    ),
     (
         (*OFFLINE, "validation={prompts: prompts.txt}"),
         "validation: with data.preferences nothing is generated, so nothing can be validated",
     ),
-    ((*OFFLINE, "data.prompts=prompts.txt"), "data.prompts: with data.preferences the prompts come from the pairs; remove it"),
+    (
+        (*OFFLINE, "data.prompts=prompts.txt"),
+        "data.prompts: with data.preferences the prompts come from the pairs; remove it",
+    ),
     ((*OFFLINE, "rollout.group_size=4"), "rollout.group_size: a preference pair is a group of 2, got 4"),
     (
         ("data={preferences: pairs.parquet}", "reward={}", "rollout.group_size=2"),

@@ -80,11 +80,14 @@ def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
 
 
 def overlapped_spans(updates: int, step: float) -> tuple[list[Span], dict[int, float]]:
-    """A run whose trainer never waits: it trains for `step`, while two engines and a reward worker work all the time."""
+    """A run whose trainer never waits: it trains for `step`, while two engines and a reward worker work all the
+    time."""
     end = ORIGIN + step * updates
     spans = [Span(actor, "generate", ORIGIN, end) for actor in ("rollout-0", "rollout-1")]
     spans.append(Span("reward-0", "score", ORIGIN, end, {"samples": 1}))
-    spans += [Span("trainer", "train", ORIGIN + step * v, ORIGIN + step * (v + 1), {"version": v}) for v in range(updates)]
+    spans += [
+        Span("trainer", "train", ORIGIN + step * v, ORIGIN + step * (v + 1), {"version": v}) for v in range(updates)
+    ]
     return spans, {v + 1: ORIGIN + step * (v + 1) for v in range(updates)}
 
 
@@ -133,8 +136,9 @@ class _Clock:
 
 
 class FakeTrain:
-    """`train` for the benchmark: a run of arm A takes `steps[A]` seconds per update (default 10), a little more in every round; sync is `sync_spans`.
-    What `ends` returns for (arm, round) is a status with a reason, or an exception, in place of a finished run."""
+    """`train` for the benchmark: a run of arm A takes `steps[A]` seconds per update (default 10), a little more in
+    every round; sync is `sync_spans`. What `ends` returns for (arm, round) is a status with a reason, or an exception,
+    in place of a finished run."""
 
     def __init__(
         self,
@@ -160,7 +164,11 @@ class FakeTrain:
             spans, finished = sync_spans(config.trainer.updates)
         else:
             spans, finished = overlapped_spans(config.trainer.updates, self.steps.get(arm, 10.0) + number / 64)
-        ages = [min(version, config.staleness.max_updates) for version in range(config.trainer.updates) for _ in range(GROUPS)]
+        ages = [
+            min(version, config.staleness.max_updates)
+            for version in range(config.trainer.updates)
+            for _ in range(GROUPS)
+        ]
         status, reason = ending or ("done", None)
         return write_run(inputs, spans, finished, staleness=ages, status=status, reason=reason, profile=self.profile)[1]
 

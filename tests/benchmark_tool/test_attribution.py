@@ -12,10 +12,26 @@ from tests.benchmark_tool import overlap_world as world
 
 _ACTORS = st.sampled_from(["trainer", "rollout-0", "rollout-1", "rollout-2", "reward-0", "publisher"])
 _KINDS = st.sampled_from(
-    ["train", "assess", "export", "checkpoint", "generate", "score", "publish", "stage", "swap", "switch", "starved", "backpressured"]
+    [
+        "train",
+        "assess",
+        "export",
+        "checkpoint",
+        "generate",
+        "score",
+        "publish",
+        "stage",
+        "swap",
+        "switch",
+        "starved",
+        "backpressured",
+    ]
 )
 SPANS = st.lists(
-    st.builds(lambda a, k, s, d: Span(a, k, float(s), float(s + d)), _ACTORS, _KINDS, st.integers(0, 40), st.integers(0, 20)), max_size=20
+    st.builds(
+        lambda a, k, s, d: Span(a, k, float(s), float(s + d)), _ACTORS, _KINDS, st.integers(0, 40), st.integers(0, 20)
+    ),
+    max_size=20,
 )
 
 
@@ -76,7 +92,9 @@ def test_every_unit_of_time_belongs_to_the_first_category_that_holds_in_it(spans
 def test_an_engine_that_never_worked_makes_generation_a_tail():
     spans = [span("rollout-0", "generate", 0, 4)]
     assert attribute(spans, 0, 5, engines=1)["generation"] == 4
-    assert attribute(spans, 0, 5, engines=2) | {"generation": 0, "tail": 4, "idle": 1} == attribute(spans, 0, 5, engines=2)
+    assert attribute(spans, 0, 5, engines=2) | {"generation": 0, "tail": 4, "idle": 1} == attribute(
+        spans, 0, 5, engines=2
+    )
 
 
 def test_a_device_that_changes_hands_inside_a_score_is_not_scoring():

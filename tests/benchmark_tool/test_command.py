@@ -64,7 +64,12 @@ def test_a_benchmark_prints_its_table_and_leaves_its_files(bench, tmp_path):
     assert "4/4 sync round 2: 14 s per update" in out
     assert "| bound fraction" in out
     assert "async:1 is 1.40x over sync: " in out
-    assert {path.name for path in (tmp_path / "runs" / "overlap-toy").iterdir()} == {"overlap.json", "overlap.md", "overlap.png", "runs"}
+    assert {path.name for path in (tmp_path / "runs" / "overlap-toy").iterdir()} == {
+        "overlap.json",
+        "overlap.md",
+        "overlap.png",
+        "runs",
+    }
 
 
 def test_overrides_may_stand_anywhere(bench, tmp_path):
@@ -82,7 +87,10 @@ def test_a_profile_replaces_the_recipes(bench, tmp_path):
 
 
 def test_a_failed_run_is_exit_code_1_and_its_reason_is_shown(bench):
-    code, out, _ = bench(*SHORT, train=world.FakeTrain(ends=lambda arm, number: ("failed", "EngineError: gone") if arm == "sync" else None))
+    code, out, _ = bench(
+        *SHORT,
+        train=world.FakeTrain(ends=lambda arm, number: ("failed", "EngineError: gone") if arm == "sync" else None),
+    )
     assert code == 1
     assert "sync: run 1 failed: EngineError: gone" in out
     [median] = [line for line in out.splitlines() if line.startswith("| median")]
@@ -90,7 +98,9 @@ def test_a_failed_run_is_exit_code_1_and_its_reason_is_shown(bench):
 
 
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(bench):
-    code, out, _ = bench(*SHORT, train=world.FakeTrain(ends=lambda arm, number: KeyboardInterrupt() if number == 1 else None))
+    code, out, _ = bench(
+        *SHORT, train=world.FakeTrain(ends=lambda arm, number: KeyboardInterrupt() if number == 1 else None)
+    )
     assert code == 130
     assert out.splitlines()[-1] == "interrupted; the same command goes on with what is missing in runs/overlap-toy"
 
@@ -109,7 +119,9 @@ def test_a_report_shows_a_result_again_without_running(bench, tmp_path, capsys):
     assert (tmp_path / "there" / "overlap.json").read_bytes() == before, "a result is never written again"
 
 
-@pytest.mark.parametrize("given", [["reward.batch=3"], ["--arms", "sync"], ["--profile", "remote_judge"], ["--steps", "8"]])
+@pytest.mark.parametrize(
+    "given", [["reward.batch=3"], ["--arms", "sync"], ["--profile", "remote_judge"], ["--steps", "8"]]
+)
 def test_a_report_takes_nothing_that_a_run_takes(given, tmp_path, capsys):
     assert cli.main(["bench", "overlap", str(tmp_path), *given, "--report"]) == 2
     assert "--report: runs nothing" in capsys.readouterr().err
@@ -154,7 +166,9 @@ def test_a_report_on_nothing_is_one_line_and_exit_code_2(tmp_path, capsys, conte
     assert message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "fly"], ["bench", "overlap"], ["bench", "overlap", "x.yaml", "--repeats", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["bench"], ["bench", "fly"], ["bench", "overlap"], ["bench", "overlap", "x.yaml", "--repeats", "0"]]
+)
 def test_wrong_usage_is_exit_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)

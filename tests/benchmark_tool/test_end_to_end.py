@@ -50,10 +50,15 @@ def test_schedules_on_emulated_devices_of_one_process(tmp_path):
         assert sum(arm.attribution.values()) == pytest.approx(arm.step_s.median)
         assert arm.step_s.median > 0.99 * arm.law_s
         assert arm.simulated_s > 0.99 * arm.law_s
-        assert arm.attribution["training"] > 0.99 * 0.02 * world.GROUPS * (world.SIZE * 0.25) / (4 if arm.name == "sync_colocated" else 1)
+        assert arm.attribution["training"] > 0.99 * 0.02 * world.GROUPS * (world.SIZE * 0.25) / (
+            4 if arm.name == "sync_colocated" else 1
+        )
         assert set(arm.busy) >= {"rollout", "reward", "trainer"}
         assert sum(arm.staleness.values()) == 9 * world.GROUPS
-    assert {name: arm.staleness_max for name, arm in found.items()} == dict.fromkeys(arms, 0) | {"one_step_off": 1, "async:1": 1}
+    assert {name: arm.staleness_max for name, arm in found.items()} == dict.fromkeys(arms, 0) | {
+        "one_step_off": 1,
+        "async:1": 1,
+    }
     # In step, whoever scores waits for the last sample and whoever trains for the last score.
     sync = found["sync"].attribution
     per_engine, samples = world.GROUPS * world.SIZE / 2, world.GROUPS * world.SIZE

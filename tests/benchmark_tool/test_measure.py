@@ -30,7 +30,9 @@ def test_a_synchronous_run_is_measured_exactly(tmp_path):
     assert sum(found.attribution.values()) == pytest.approx(found.step_s, abs=1e-9)
     assert found.attribution["tail"] == pytest.approx(world.TAIL, abs=1e-5)
     assert found.images_per_s == pytest.approx(world.GROUPS * world.SIZE / world.SYNC_STEP, abs=1e-5)
-    assert found.images_per_s_per_device == pytest.approx(found.images_per_s / 4)  # two engines, a reward worker, a trainer
+    assert found.images_per_s_per_device == pytest.approx(
+        found.images_per_s / 4
+    )  # two engines, a reward worker, a trainer
     assert (found.staleness, found.peak_memory_bytes) == ({0: 48}, 3 * 2**30)
 
 
@@ -87,7 +89,9 @@ def test_warm_up_and_drain_are_left_out(tmp_path):
 @pytest.mark.parametrize(("budget", "first"), [(0, 2), (1, 3), (2, 4), (8, 10)])
 def test_the_steady_part_leaves_out_the_pipelines_filling_and_draining(tmp_path, budget, first):
     def part(updates):
-        return steady_part(inputs(tmp_path, "schedule=async", f"staleness.max_updates={budget}", f"trainer.updates={updates}").config)
+        return steady_part(
+            inputs(tmp_path, "schedule=async", f"staleness.max_updates={budget}", f"trainer.updates={updates}").config
+        )
 
     period = budget + 1
     assert part(40) == (first, first + (40 - budget - first) // period * period)

@@ -57,9 +57,13 @@ def test_arms_are_interleaved_round_by_round(done):
 def test_the_result_has_the_median_over_rounds_and_every_rounds_number(done):
     _, _, overlap, _ = done
     found = compare(overlap)["async:2"]
-    assert (found.step_s.low, found.step_s.median, found.step_s.high) == pytest.approx((5 + 1 / 128, 5 + 1 / 64, 5 + 3 / 128), abs=1e-5)
+    assert (found.step_s.low, found.step_s.median, found.step_s.high) == pytest.approx(
+        (5 + 1 / 128, 5 + 1 / 64, 5 + 3 / 128), abs=1e-5
+    )
     arm = overlap.arms[2]
-    assert [run.measured.step_s for run in arm.runs] == pytest.approx([5 + number / 64 for number in range(3)], abs=1e-5)
+    assert [run.measured.step_s for run in arm.runs] == pytest.approx(
+        [5 + number / 64 for number in range(3)], abs=1e-5
+    )
     assert [run.round for run in arm.runs] == [0, 1, 2]
     assert found.staleness == {0: 3 * 4, 1: 3 * 4, 2: 3 * 4 * 10}
     assert (found.staleness_max, found.staleness_mean) == (2, pytest.approx((1 * 4 + 2 * 40) / 48))
@@ -73,7 +77,8 @@ def test_speed_ups_compare_runs_of_the_same_round(done):
     assert found.ratio.high == pytest.approx(spread(ratios).high, abs=1e-5)
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.words.startswith(
-        "2.79x over sync: generation overlapped 33 %, reward wait 22 %, weight-sync drain 17 %, tail 11 %, recomputed log-probs 8 %"
+        "2.79x over sync: generation overlapped 33 %, reward wait 22 %, weight-sync drain 17 %, tail 11 %, recomputed"
+        " log-probs 8 %"
     )
 
 
@@ -102,7 +107,9 @@ def real(tmp_path, train, **options):
     recipe = tmp_path / "recipe.yaml"
     terminal = Console(file=io.StringIO())
     simulator = world.half_the_profile
-    return run_overlap(recipe, out=tmp_path / "out", repeats=3, terminal=terminal, train=train, simulator=simulator, **options)
+    return run_overlap(
+        recipe, out=tmp_path / "out", repeats=3, terminal=terminal, train=train, simulator=simulator, **options
+    )
 
 
 def test_real_devices_get_the_law_of_what_the_sync_arms_median_run_measured(tmp_path):
@@ -117,7 +124,10 @@ def test_real_devices_get_the_law_of_what_the_sync_arms_median_run_measured(tmp_
 
 def test_without_a_sync_arm_the_law_is_that_of_the_first_arm(tmp_path):
     overlap = real(tmp_path, world.FakeTrain(STEPS, profile=world.PROFILE), arms=("async:2", "async:1"))
-    assert overlap.law == "service times measured in " + overlap.arms[0].runs[1].folder + " (async:2, the repeat with the median step)"
+    assert (
+        overlap.law
+        == "service times measured in " + overlap.arms[0].runs[1].folder + " (async:2, the repeat with the median step)"
+    )
 
 
 def test_real_devices_without_a_profile_have_no_law_and_say_so(tmp_path):
@@ -144,7 +154,8 @@ def test_a_simulation_that_fails_is_a_reason_and_no_number(tmp_path):
     assert (arm.prediction.simulated_s, arm.prediction.not_simulated) == (None, "RuntimeError: no such world")
 
 
-# ---- failures and interruptions ---------------------------------------------------------------------------------------------------
+# ---- failures and interruptions
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +184,9 @@ def test_a_run_that_says_done_but_left_too_little_is_a_failure(tmp_path):
 
 
 def test_an_interrupted_run_ends_the_benchmark_and_what_is_done_is_written(tmp_path):
-    train = world.FakeTrain(STEPS, ends=lambda arm, number: ("interrupted", "on request") if (arm, number) == ("async-2", 1) else None)
+    train = world.FakeTrain(
+        STEPS, ends=lambda arm, number: ("interrupted", "on request") if (arm, number) == ("async-2", 1) else None
+    )
     with pytest.raises(KeyboardInterrupt):
         bench(tmp_path, train)
     overlap = read_overlap(tmp_path / "out")
@@ -182,7 +195,9 @@ def test_an_interrupted_run_ends_the_benchmark_and_what_is_done_is_written(tmp_p
 
 
 def test_the_same_command_goes_on_with_what_is_missing(tmp_path):
-    interrupted = world.FakeTrain(STEPS, ends=lambda arm, number: KeyboardInterrupt() if (arm, number) == ("async-2", 1) else None)
+    interrupted = world.FakeTrain(
+        STEPS, ends=lambda arm, number: KeyboardInterrupt() if (arm, number) == ("async-2", 1) else None
+    )
     with pytest.raises(KeyboardInterrupt):
         bench(tmp_path, interrupted)
     again = world.FakeTrain(STEPS)
@@ -194,7 +209,9 @@ def test_the_same_command_goes_on_with_what_is_missing(tmp_path):
 
 
 def test_a_failed_run_is_tried_again(tmp_path):
-    with_failure = world.FakeTrain(STEPS, ends=lambda arm, number: ("failed", "gone") if number == 0 and arm == "sync" else None)
+    with_failure = world.FakeTrain(
+        STEPS, ends=lambda arm, number: ("failed", "gone") if number == 0 and arm == "sync" else None
+    )
     assert bench(tmp_path, with_failure)[0].failed
     again = world.FakeTrain(STEPS)
     assert not bench(tmp_path, again)[0].failed
@@ -208,7 +225,8 @@ def test_other_settings_are_other_runs(tmp_path):
     assert len(again.ran) == 3
 
 
-# ---- what is told and written -----------------------------------------------------------------------------------------------------
+# ---- what is told and written
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_pipe_sees_the_plan_and_a_line_per_run(done):
@@ -238,7 +256,9 @@ def test_everything_is_written_and_read_back(done):
     assert (folder / "out" / "overlap.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("values", "expected"), [([4.0], (4, 4, 4)), ([1.0, 3.0], (2, 1.5, 2.5)), ([5.0, 1.0, 3.0], (3, 2, 4))])
+@pytest.mark.parametrize(
+    ("values", "expected"), [([4.0], (4, 4, 4)), ([1.0, 3.0], (2, 1.5, 2.5)), ([5.0, 1.0, 3.0], (3, 2, 4))]
+)
 def test_a_spread_is_the_median_and_the_quartiles(values, expected):
     found = spread(values)
     assert (found.median, found.low, found.high) == expected

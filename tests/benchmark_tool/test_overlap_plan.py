@@ -31,7 +31,8 @@ def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, steps=None, repeat
     )
 
 
-# ---- arms -------------------------------------------------------------------------------------------------------------------------
+# ---- arms
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_arms_are_all_schedules_with_five_staleness_budgets():
@@ -46,7 +47,9 @@ def test_an_arm_given_twice_is_one_arm():
     assert parse_arms(["async:2", " sync", "async:2"]) == (Arm("async", 2), Arm("sync", 0))
 
 
-@pytest.mark.parametrize("name", ["", "async", "async:", "async:-1", "async:x", "sync:1", "fast", "async:1001", "one-step-off"])
+@pytest.mark.parametrize(
+    "name", ["", "async", "async:", "async:-1", "async:x", "sync:1", "fast", "async:1001", "one-step-off"]
+)
 def test_what_is_no_arm_is_refused_with_what_would_be_one(name):
     with pytest.raises(ConfigError, match=rf"^--arms: '{name}' is no arm; expected sync, .* or async:S"):
         parse_arms(["sync", name])
@@ -59,7 +62,11 @@ def test_every_arm_has_its_schedules_keys_and_the_same_work(tmp_path):
         config = p.config
         assert (config.schedule, config.staleness.max_updates) == (p.arm.schedule, p.arm.max_updates)
         assert config.reward.streaming == (p.arm.schedule not in ("sync", "sync_colocated"))
-        assert (config.trainer.updates, config.trainer.groups_per_update, config.rollout.group_size) == (24, world.GROUPS, world.SIZE)
+        assert (config.trainer.updates, config.trainer.groups_per_update, config.rollout.group_size) == (
+            24,
+            world.GROUPS,
+            world.SIZE,
+        )
         assert config.validation is None and not config.tracking.mlflow.enabled
     assert {p.arm.name for p in planned.arms if p.config.placement.colocated} == {"sync_colocated"}
 
@@ -88,7 +95,8 @@ def test_what_the_benchmark_decides_cannot_be_overridden(tmp_path, override, ins
 
 
 def test_an_arm_that_the_recipe_rules_out_is_skipped_with_the_reason(tmp_path):
-    # Two engines, a reward worker and a trainer on four devices: colocated there would be four ranks, and one process has one.
+    # Two engines, a reward worker and a trainer on four devices: colocated there would be four ranks, and one process
+    # has one.
     found = plan(tmp_path, "weights.publish_every=2", arms=["sync", "async:0", "async:1"])
     reasons = {p.arm.name: p.skipped for p in found.arms}
     assert reasons["async:1"] is None
@@ -151,7 +159,8 @@ def test_a_job_on_stored_preferences_has_nothing_to_overlap(tmp_path):
         plan(tmp_path, emulated=False, data={"preferences": "pairs.parquet"})
 
 
-# ---- order ------------------------------------------------------------------------------------------------------------------------
+# ---- order
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_round_runs_every_arm_once_and_starts_with_another(tmp_path):
@@ -177,7 +186,8 @@ def test_the_arms_of_a_round_share_its_seed_and_no_two_runs_share_a_folder(tmp_p
     assert str(tmp_path / "out" / "runs" / "async-2-r1") in folders
 
 
-# ---- what is complete -------------------------------------------------------------------------------------------------------------
+# ---- what is complete
+# -------------------------------------------------------------------------------------------------------------
 
 
 def job_of(tmp_path, *overrides):

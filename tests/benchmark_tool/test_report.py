@@ -42,14 +42,23 @@ def measured(step: float, **given) -> Measured:
 
 
 def runs(*steps: float, **given) -> tuple[RunRecord, ...]:
-    return tuple(RunRecord(round=number, status="done", measured=measured(step, **given)) for number, step in enumerate(steps))
+    return tuple(
+        RunRecord(round=number, status="done", measured=measured(step, **given)) for number, step in enumerate(steps)
+    )
 
 
 def arm(name: str, budget: int = 0, **given) -> ArmRecord:
     times = StageTimes(generate=3, score=1, train=4, publish=0)
     prediction = Prediction(times=times, law_s=4.5, simulated_s=5.25)
     return ArmRecord(
-        **{"name": name, "schedule": name.partition(":")[0], "max_updates": budget, "devices": 4, "prediction": prediction, **given}
+        **{
+            "name": name,
+            "schedule": name.partition(":")[0],
+            "max_updates": budget,
+            "devices": 4,
+            "prediction": prediction,
+            **given,
+        }
     )
 
 
@@ -126,7 +135,11 @@ def test_speed_ups_over_other_baselines_are_told_of_the_fastest_arm():
         arm("async:2", 2, runs=runs(4.5)),
     )
     assert fastest(compare(overlap)).name == "async:2"
-    told = [note.partition(":")[0] + note.split(":")[1].partition(" ")[2] for note in table.notes(overlap) if "x over" in note]
+    told = [
+        note.partition(":")[0] + note.split(":")[1].partition(" ")[2]
+        for note in table.notes(overlap)
+        if "x over" in note
+    ]
     words = " ".join(table.notes(overlap))
     assert told and "async:2 is 1.33x over sync_colocated" in words
     assert "async:1 is 1.20x over sync_colocated" not in words
@@ -163,14 +176,24 @@ def test_a_pipe_gets_markdown_and_a_terminal_a_table(terminal):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (0.0, "0"), (0.01234, "0.0123"), (1.2345, "1.23"), (418.2, "418"), (12345.0, "12345"), (1.5e-5, "1.5e-05")],
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (0.01234, "0.0123"),
+        (1.2345, "1.23"),
+        (418.2, "418"),
+        (12345.0, "12345"),
+        (1.5e-5, "1.5e-05"),
+    ],
 )
 def test_numbers_have_three_digits(value, text):
     assert table.number(value) == text
 
 
 def test_the_picture_has_four_panels_with_every_measured_arm():
-    overlap = result(arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no"))
+    overlap = result(
+        arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
+    )
     axes = picture(overlap).axes
     assert [panel.get_title(loc="left") for panel in axes] == [
         "Step time",

@@ -1,5 +1,5 @@
-"""Stands in for `omni-async train`: leaves a run's folder without a model. FAKE_HANG and FAKE_FAIL name the cell that hangs until SIGINT, or
-fails; FAKE_STUBBORN one that hangs and does not hear SIGINT."""
+"""Stands in for `omni-async train`: leaves a run's folder without a model. FAKE_HANG and FAKE_FAIL name the cell that
+hangs until SIGINT, or fails; FAKE_STUBBORN one that hangs and does not hear SIGINT."""
 
 from __future__ import annotations
 

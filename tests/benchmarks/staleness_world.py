@@ -25,7 +25,9 @@ def plan_in(folder: Path, **changes: Any) -> Plan:
     return Plan(recipe=folder / "recipe.yaml", out=folder / "out", **{**default, **changes})
 
 
-def record(config: Config, rewards: Sequence[float], *, status: Status = "done", metrics: Sequence[dict[str, Any]] = ()) -> RunDirectory:
+def record(
+    config: Config, rewards: Sequence[float], *, status: Status = "done", metrics: Sequence[dict[str, Any]] = ()
+) -> RunDirectory:
     """A run folder in config.run.dir: two trained groups per update, and one rejected before the second update's."""
     run = RunDirectory.create(config, WallClock())
     groups = [(0, 1), (1, 1), (2, None), *((3 + n, 2 + n // 2) for n in range(2 * len(rewards) - 2))]
@@ -34,7 +36,10 @@ def record(config: Config, rewards: Sequence[float], *, status: Status = "done",
     for n, reward in enumerate(rewards):
         run.append_metrics(n + 1, {"reward": reward, **(metrics[n] if metrics else {})})
         run.append_metrics(n + 1, {"validation/reward": 0.5})
-    validation = [ValidationPoint(version=0, value=0.25), ValidationPoint(version=len(rewards), value=0.75, parts={"exact": 0.5})]
+    validation = [
+        ValidationPoint(version=0, value=0.25),
+        ValidationPoint(version=len(rewards), value=0.75, parts={"exact": 0.5}),
+    ]
     summary = summarise(
         run=run.run_id,
         status=status,
@@ -68,9 +73,31 @@ def entry(group: int, trained_version: int | None) -> LedgerEntry:
     )
 
 
-def result(cell: Cell, rewards: Sequence[float] = (0.0, 1.0), images: Sequence[int] = (4, 8), **numbers: float | None) -> CellResult:
+def result(
+    cell: Cell, rewards: Sequence[float] = (0.0, 1.0), images: Sequence[int] = (4, 8), **numbers: float | None
+) -> CellResult:
     validation = [ValidationAt(0, 0, 0.25, {}), ValidationAt(len(rewards), images[-1], 0.5, {})]
     blank: dict[str, float | None] = dict.fromkeys(
-        ("validation", "reward_last", "reward_area", "staleness", "log_ratio_variance", "ess", "weight", "masked", "gamma")
+        (
+            "validation",
+            "reward_last",
+            "reward_area",
+            "staleness",
+            "log_ratio_variance",
+            "ess",
+            "weight",
+            "masked",
+            "gamma",
+        )
     )
-    return CellResult(cell.staleness, cell.correction, cell.seed, "run", 1.0, list(images), list(rewards), validation, {**blank, **numbers})
+    return CellResult(
+        cell.staleness,
+        cell.correction,
+        cell.seed,
+        "run",
+        1.0,
+        list(images),
+        list(rewards),
+        validation,
+        {**blank, **numbers},
+    )

@@ -1,4 +1,5 @@
-"""The control-plane benchmark at a tiny size: it runs the real coordinator to the end and writes down what it measured."""
+"""The control-plane benchmark at a tiny size: it runs the real coordinator to the end and writes down what it
+measured."""
 
 from __future__ import annotations
 
@@ -64,9 +65,17 @@ def test_the_stopwatch_runs_while_a_call_runs_and_not_while_it_waits() -> None:
 
 
 def test_the_command_prints_a_table_and_writes_every_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert control_plane.main(["--shapes", "1x2x2", "3x2x2", "--repeats", "2", "--samples", "12", "--out", str(tmp_path)]) == 0
+    assert (
+        control_plane.main(["--shapes", "1x2x2", "3x2x2", "--repeats", "2", "--samples", "12", "--out", str(tmp_path)])
+        == 0
+    )
     results = json.loads((tmp_path / "results.json").read_bytes())
-    assert [(r["shape"]["engines"], r["repeat"], r["updates"]) for r in results["records"]] == [(1, 0, 3), (3, 0, 3), (1, 1, 3), (3, 1, 3)]
+    assert [(r["shape"]["engines"], r["repeat"], r["updates"]) for r in results["records"]] == [
+        (1, 0, 3),
+        (3, 0, 3),
+        (1, 1, 3),
+        (3, 1, 3),
+    ]
     assert results["machine"]["cpus"] >= 1
     printed = capsys.readouterr().out
     assert "group events/s" in printed and "2/2 3x2x2" in printed

@@ -69,7 +69,11 @@ def test_a_size_that_makes_no_sense_is_refused(text: str) -> None:
 
 def test_the_table_compares_arms_of_the_same_repeat() -> None:
     seconds = {"omni_async": (1.0, 2.0, 1.0), "actor queue": (2.0, 8.0, 3.0)}
-    records = [Record(arm, 2**20, repeat, 100, took) for arm, all_took in seconds.items() for repeat, took in enumerate(all_took)]
+    records = [
+        Record(arm, 2**20, repeat, 100, took)
+        for arm, all_took in seconds.items()
+        for repeat, took in enumerate(all_took)
+    ]
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(table(records))
     text = console.export_text()

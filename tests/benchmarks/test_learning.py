@@ -36,7 +36,10 @@ def test_a_reward_is_reached_on_the_line_between_two_rounds():
 
 
 def test_arms_are_compared_at_the_reward_that_all_runs_reached():
-    slow, fast = curve("sync", [(0.0, 0, 0.2), (40.0, 24, 0.8)], 40.0), curve("async:2", [(0.0, 0, 0.2), (20.0, 24, 0.6)], 20.0)
+    slow, fast = (
+        curve("sync", [(0.0, 0, 0.2), (40.0, 24, 0.8)], 40.0),
+        curve("async:2", [(0.0, 0, 0.2), (20.0, 24, 0.6)], 20.0),
+    )
     assert common_reward([slow, fast]) == 0.6
     rows = table([slow, fast]).splitlines()
     assert "seconds to validation 0.600" in rows[0]

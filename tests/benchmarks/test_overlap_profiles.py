@@ -16,7 +16,13 @@ from tests.benchmark_tool import overlap_world as world
 def found(folder: Path, train: world.FakeTrain) -> Overlap:
     recipe = world.write_recipe(folder)
     return run_overlap(
-        recipe, out=folder / "out", repeats=3, steps=6, arms=("sync", "async:2"), train=train, simulator=world.half_the_profile
+        recipe,
+        out=folder / "out",
+        repeats=3,
+        steps=6,
+        arms=("sync", "async:2"),
+        train=train,
+        simulator=world.half_the_profile,
     )
 
 
@@ -48,7 +54,9 @@ def test_a_recipe_without_a_finished_run_of_both_arms_has_no_row(tmp_path: Path)
         (["--steps", "0"], "expected at least 1"),
     ],
 )
-def test_wrong_arguments_start_nothing(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_arguments_start_nothing(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit) as ended:
         overlap_profiles.main([*arguments, "--out", str(tmp_path / "out")])
     assert ended.value.code == 2

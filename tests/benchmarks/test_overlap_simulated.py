@@ -31,7 +31,9 @@ def test_a_row_holds_what_the_simulator_found(capsys: pytest.CaptureFixture[str]
     assert found.bound_fraction >= 0.95
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["nowhere"], "no emulated recipe is called 'nowhere'"), (["--seeds", "0"], "at least 1")])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["nowhere"], "no emulated recipe is called 'nowhere'"), (["--seeds", "0"], "at least 1")]
+)
 def test_wrong_arguments_simulate_nothing(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         overlap_simulated.main(arguments)

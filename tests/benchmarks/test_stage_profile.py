@@ -61,7 +61,12 @@ def test_the_profile_replays_what_was_measured(out: Path) -> None:
 
 
 def test_the_profile_is_of_the_payload_named_first(out: Path, tmp_path: Path) -> None:
-    assert stage_profile.main(["--out", str(tmp_path), *TINY, "--batches", "1", "--train-batches", "1", "--payloads", "full"]) == 0
+    assert (
+        stage_profile.main(
+            ["--out", str(tmp_path), *TINY, "--batches", "1", "--train-batches", "1", "--payloads", "full"]
+        )
+        == 0
+    )
     profile = load_profile(str(tmp_path / "profile.json"))
     assert profile.name == "stage_profile_full"
     assert profile.payload.weights == measured_in(out).publish["full"].nbytes
@@ -76,7 +81,9 @@ def test_payloads_are_those_of_a_sample_and_of_a_version(out: Path) -> None:
     assert payload.trajectory == latents + conditioning + rest
     assert payload.media == 3 * 32 * 32
     config = tiny_config(out)
-    transformer = RandomQwenImage(tiny_architecture(), CPU, prompt_tokens=8, negative_tokens=2, seed=0).load_transformer(torch.float32)
+    transformer = RandomQwenImage(
+        tiny_architecture(), CPU, prompt_tokens=8, negative_tokens=2, seed=0
+    ).load_transformer(torch.float32)
     assert payload.weights == 4 * adapter_parameters(transformer, config)
     assert measured_in(out).publish["full"].nbytes == 4 * sum(p.numel() for p in transformer.parameters())
 
@@ -89,7 +96,9 @@ def adapter_parameters(transformer: torch.nn.Module, config: Config) -> int:
     lora = config.model.lora
     assert lora is not None
     linear = {name: module for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)}
-    chosen = [m for name, m in linear.items() if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)]
+    chosen = [
+        m for name, m in linear.items() if any(f".{name}".endswith(f".{target}") for target in lora.target_modules)
+    ]
     return sum(lora.rank * (module.in_features + module.out_features) for module in chosen)
 
 
@@ -138,7 +147,13 @@ def test_published_throughput_stands_beside_a_model_of_the_published_size(out: P
     assert "| published: all weights, no guidance, 4 H200 | 0.510 |" in table
     # Of one GPU of four, one image at a time and two trained at a time, with the profile's own scoring and hand-overs.
     stages = 128 * (profile.generate.mean(2) / 2 + profile.assess.unit_s + profile.train.unit_s + profile.score.unit_s)
-    others = 2 * profile.step.mean() + profile.export.mean() + profile.publish.mean() + profile.swap.mean() + 3 * profile.switch.mean()
+    others = (
+        2 * profile.step.mean()
+        + profile.export.mean()
+        + profile.publish.mean()
+        + profile.swap.mean()
+        + 3 * profile.switch.mean()
+    )
     assert f"| {128 / (stages + others):.3f} |" in table
 
 
@@ -167,7 +182,9 @@ def test_engine_and_trainer_hold_the_same_weights_and_prompts_have_the_length_as
 def test_it_needs_neither_ray_nor_vllm_nor_mlflow() -> None:
     absent = ("ray", "vllm", "vllm_omni", "mlflow", "rapidocr", "onnxruntime", "matplotlib")
     code = f"import sys\nfor name in {absent}: sys.modules[name] = None\nimport benchmarks.stage_profile"
-    done = subprocess.run([sys.executable, "-c", code], cwd=profiles.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=profiles.ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -110,7 +110,9 @@ def test_ctrl_c_ends_the_runs_in_order_and_the_same_command_goes_on(out: Path, m
     told = capsys.readouterr().out
     assert "interrupted: waiting for 1 runs" in told and "s0-bypass-seed0: cut off" in told
     assert "heard SIGINT" in (out / "s0-bypass-seed0" / "log.txt").read_text()
-    assert "3 of 4 cells are not complete: s0-bypass-seed0, s1-none-seed0, s1-bypass-seed0" in told, "what is done is reported"
+    assert "3 of 4 cells are not complete: s0-bypass-seed0, s1-none-seed0, s1-bypass-seed0" in told, (
+        "what is done is reported"
+    )
     assert not (out / "s1-none-seed0").exists()
     monkeypatch.delenv("FAKE_HANG")
     assert staleness.main(command(out)) == 0
@@ -137,7 +139,10 @@ def test_no_more_than_jobs_run_at_a_time(out: Path, monkeypatch) -> None:
     # The first cell hangs, so with one job nothing else may start, and with two the others all end beside it.
     monkeypatch.setenv("FAKE_HANG", "s0-none-seed0")
     others = ("s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0")
-    done = [lambda: list(out.glob("s0-none-seed0/*/summary.json")), lambda: list(out.glob("s1-bypass-seed0/*/summary.json"))]
+    done = [
+        lambda: list(out.glob("s0-none-seed0/*/summary.json")),
+        lambda: list(out.glob("s1-bypass-seed0/*/summary.json")),
+    ]
     for jobs, condition in zip(("1", "2"), done, strict=True):
         thread = when(condition, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert staleness.main(command(out, "--jobs", jobs)) == 130
@@ -156,7 +161,10 @@ def test_two_experiments_do_not_share_a_folder(out: Path, monkeypatch, capsys) -
 
 def test_runs_that_a_killed_experiment_left_behind_keep_the_folder(out: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FAKE_HANG", "s0-none-seed0")
-    program = f"from benchmarks import staleness; staleness.TRAIN = {staleness.TRAIN!r}; staleness.main({command(out, '--jobs', '1')!r})"
+    program = (
+        f"from benchmarks import staleness; staleness.TRAIN = {staleness.TRAIN!r};"
+        f" staleness.main({command(out, '--jobs', '1')!r})"
+    )
     driver = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
     when(lambda: list(out.glob("s0-none-seed0/*/summary.json")), driver.kill).join()
     assert driver.wait() == -signal.SIGKILL
@@ -199,7 +207,9 @@ def test_a_wrong_configuration_is_one_line_and_starts_nothing(out: Path, capsys,
     assert not out.exists()
 
 
-@pytest.mark.parametrize("arguments", [["--staleness", "-1"], ["--seeds", "0"], ["--corrections", "magic"], ["nonsense"], ["--jobs", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--staleness", "-1"], ["--seeds", "0"], ["--corrections", "magic"], ["nonsense"], ["--jobs", "x"]]
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as left:
         staleness.main(arguments)
@@ -216,7 +226,9 @@ def test_the_examples_of_the_help_are_accepted(capsys) -> None:
     with pytest.raises(SystemExit) as left:
         staleness.main(["--help"])
     assert left.value.code == 0
-    examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m benchmarks.staleness")]
+    examples = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("  python -m benchmarks.staleness")
+    ]
     assert len(examples) == 5
     for line in examples:
         staleness._parse(shlex.split(line, comments=True)[3:])
@@ -231,8 +243,30 @@ def test_real_runs_are_interrupted_and_continued(tmp_path: Path) -> None:
 
     recipe = write_recipe(tmp_path, str(build(tmp_path / "tiny", layers=1)))
     out = tmp_path / "out"
-    driver = [sys.executable, "-m", "benchmarks.staleness", "--recipe", str(recipe), "--out", str(out), "--seeds", "1", "--jobs", "1"]
-    driver += ["--updates", "3", "--staleness", "1", "--corrections", "bypass", "decoupled_kappa_tempered", "--kappa-nats", "50"]
+    driver = [
+        sys.executable,
+        "-m",
+        "benchmarks.staleness",
+        "--recipe",
+        str(recipe),
+        "--out",
+        str(out),
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+    ]
+    driver += [
+        "--updates",
+        "3",
+        "--staleness",
+        "1",
+        "--corrections",
+        "bypass",
+        "decoupled_kappa_tempered",
+        "--kappa-nats",
+        "50",
+    ]
     first, second = "s1-bypass-seed0", "s1-decoupled_kappa_tempered-seed0"
     with subprocess.Popen(driver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         thread = when(lambda: list(out.glob(f"{second}/*/config.yaml")), lambda: process.send_signal(signal.SIGINT))

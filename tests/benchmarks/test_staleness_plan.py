@@ -33,13 +33,19 @@ def test_cells_are_all_combinations_with_seeds_outermost_then_s(tmp_path: Path) 
         ),
     ],
 )
-def test_a_cell_is_the_quickstart_with_exact_staleness_and_its_correction(staleness, name, correction, tmp_path) -> None:
+def test_a_cell_is_the_quickstart_with_exact_staleness_and_its_correction(
+    staleness, name, correction, tmp_path
+) -> None:
     plan = Plan(RECIPE, tmp_path / "o ut: #", 50, 2, (0, 2, 4, 8), CORRECTIONS, kappa_nats=1.25)
     config = plan.config(Cell(staleness, name, seed=1))
     preflight(config)
     assert config.algorithm.correction == correction
     assert (config.staleness.max_updates, config.staleness.exact) == (staleness, True)
-    assert (config.run.runtime, config.rollout.engine, config.tracking.mlflow.enabled) == ("inprocess", "diffusers", False)
+    assert (config.run.runtime, config.rollout.engine, config.tracking.mlflow.enabled) == (
+        "inprocess",
+        "diffusers",
+        False,
+    )
     assert (config.run.seed, config.trainer.updates) == (1, 50)
     assert config.run.dir == str(tmp_path / "o ut: #" / f"s{staleness}-{name}-seed1") == str(plan.out / config.run.name)
     groups = (staleness + 1) * config.trainer.groups_per_update
@@ -51,7 +57,13 @@ def test_a_cell_is_the_quickstart_with_exact_staleness_and_its_correction(stalen
 
 
 def test_overrides_of_the_user_win_over_the_defaults_of_the_experiment(tmp_path: Path) -> None:
-    extra = ("rollout.engine=emulated", "checkpoint.every=7", "validation.every=1", "buffer.groups=100", "buffer.trajectories=1")
+    extra = (
+        "rollout.engine=emulated",
+        "checkpoint.every=7",
+        "validation.every=1",
+        "buffer.groups=100",
+        "buffer.trajectories=1",
+    )
     config = plan_in(tmp_path, extra=extra).config(Cell(1, "none", 0))
     assert config.rollout.engine == "emulated"
     assert config.checkpoint.every == 7
@@ -85,4 +97,7 @@ def test_neighbours_of_what_the_experiment_varies_can(tmp_path: Path) -> None:
     config = plan_in(tmp_path, extra=("trainer.updates_x=1",))
     with pytest.raises(ConfigError, match="unknown key"):
         config.config(Cell(0, "none", 0))
-    assert plan_in(tmp_path, extra=("trainer.micro_batch_size=5",)).config(Cell(0, "none", 0)).trainer.micro_batch_size == 5
+    assert (
+        plan_in(tmp_path, extra=("trainer.micro_batch_size=5",)).config(Cell(0, "none", 0)).trainer.micro_batch_size
+        == 5
+    )

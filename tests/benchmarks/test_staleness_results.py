@@ -16,7 +16,8 @@ CELL = Cell(1, "decoupled_tis", 0)
 
 
 def test_images_are_counted_in_admission_order_rejected_groups_included() -> None:
-    # Update 1 trained groups 0 and 2 while 1 was rejected; 2 trained 5 and 3; 3 trained the overtaken 4; 6 was rejected after the last.
+    # Update 1 trained groups 0 and 2 while 1 was rejected; 2 trained 5 and 3; 3 trained the overtaken 4; 6 was rejected
+    # after the last.
     trained = {0: 1, 1: None, 5: 2, 2: 1, 3: 2, 4: 3, 6: None}
     ledger = [entry(group, version) for group, version in trained.items()]
     assert images_by_update(ledger, 3, group_size=10) == [30, 60, 60]
@@ -41,7 +42,10 @@ def test_the_numbers_of_a_run(tmp_path: Path) -> None:
     assert (measured.run, measured.seconds) == (run.run_id, 8.0)
     assert measured.rewards == rewards
     assert measured.images == [4, *range(10, 10 + 4 * 29, 4)]
-    assert measured.validation == [ValidationAt(0, 0, 0.25, {}), ValidationAt(30, measured.images[-1], 0.75, {"exact": 0.5})]
+    assert measured.validation == [
+        ValidationAt(0, 0, 0.25, {}),
+        ValidationAt(30, measured.images[-1], 0.75, {"exact": 0.5}),
+    ]
     assert measured.numbers == {
         "validation": 0.75,
         "reward_last": pytest.approx((10 + 29) / 2),

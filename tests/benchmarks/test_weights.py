@@ -38,7 +38,8 @@ def test_a_sized_model_has_about_its_size(megabytes: float) -> None:
     assert sum(p.numel() * 4 for p in model.parameters()) == pytest.approx(megabytes * 1e6, rel=0.21)
 
 
-# ---- Ray ------------------------------------------------------------------------------------------------------------------------------
+# ---- Ray
+# ------------------------------------------------------------------------------------------------------------------------------
 
 
 async def carry(trainer: Any, engines: dict[str, Any], payload: str) -> None:
@@ -60,7 +61,9 @@ async def carry(trainer: Any, engines: dict[str, Any], payload: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("payload", ["full", "lora"])
-def test_every_transport_brings_two_engines_the_same_weights_update_after_update(local_ray: None, tmp_path: Path, payload: str) -> None:
+def test_every_transport_brings_two_engines_the_same_weights_update_after_update(
+    local_ray: None, tmp_path: Path, payload: str
+) -> None:
     config = sized_config(_TINY_MB, lora_rank=4 if payload == "lora" else None)
 
     async def main() -> None:
@@ -84,11 +87,15 @@ def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(
     arguments = ["--sizes", "1", "100000", "--repeats", "2", "--window", "0.1", "--every", "0.05", "--delta-steps", "1"]
     assert weights.main([*arguments, "--recipe", str(tiny_recipe), "--out", str(tmp_path)]) == 0
     results = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=Results)
-    assert [(r.transport, r.repeat) for r in results.publishes] == [(t, repeat) for repeat in range(2) for t in weights.TRANSPORTS]
+    assert [(r.transport, r.repeat) for r in results.publishes] == [
+        (t, repeat) for repeat in range(2) for t in weights.TRANSPORTS
+    ]
     for record in results.publishes:
         assert 0 < record.blocked < record.swapped
         assert record.nbytes == 1_048_576 and min(record.copy_tensors, record.copy_blocks, record.copy_new) > 0
-    assert [(r.arm, r.repeat) for r in results.throughput] == [(a, n) for n in range(2) for a in ("quiet", "periodic", "back_to_back")]
+    assert [(r.arm, r.repeat) for r in results.throughput] == [
+        (a, n) for n in range(2) for a in ("quiet", "periodic", "back_to_back")
+    ]
     assert [r.publishes == 0 for r in results.throughput] == [True, False, False] * 2
     assert [(r.lr, r.steps) for r in results.deltas] == [(1e-5, 1), (3e-5, 1), (1e-4, 1)]
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

@@ -1,4 +1,5 @@
-"""What the weight benchmark says of numbers: ratios within a repeat, missed targets marked, differences that can be applied."""
+"""What the weight benchmark says of numbers: ratios within a repeat, missed targets marked, differences that can be
+applied."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from omni_async.benchmark.machine import describe_machine
 
 
 def publish(repeat: int, blocked: float, copy: float, transport: str = "disk") -> PublishRecord:
-    return PublishRecord("full", 10.0, transport, repeat, 10_000_000, copy, copy / 2, 3 * copy, blocked, 5 * blocked, 0.002, 0.003)
+    return PublishRecord(
+        "full", 10.0, transport, repeat, 10_000_000, copy, copy / 2, 3 * copy, blocked, 5 * blocked, 0.002, 0.003
+    )
 
 
 def window(arm: str, repeat: int, seconds: float, publishes: int = 0) -> ThroughputRecord:
@@ -50,19 +53,28 @@ def test_blocked_time_is_compared_with_the_copy_of_its_own_repeat() -> None:
 
 
 def test_a_missed_target_is_marked() -> None:
-    lines = text(publishes=[publish(0, 0.0016, 0.001)], throughput=[window("quiet", 0, 1.0), window("periodic", 0, 1.06, 3)])
+    lines = text(
+        publishes=[publish(0, 0.0016, 0.001)], throughput=[window("quiet", 0, 1.0), window("periodic", 0, 1.06, 3)]
+    )
     assert line_with(lines, "disk").count("!") == 1
     assert "!" in line_with(lines, "periodic") and "!" not in line_with(lines, "│ quiet")
 
 
 def test_every_transport_has_a_line_in_the_order_of_measurement() -> None:
-    lines = text(publishes=[publish(n, 0.001, 0.001, t) for n in range(3) for t in ("object_store", "disk", "collective")])
+    lines = text(
+        publishes=[publish(n, 0.001, 0.001, t) for n in range(3) for t in ("object_store", "disk", "collective")]
+    )
     rows = [word for line in lines for word in line.split() if word in weights.TRANSPORTS]
     assert rows == ["object_store", "disk", "collective"]
 
 
 def test_generation_is_compared_with_the_quiet_window_of_its_own_repeat() -> None:
-    records = [window("quiet", 0, 1.0), window("back_to_back", 0, 2.0, 8), window("quiet", 1, 10.0), window("back_to_back", 1, 20.0, 80)]
+    records = [
+        window("quiet", 0, 1.0),
+        window("back_to_back", 0, 2.0, 8),
+        window("quiet", 1, 10.0),
+        window("back_to_back", 1, 20.0, 80),
+    ]
     line = line_with(text(throughput=records), "back to back")
     assert "0.5 (0.5..0.5)" in line
     assert "4 (4..4)" in line
@@ -75,7 +87,9 @@ def test_the_link_on_which_a_difference_breaks_even_is_what_it_saves_in_the_time
 
 
 def test_results_can_be_read_back(tmp_path: Path) -> None:
-    results = Results(describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], [], ["a note"])
+    results = Results(
+        describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], [], ["a note"]
+    )
     assert msgspec.json.decode(write(results, tmp_path).read_bytes(), type=Results) == results
 
 

@@ -47,14 +47,18 @@ def test_what_was_written_is_whole_and_says_what_it_is(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["update-000020"]
 
 
-def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
     folder = make(tmp_path, 20)
     *before, last = synced
     place = partial(folder)
     assert {*before} == {place / path.relative_to(folder) for path in (folder, *folder.rglob("*"))}
-    assert before.index(place / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, "after what it names"
+    assert before.index(place / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, (
+        "after what it names"
+    )
     assert last == tmp_path, "its name is on the disk, too"
 
 
@@ -70,7 +74,9 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors/shard.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["cut", "flipped", "gone"])
-def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(tmp_path: Path, name: str, damage: object) -> None:
+def test_one_that_is_not_as_it_was_written_is_refused_and_why_is_said(
+    tmp_path: Path, name: str, damage: object
+) -> None:
     folder = make(tmp_path, 40)
     damage(folder / name)  # type: ignore[operator]
     with pytest.raises(CheckpointError) as refused:
@@ -136,9 +142,12 @@ def test_one_is_on_the_disk_under_its_name_before_another_goes(tmp_path: Path, m
     done: list[str] = []
     remove = shutil.rmtree
     monkeypatch.setattr(
-        "omni_async.checkpoint.folders.sync", lambda folder: done.append(f"sync {sorted(p.name for p in folder.iterdir())}")
+        "omni_async.checkpoint.folders.sync",
+        lambda folder: done.append(f"sync {sorted(p.name for p in folder.iterdir())}"),
     )
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, **how: done.append(f"remove {folder.name}") or remove(folder, **how))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda folder, **how: done.append(f"remove {folder.name}") or remove(folder, **how)
+    )
     make(tmp_path, 3)
     assert done[-2:] == ["sync ['.update-000003.old', 'update-000003']", "remove .update-000003.old"]
 
@@ -230,11 +239,21 @@ def test_any_bytes_are_a_checkpoint_or_a_refusal(tmp_path: Path, name: str, cont
     groups=st.lists(st.integers(0, 10**6), unique=True, max_size=5),
 )
 def test_the_state_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, version: int, reasons: dict[str, int], staleness: dict[int, int], groups: list[int]
+    tmp_path_factory: pytest.TempPathFactory,
+    version: int,
+    reasons: dict[str, int],
+    staleness: dict[int, int],
+    groups: list[int],
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
     ledger = LedgerState(3, {"trained": 3}, reasons, staleness)
-    state = State(Continuation(version, 5, 7, None, ledger, tuple(map(Unfinished, groups))), "p", "a", {"optimizer_steps": 3}, {"x": [1.5]})
+    state = State(
+        Continuation(version, 5, 7, None, ledger, tuple(map(Unfinished, groups))),
+        "p",
+        "a",
+        {"optimizer_steps": 3},
+        {"x": [1.5]},
+    )
     write_state(folder, state)
     assert read_state(folder) == state
 
@@ -254,7 +273,12 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path: Path) -> None:
     values = torch.arange(12.0).reshape(3, 4)
-    views = {"transposed": values.T, "every_other": values[:, ::2], "expanded": torch.ones(1).expand(5), "shared": values}
+    views = {
+        "transposed": values.T,
+        "every_other": values[:, ::2],
+        "expanded": torch.ones(1).expand(5),
+        "shared": values,
+    }
     write_group(tmp_path, 1, [TensorDict(views, batch_size=[]), TensorDict({"shared": values}, batch_size=[])])
     first, second = read_group(tmp_path, 1, 2)
     assert all(torch.equal(first[name], view) for name, view in views.items())

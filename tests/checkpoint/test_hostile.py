@@ -1,4 +1,5 @@
-"""Checkpoints from elsewhere: whatever is in one, it is usable or refused in one line, and nothing outside of it is read."""
+"""Checkpoints from elsewhere: whatever is in one, it is usable or refused in one line, and nothing outside of it is
+read."""
 
 from __future__ import annotations
 
@@ -189,7 +190,9 @@ def test_a_state_that_no_run_can_have_is_refused(folder: Path, control: Continua
 
 
 def test_a_counter_that_no_machine_counts_to_is_refused(folder: Path) -> None:
-    assert "engine.optimizer_steps is a number of" in refusal(with_state(folder, Continuation(), optimizer_steps=10**100))
+    assert "engine.optimizer_steps is a number of" in refusal(
+        with_state(folder, Continuation(), optimizer_steps=10**100)
+    )
 
 
 def test_a_deeply_nested_state_is_refused(folder: Path) -> None:
@@ -204,7 +207,9 @@ def test_a_ready_group_without_trajectories_is_refused(folder: Path) -> None:
     require_whole(with_state(folder, Continuation(ready=(READY,))))
 
 
-@pytest.mark.parametrize("names", [("0/a", "0/a/b"), ("-1/array",), ("x/array",), ("9/array",), ("array",), ("0/",), ("0/array", "0/b")])
+@pytest.mark.parametrize(
+    "names", [("0/a", "0/a/b"), ("-1/array",), ("x/array",), ("9/array",), ("array",), ("0/",), ("0/array", "0/b")]
+)
 def test_trajectories_of_odd_names_are_refused(folder: Path, names: tuple[str, ...]) -> None:
     write_group(folder, 1, [np.zeros(3, np.float32)])
     save_file({name: np.zeros(2, np.float32) for name in names}, folder / "groups" / "000000001.safetensors")

@@ -1,4 +1,5 @@
-"""No number of a recipe is too large to be a slip of the finger, and no name or path is more than a line: both are refused at once."""
+"""No number of a recipe is too large to be a slip of the finger, and no name or path is more than a line: both are
+refused at once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.config.describe import walk
 
 
-def numbers_in(annotation: Any, metas: tuple[msgspec.Meta, ...] = ()) -> Iterator[tuple[type, tuple[msgspec.Meta, ...]]]:
+def numbers_in(
+    annotation: Any, metas: tuple[msgspec.Meta, ...] = ()
+) -> Iterator[tuple[type, tuple[msgspec.Meta, ...]]]:
     """The number types a field may hold, at any depth, each with the bounds around it."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
@@ -58,7 +61,9 @@ def test_every_number_has_an_upper_bound() -> None:
 def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
     key = path.replace("[]", ".0")
     pair = isinstance(DEFAULTS[path], tuple) or key.endswith((".band", ".k1"))
-    needed = {"validation": "validation.prompts=p.txt", "emulation": "emulation.profile=p.json"}.get(key.partition(".")[0])
+    needed = {"validation": "validation.prompts=p.txt", "emulation": "emulation.profile=p.json"}.get(
+        key.partition(".")[0]
+    )
     for absurd in ("1e300", str(2**62), ".nan", "true", "'12'"):
         value = f"[{absurd}, {absurd}]" if pair else absurd
         with pytest.raises(ConfigError) as refused:
@@ -70,7 +75,10 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("staleness.max_updates=1000000", "expected int >= 0, <= 1000 (S + 1 updates' groups are admitted at once, and what a policy made"),
+        (
+            "staleness.max_updates=1000000",
+            "expected int >= 0, <= 1000 (S + 1 updates' groups are admitted at once, and what a policy made",
+        ),
         (
             "rollout.num_inference_steps=5000",
             "expected int >= 2, <= 1000 (the schedulers of diffusion models know 1000 timesteps), got 5000",
@@ -87,15 +95,24 @@ def test_the_bound_and_its_reason_are_said_to_whoever_is_above_it(override: str,
 
 def test_groups_that_may_be_alive_at_once_are_bounded_by_their_product() -> None:
     message = complaint(MINIMAL, "staleness.max_updates=999", "trainer.groups_per_update=200")
-    assert "staleness.max_updates: (S + 1) x trainer.groups_per_update = 200000 groups may be alive at once, at most 100000" in message
+    assert (
+        "staleness.max_updates: (S + 1) x trainer.groups_per_update = 200000 groups may be alive at once, at most"
+        " 100000" in message
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("placement.trainer.gpus=1.5", "placement.trainer.gpus: Ray divides one accelerator, but no more than one: "),
-        ("placement.reward.gpus=0.00001", "placement.reward.gpus: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
-        ("placement.rollout.cpus=0.00001", "placement.rollout.cpus: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05"),
+        (
+            "placement.reward.gpus=0.00001",
+            "placement.reward.gpus: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05",
+        ),
+        (
+            "placement.rollout.cpus=0.00001",
+            "placement.rollout.cpus: Ray counts in ten-thousandths, expected at least 0.0001, got 1e-05",
+        ),
     ],
 )
 def test_parts_of_devices_are_those_that_ray_can_count(override: str, said: str) -> None:
@@ -107,7 +124,13 @@ def test_parts_of_devices_are_those_that_ray_can_count(override: str, said: str)
 @pytest.mark.parametrize("value", ['"a\\0b"', '"a\\nb"', '"a\\eb"', "x" * 5000, "''"])
 def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> None:
     needed = [f"{key}=p" for key in ("validation.prompts", "emulation.profile") if path.startswith(key[:9])]
-    if value == "''" and path in ("model.path", "data.prompts", "data.preferences", "validation.prompts", "checkpoint.resume"):
+    if value == "''" and path in (
+        "model.path",
+        "data.prompts",
+        "data.preferences",
+        "validation.prompts",
+        "checkpoint.resume",
+    ):
         return  # the recipe's folder, which whoever reads it refuses
     with pytest.raises(ConfigError) as refused:
         load_text(MINIMAL, *needed, f"{path}={value}")

@@ -23,14 +23,26 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
     ("override", "said"),
     [
         # unknown keys
-        ("rollout.gruop_size=3", "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: emulated, engine, group_size"),
+        (
+            "rollout.gruop_size=3",
+            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: emulated, engine, group_size",
+        ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
-        ("reward.scorers.0.wieght=3", "reward.scorers.0.wieght: unknown key; did you mean 'weight'? allowed: name, params, weight"),
+        (
+            "reward.scorers.0.wieght=3",
+            "reward.scorers.0.wieght: unknown key; did you mean 'weight'? allowed: name, params, weight",
+        ),
         (
             "rollout.sde.window.steps=3",
-            "rollout.sde.window.steps: unknown key; allowed: at_end, decay_from, decay_rate, range, schedule, size, stride",
+            (
+                "rollout.sde.window.steps: unknown key; allowed: at_end, decay_from, decay_rate, range, schedule, size,"
+                " stride"
+            ),
         ),
-        ("model.lora={rnak: 4}", "model.lora.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules"),
+        (
+            "model.lora={rnak: 4}",
+            "model.lora.rnak: unknown key; did you mean 'rank'? allowed: alpha, rank, target_modules",
+        ),
         ("checkpoint..every=3", "checkpoint.: unknown key; allowed: every, keep, resume"),
         # missing keys
         ("validation.every=3", "validation.prompts: required, expected str"),
@@ -73,8 +85,14 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ("weights.payload=half", "weights.payload: expected one of 'full', 'lora', got 'half'"),
         ("algorithm.advantage.ddof=2", "algorithm.advantage.ddof: expected one of 0, 1, got 2"),
         # the algorithm's own sections
-        ("algorithm.advantage.std=batch", "algorithm.advantage.std: expected one of 'global', 'group', 'none', got 'batch'"),
-        ("algorithm.advantage.eps_form=add", "algorithm.advantage.eps_form: expected one of 'added', 'floor', got 'add'"),
+        (
+            "algorithm.advantage.std=batch",
+            "algorithm.advantage.std: expected one of 'global', 'group', 'none', got 'batch'",
+        ),
+        (
+            "algorithm.advantage.eps_form=add",
+            "algorithm.advantage.eps_form: expected one of 'added', 'floor', got 'add'",
+        ),
         ("algorithm.advantage.aggregate=sum", "aggregate: expected one of 'rewards', 'advantages', 'gdpo', got 'sum'"),
         ("algorithm.advantage.clip_max=0", "algorithm.advantage.clip_max: expected float > 0, got 0"),
         ("algorithm.advantage.track_prompts=1", "algorithm.advantage.track_prompts: expected bool, got 1"),
@@ -84,17 +102,29 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ("algorithm.name=3", "algorithm.name: expected str, got 3"),
         (
             "algorithm.correction.mode=is",
-            "algorithm.correction.mode: expected one of 'auto', 'none', 'bypass', 'decoupled', 'interpolated', got 'is'",
+            (
+                "algorithm.correction.mode: expected one of 'auto', 'none', 'bypass', 'decoupled', 'interpolated', got"
+                " 'is'"
+            ),
         ),
-        ("algorithm.correction.weights=exact", "weights: expected one of 'none', 'importance', 'tempered', got 'exact'"),
+        (
+            "algorithm.correction.weights=exact",
+            "weights: expected one of 'none', 'importance', 'tempered', got 'exact'",
+        ),
         ("algorithm.correction.ess_target=1", "algorithm.correction.ess_target: expected float > 0, < 1, got 1"),
         ("algorithm.correction.ess_target=0", "algorithm.correction.ess_target: expected float > 0, < 1, got 0"),
         ("algorithm.correction.cap=0", "algorithm.correction.cap: expected float > 0 or null, got 0"),
         ("algorithm.correction.band=0.5", "algorithm.correction.band: expected list of 2 float > 0 or null, got 0.5"),
-        ("algorithm.correction.band=[0.5]", "algorithm.correction.band: expected list of 2 float > 0 or null, got [0.5]"),
+        (
+            "algorithm.correction.band=[0.5]",
+            "algorithm.correction.band: expected list of 2 float > 0 or null, got [0.5]",
+        ),
         ("algorithm.correction.k1=[0, 2]", "algorithm.correction.k1.0: expected float > 0, got 0"),
         ("algorithm.correction.kappa_nats=-1", "algorithm.correction.kappa_nats: expected float > 0 or null, got -1"),
-        ("algorithm.correction.reject_level=token", "reject_level: expected one of 'step', 'sum', 'mean', 'max', got 'token'"),
+        (
+            "algorithm.correction.reject_level=token",
+            "reject_level: expected one of 'step', 'sum', 'mean', 'max', got 'token'",
+        ),
         ("algorithm.correction.kapa_nats=1", "algorithm.correction.kapa_nats: unknown key; did you mean 'kappa_nats'?"),
         ("algorithm.mix.log_ratio_coef=-1", "algorithm.mix.log_ratio_coef: expected float >= 0, got -1"),
         ("algorithm.guard.scale=step", "algorithm.guard.scale: expected one of 'batch', 'sample', got 'step'"),
@@ -107,13 +137,28 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ("algorithm.awm.ema_coef_end=-1", "algorithm.awm.ema_coef_end: expected float >= 0 or null, got -1"),
         ("algorithm.dpo.loss=dpo", "algorithm.dpo.loss: expected one of 'sigmoid', 'hinge', 'ipo', got 'dpo'"),
         ("algorithm.forward.draws=0", "algorithm.forward.draws: expected int >= 1 or null, got 0"),
-        ("algorithm.forward.sigmas=uniform", "sigmas: expected one of 'schedule', 'schedule_wo_first', 'logit_normal', got 'uniform'"),
-        ("algorithm.nft={betta: 1}", "algorithm.nft.betta: unknown key; did you mean 'beta'? allowed: adv_mode, beta, decay"),
+        (
+            "algorithm.forward.sigmas=uniform",
+            "sigmas: expected one of 'schedule', 'schedule_wo_first', 'logit_normal', got 'uniform'",
+        ),
+        (
+            "algorithm.nft={betta: 1}",
+            "algorithm.nft.betta: unknown key; did you mean 'beta'? allowed: adv_mode, beta, decay",
+        ),
         # windows, staleness and averages
-        ("rollout.sde.window.schedule=sliding", "expected one of 'uniform', 'random', 'progressive', 'decay', 'exp_decay', got 'sliding'"),
+        (
+            "rollout.sde.window.schedule=sliding",
+            "expected one of 'uniform', 'random', 'progressive', 'decay', 'exp_decay', got 'sliding'",
+        ),
         ("rollout.sde.window.stride=0", "rollout.sde.window.stride: expected int >= 1, got 0"),
-        ("rollout.sde.window.updates_per_position=0", "rollout.sde.window.updates_per_position: expected int >= 1, got 0"),
-        ("rollout.sde.window.at_end=stop", "rollout.sde.window.at_end: expected one of 'roll_back', 'stay', got 'stop'"),
+        (
+            "rollout.sde.window.updates_per_position=0",
+            "rollout.sde.window.updates_per_position: expected int >= 1, got 0",
+        ),
+        (
+            "rollout.sde.window.at_end=stop",
+            "rollout.sde.window.at_end: expected one of 'roll_back', 'stay', got 'stop'",
+        ),
         ("rollout.sde.window.decay_rate=0", "rollout.sde.window.decay_rate: expected float > 0, got 0"),
         ("rollout.sde=[]", "rollout.sde: expected mapping or null, got []"),
         ("staleness.exact=2", "staleness.exact: expected bool, got 2"),
@@ -125,8 +170,14 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ("rollout.timeout_s=.inf", "rollout.timeout_s: expected a finite float > 0, got inf"),
         ("rollout.timeout_s=.nan", "rollout.timeout_s: expected a finite float > 0, got nan"),
         ("reward.scorers.0.weight=-.inf", "reward.scorers.0.weight: expected a finite float >= -1000000, got -inf"),
-        ("trainer.optimizer.betas=[.nan, 0.9]", "trainer.optimizer.betas.0: expected a finite float >= 0, < 1, got nan"),
-        ("reward.scorers.0.params={deep: [1, {x: .NaN}]}", "reward.scorers.0.params.deep.1.x: expected a finite number, got nan"),
+        (
+            "trainer.optimizer.betas=[.nan, 0.9]",
+            "trainer.optimizer.betas.0: expected a finite float >= 0, < 1, got nan",
+        ),
+        (
+            "reward.scorers.0.params={deep: [1, {x: .NaN}]}",
+            "reward.scorers.0.params.deep.1.x: expected a finite number, got nan",
+        ),
         ("algorithm.kl_coef=1.0e999", "algorithm.kl_coef: expected a finite float >= 0, got inf"),
         ("trainer.updates=99999999999999999999", "trainer.updates: expected a number below 2**63, got one of 67 bits"),
         ("run.seed=" + "9" * 5000, "override 'run.seed': not valid YAML: a value does not fit its type"),
@@ -144,10 +195,16 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ("reward.scorers.0.params" + ".a" * 5000 + "=1", "reward.scorers.0.params: nested too deeply"),
         ("reward.scorers.0.params=" + "[" * 1500 + "]" * 1500, "override 'reward.scorers.0.params': nested too deeply"),
         ("run.seed=!!int ''", "override 'run.seed': not valid YAML: a value does not fit its type: IndexError"),
-        ("data.shuffle=!!bool perhaps", "override 'data.shuffle': not valid YAML: a value does not fit its type: KeyError('perhaps')"),
+        (
+            "data.shuffle=!!bool perhaps",
+            "override 'data.shuffle': not valid YAML: a value does not fit its type: KeyError('perhaps')",
+        ),
         ("run.name=!!timestamp today", "override 'run.name': not valid YAML: a value does not fit its type"),
         ("run.seed=0b_", "override 'run.seed': not valid YAML: a value does not fit its type"),
-        ("run.name=!!python/object:os.system x", "override 'run.name':1:1: not valid YAML: could not determine a constructor for the tag"),
+        (
+            "run.name=!!python/object:os.system x",
+            "override 'run.name':1:1: not valid YAML: could not determine a constructor for the tag",
+        ),
         ("run.name=!!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
         ("run=!!python/name:os.system", "could not determine a constructor for the tag"),
         ("run={seed: 1, seed: 2}", "override 'run':1:11: not valid YAML: key 'seed' given twice"),
@@ -196,7 +253,10 @@ def test_a_value_is_not_a_section() -> None:
         ("%", "not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document"),
         (MINIMAL + "data: {prompts: again.txt}\n", "recipe.yaml:4:1: not valid YAML: key 'data' given twice"),
-        (MINIMAL + "run:\n  seed: 1\n  name: x\n  seed: 2\n", "recipe.yaml:7:3: not valid YAML: key 'seed' given twice"),
+        (
+            MINIMAL + "run:\n  seed: 1\n  name: x\n  seed: 2\n",
+            "recipe.yaml:7:3: not valid YAML: key 'seed' given twice",
+        ),
         ("!!python/object/apply:os.system ['echo no']", "could not determine a constructor for the tag"),
         ("a: *nothing", "not valid YAML: found undefined alias 'nothing'"),
         (MINIMAL + "run: &r {dir: *r}\n", "run.dir: nested too deeply"),
@@ -235,22 +295,43 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
         (["rollout.sde.window.range=[-1, 3]"], "rollout.sde.window.range: expected 0 <= lo < hi, got [-1, 3]"),
         (["rollout.sde.window.size=6"], "rollout.sde.window.size: 6 steps do not fit into range [0, 5]"),
         (["rollout.num_inference_steps=5"], "hi may be at most num_inference_steps - 1 = 4, got 5"),
-        (["weights.publish_every=3", "staleness.max_updates=1"], "staleness.max_updates: 1 is smaller than weights.publish_every - 1 = 2"),
+        (
+            ["weights.publish_every=3", "staleness.max_updates=1"],
+            "staleness.max_updates: 1 is smaller than weights.publish_every - 1 = 2",
+        ),
         (["weights.payload=lora"], "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"),
         (
             ["trainer.groups_per_update=4", "trainer.steps_per_update=3"],
             "trainer.steps_per_update: 3 does not divide groups_per_update = 4",
         ),
-        (["trainer.backend=plain", "trainer.workers=2"], "trainer.backend: 'plain' is one rank, got trainer.workers = 2"),
-        (["trainer.streaming=off", "buffer.groups=3"], "buffer.groups: 3 is less than one update's groups_per_update = 4"),
-        (["algorithm.clip_range=1e-4", "algorithm.clip_range_nats=0.2"], "give either clip_range or clip_range_nats, not both"),
-        (["reward.hedge_s=60"], "reward.hedge_s: a call is given up after reward.timeout_s = 60, so expected less, got 60"),
+        (
+            ["trainer.backend=plain", "trainer.workers=2"],
+            "trainer.backend: 'plain' is one rank, got trainer.workers = 2",
+        ),
+        (
+            ["trainer.streaming=off", "buffer.groups=3"],
+            "buffer.groups: 3 is less than one update's groups_per_update = 4",
+        ),
+        (
+            ["algorithm.clip_range=1e-4", "algorithm.clip_range_nats=0.2"],
+            "give either clip_range or clip_range_nats, not both",
+        ),
+        (
+            ["reward.hedge_s=60"],
+            "reward.hedge_s: a call is given up after reward.timeout_s = 60, so expected less, got 60",
+        ),
         (["reward.backoff_max_s=0.5"], "reward.backoff_max_s: pauses begin with reward.backoff_s = 1, got 0.5"),
         (["reward.scorers.0.weight=0"], "reward.scorers: every weight is 0, so there is no reward"),
         (["reward.scorers=[]"], "reward.scorers: required, at least one; `omni-async list` shows them"),
         (["reward={}"], "reward.scorers: required, at least one; `omni-async list` shows them"),
-        (["data.prompts=null"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"),
-        (["data={}"], "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline"),
+        (
+            ["data.prompts=null"],
+            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline",
+        ),
+        (
+            ["data={}"],
+            "data.prompts: required, expected a prompt file (.txt or .jsonl), or data.preferences for offline",
+        ),
         (
             ["staleness={max_updates: 3, exact: true}", "buffer.groups=15"],
             "buffer.groups: staleness.exact waits for all 16 admitted groups, so they must fit; got 15",
@@ -260,7 +341,10 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
             "weights.publish_every: staleness.exact trains on nothing older than S updates",
         ),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
-        (["run.runtime=inprocess", "rollout.engine=emulated", "trainer.workers=2"], "run.runtime: 'inprocess' has one trainer rank"),
+        (
+            ["run.runtime=inprocess", "rollout.engine=emulated", "trainer.workers=2"],
+            "run.runtime: 'inprocess' has one trainer rank",
+        ),
     ],
 )
 def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: list[str], said: str) -> None:

@@ -52,22 +52,32 @@ def test_overrides_set_one_value(override: str, value: object) -> None:
 
 
 def test_the_last_override_wins_and_sections_can_be_replaced() -> None:
-    config = load_text(MINIMAL, "trainer.updates=3", "rollout={group_size: 4}", "rollout.workers=2", "trainer.updates=5")
+    config = load_text(
+        MINIMAL, "trainer.updates=3", "rollout={group_size: 4}", "rollout.workers=2", "trainer.updates=5"
+    )
     assert (config.trainer.updates, config.rollout.group_size, config.rollout.workers) == (5, 4, 2)
 
 
 def test_overrides_reach_into_lists() -> None:
     two = MINIMAL.replace("[{name: ocr}]", "[{name: ocr}, {name: jpeg_size}]")
     config = load_text(two, "reward.scorers.1.weight=0.5", "reward.scorers.0={name: http, params: {url: x}}")
-    assert [(s.name, s.weight, s.params) for s in config.reward.scorers] == [("http", 1.0, {"url": "x"}), ("jpeg_size", 0.5, {})]
+    assert [(s.name, s.weight, s.params) for s in config.reward.scorers] == [
+        ("http", 1.0, {"url": "x"}),
+        ("jpeg_size", 0.5, {}),
+    ]
 
 
-def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_start_at_the_recipe_and_those_of_overrides_at_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipes, elsewhere = tmp_path / "recipes", tmp_path / "elsewhere"
     recipes.mkdir()
     elsewhere.mkdir()
     recipe = recipes / "run.yaml"
-    recipe.write_text("model: {path: ../m}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\nvalidation: {prompts: /abs/v.txt}\n")
+    recipe.write_text(
+        "model: {path: ../m}\ndata: {prompts: p.txt}\nreward: {scorers: [{name: ocr}]}\nvalidation: {prompts:"
+        " /abs/v.txt}\n"
+    )
     monkeypatch.chdir(elsewhere)
     config = load(Path("../recipes/run.yaml"))
     assert config.model.path == str(tmp_path / "m")
@@ -100,7 +110,10 @@ def test_the_roles_that_make_samples_have_names() -> None:
         ("{mode: decoupled, weights: tempered}", True, False),
         ("{mode: decoupled, weights: tempered, normalise: false}", False, False),
         ("{mode: decoupled, weights: importance, normalise: true, band: [0.5, 2]}", True, True),
-        *((f"{{mode: decoupled, {rule}}}", False, True) for rule in ("kappa_nats: 1", "m2: 1", "k1: [0.5, 2]", "k2: 1", "k3: 1")),
+        *(
+            (f"{{mode: decoupled, {rule}}}", False, True)
+            for rule in ("kappa_nats: 1", "m2: 1", "k1: [0.5, 2]", "k2: 1", "k3: 1")
+        ),
     ],
 )
 def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: bool, masks: bool) -> None:
@@ -124,7 +137,11 @@ def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.Monkey
         ["rollout.negative_prompt=文字 🎨"],
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
         ["trainer.streaming=on"],
-        ["rollout.sde=null", "algorithm={name: awm, awm: {ema_coef: 1, advantage_max: null}}", "trainer.ema={warmup: linear}"],
+        [
+            "rollout.sde=null",
+            "algorithm={name: awm, awm: {ema_coef: 1, advantage_max: null}}",
+            "trainer.ema={warmup: linear}",
+        ],
         ["algorithm.correction={mode: decoupled, weights: importance, band: [0.5, 2], cap: null, normalise: false}"],
         ["data={preferences: pairs.parquet}", "reward={}", "staleness={max_updates: 0, exact: true}"],
     ],
@@ -135,13 +152,20 @@ def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> 
     again = load_text(text)
     assert again == config
     assert resolved_yaml(again) == text
-    assert list(yaml.safe_load(text))[:4] == ["schedule", "run", "model", "data"], "in the schema's order, every default filled in"
+    assert list(yaml.safe_load(text))[:4] == [
+        "schedule",
+        "run",
+        "model",
+        "data",
+    ], "in the schema's order, every default filled in"
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     text=st.text(max_size=12)
-    | st.sampled_from(["1e5", "1_0e3", "-1E-3", ".5", "0x1", "1:30", "yes", "~", "<<", "=", "!x", "&a", "*a", "\x85", "a\u2028b"]),
+    | st.sampled_from(
+        ["1e5", "1_0e3", "-1E-3", ".5", "0x1", "1:30", "yes", "~", "<<", "=", "!x", "&a", "*a", "\x85", "a\u2028b"]
+    ),
     number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63) + 1, 2**63 - 1),
 )
 @example(text="SIG", number=0.0)
@@ -191,7 +215,22 @@ def test_no_text_as_a_file_does_anything_but_load_or_complain(text: str) -> None
 
 PATHS = st.lists(
     st.sampled_from(
-        ["model", "path", "reward", "scorers", "0", "1", "params", "rollout", "sde", "window", "range", "trainer", "updates", ""]
+        [
+            "model",
+            "path",
+            "reward",
+            "scorers",
+            "0",
+            "1",
+            "params",
+            "rollout",
+            "sde",
+            "window",
+            "range",
+            "trainer",
+            "updates",
+            "",
+        ]
     )
     | st.text(max_size=3),
     max_size=5,
@@ -213,10 +252,11 @@ def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     recipe = tmp_path / "run.yaml"
     recipe.write_text(MINIMAL)
     script = (
-        "import sys; from omni_async.config import load, ConfigError; load(sys.argv[1])\n"
-        "import omni_async.control.coordinator\n"
-        "heavy = {'torch', 'ray', 'diffusers', 'transformers', 'vllm', 'mlflow', 'tensordict', 'numpy'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
+        "import sys; from omni_async.config import load, ConfigError; load(sys.argv[1])\nimport"
+        " omni_async.control.coordinator\nheavy = {'torch', 'ray', 'diffusers', 'transformers', 'vllm', 'mlflow',"
+        " 'tensordict', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr

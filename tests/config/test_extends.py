@@ -61,7 +61,9 @@ def test_a_section_can_be_taken_away_and_given_back(tmp_path: Path) -> None:
 
 def test_paths_start_at_the_file_that_says_them(tmp_path: Path) -> None:
     write(tmp_path / "base", base=MINIMAL)
-    own = write(tmp_path / "mine", own="extends: ../base/base.yaml\ndata: {prompts: p.txt}\nvalidation: {prompts: v.txt}\n")
+    own = write(
+        tmp_path / "mine", own="extends: ../base/base.yaml\ndata: {prompts: p.txt}\nvalidation: {prompts: v.txt}\n"
+    )
     config = load(own)
     assert config.model.path == str(tmp_path / "base" / "checkpoints" / "tiny")
     assert config.data.prompts == str(tmp_path / "mine" / "p.txt")
@@ -88,7 +90,10 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
     ("files", "said"),
     [
         ({"own": "extends: own.yaml\n"}, "own.yaml: extends: recipes extend each other in a circle"),
-        ({"own": "extends: other.yaml\n", "other": "extends: ./own.yaml\n"}, "extends: recipes extend each other in a circle"),
+        (
+            {"own": "extends: other.yaml\n", "other": "extends: ./own.yaml\n"},
+            "extends: recipes extend each other in a circle",
+        ),
         ({"own": "extends: nowhere.yaml\n"}, "own.yaml extends it)"),
         ({"own": "extends: [base.yaml]\n"}, "own.yaml: extends: expected the path of a recipe, got ['base.yaml']"),
         ({"own": "extends: 3\n"}, "own.yaml: extends: expected the path of a recipe, got 3"),
@@ -104,8 +109,14 @@ def test_a_chain_of_recipes_is_followed(tmp_path: Path) -> None:
             {"own": "extends: base.yaml\n", "base": MINIMAL + "trainer: {updtes: 1}\n"},
             "trainer.updtes: unknown key; did you mean 'updates'?",
         ),
-        ({"own": "extends: base.yaml\nrollout: {group_size: 0}\n", "base": MINIMAL}, "rollout.group_size: expected int >= 1, got 0"),
-        ({"own": "extends: base.yaml\nrollout: 3\n", "base": MINIMAL + "rollout: {workers: 2}\n"}, "rollout: expected mapping, got 3"),
+        (
+            {"own": "extends: base.yaml\nrollout: {group_size: 0}\n", "base": MINIMAL},
+            "rollout.group_size: expected int >= 1, got 0",
+        ),
+        (
+            {"own": "extends: base.yaml\nrollout: 3\n", "base": MINIMAL + "rollout: {workers: 2}\n"},
+            "rollout: expected mapping, got 3",
+        ),
     ],
 )
 def test_a_base_that_cannot_be_used_is_one_line(tmp_path: Path, files: dict[str, str], said: str) -> None:

@@ -15,7 +15,10 @@ _MERGED = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in ran
     ("text", "said"),
     [
         ("\n".join(["a0: &a0 [x]", *_NESTED]), "more than 20000 values, aliases counted wherever they stand"),
-        ("\n".join(["a0: &a0 {x: 1}", *_MERGED]), "could not determine a constructor for the tag 'tag:yaml.org,2002:merge'"),
+        (
+            "\n".join(["a0: &a0 {x: 1}", *_MERGED]),
+            "could not determine a constructor for the tag 'tag:yaml.org,2002:merge'",
+        ),
         ("run: {seed: 1" + ":1" * 120_000 + "}", "a number of 240001 characters"),
         ("run: {seed: 1" + ":1" * 400 + ".5}", "a value does not fit its type: OverflowError"),
         ("a: " + "[" * 200_000, "nested too deeply"),
@@ -25,7 +28,18 @@ _MERGED = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in ran
         ("!!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
         ("run: !!python/object/new:os.system [ls]", "could not determine a constructor for the tag"),
     ],
-    ids=["aliases", "merges", "base 60", "base 60 float", "lists", "mappings", "large", "large in bytes", "apply", "new"],
+    ids=[
+        "aliases",
+        "merges",
+        "base 60",
+        "base 60 float",
+        "lists",
+        "mappings",
+        "large",
+        "large in bytes",
+        "apply",
+        "new",
+    ],
 )
 def test_a_recipe_that_would_take_all_time_or_memory_is_refused(text: str, said: str) -> None:
     started = time.process_time()

@@ -1,4 +1,5 @@
-"""What stands where a file should be: every reader of a user's files refuses it at once, in one line, instead of waiting for it."""
+"""What stands where a file should be: every reader of a user's files refuses it at once, in one line, instead of
+waiting for it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ _READERS = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("make", "kind"), _KINDS)
 @pytest.mark.parametrize("name", _READERS)
-def test_what_is_no_file_is_refused_at_once_with_what_it_is(tmp_path: Path, name: str, make: Callable[[Path], None], kind: str) -> None:
+def test_what_is_no_file_is_refused_at_once_with_what_it_is(
+    tmp_path: Path, name: str, make: Callable[[Path], None], kind: str
+) -> None:
     make(tmp_path / name)
     with pytest.raises(ConfigError) as refused:
         _READERS[name](tmp_path / name)
@@ -82,7 +85,10 @@ def test_a_recipe_may_not_extend_a_pipe(tmp_path: Path, capsys: pytest.CaptureFi
     os.mkfifo(tmp_path / "base.yaml")
     (tmp_path / "own.yaml").write_text("extends: base.yaml\n")
     assert main(["check", str(tmp_path / "own.yaml")]) == 2
-    said = f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file ({tmp_path}/own.yaml extends it)\n"
+    said = (
+        f"omni-async: {tmp_path}/base.yaml: cannot be read: it is a named pipe, not a file ({tmp_path}/own.yaml extends"
+        " it)\n"
+    )
     assert capsys.readouterr().err == said
 
 

@@ -1,4 +1,5 @@
-"""Every recipe is accepted, says where its numbers come from, and needs nothing that it does not name; so are the pages on algorithms."""
+"""Every recipe is accepted, says where its numbers come from, and needs nothing that it does not name; so are the pages
+on algorithms."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ PAGES = sorted((ROOT / "docs" / "algorithms").glob("*.md"))
 FRAGMENTS = [
     pytest.param(fragment, id=f"{page.stem}-{number}")
     for page in PAGES
-    for number, fragment in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M))
+    for number, fragment in enumerate(
+        re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    )
 ]
 
 
@@ -73,7 +76,9 @@ def test_a_recipe_says_how_many_gpus_its_placement_takes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EMULATED, ids=name_of)
-def test_an_emulated_recipe_says_where_its_profile_is_from_and_how_it_differs_from_the_recipe_it_extends(path: Path) -> None:
+def test_an_emulated_recipe_says_where_its_profile_is_from_and_how_it_differs_from_the_recipe_it_extends(
+    path: Path,
+) -> None:
     config, header = load(path), header_of(path)
     assert config.emulation is not None and config.emulation.profile == path.stem
     assert f"`{path.stem}`" in header
@@ -97,8 +102,8 @@ def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> Non
 
 
 def test_the_readmes_list_every_recipe() -> None:
-    """Each by itself, the emulated ones in a page of their own, and the ones of every objective by their folder, which the project's front
-    page names."""
+    """Each by itself, the emulated ones in a page of their own, and the ones of every objective by their folder, which
+    the project's front page names."""
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     listed = [path for path in REAL if path.parent != QUICKSTART / "algorithms"]
     assert [path.name for path in listed if f"({path.relative_to(ROOT / 'recipes')})" not in text] == []

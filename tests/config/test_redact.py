@@ -60,7 +60,8 @@ def test_a_key_that_names_a_secret(key: str) -> None:
 
 
 HARMLESS = (
-    "key keys sort_key prompt_key keyboard monkey tokenizer token_count reject_level target_modules secretary path author authenticate"
+    "key keys sort_key prompt_key keyboard monkey tokenizer token_count reject_level target_modules secretary path"
+    " author authenticate"
 )
 
 
@@ -79,8 +80,9 @@ def test_tokens_are_secrets_where_they_are_texts_and_counts_where_they_are_numbe
         "hf_tokens": "***",
     }
     assert secrets_in({"tokens": ["hf_abc", "hf_def"]}) == {"hf_abc", "hf_def"}
-    assert redact_text("max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4).") == (
-        "max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4)."
+    assert (
+        redact_text("max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4).")
+        == "max_tokens=512, at https://h/?max_tokens=512&n=1 (tokens=4)."
     )
     assert redact_text("tokens=hf_abc12 at https://h/?tokens=12ab&n=1") == "tokens=*** at https://h/?tokens=***&n=1"
 
@@ -93,14 +95,27 @@ def test_no_key_of_the_schema_is_taken_for_a_secret() -> None:
     assert msgspec.json.encode(redact(whole)) == msgspec.json.encode(whole)
 
 
-@pytest.mark.parametrize("key", ["api_key", "apiKeys", "auth", "sig", "Ocp-Apim-Subscription-Key", "pwd", "tokens", "api%5Fkey"])
+@pytest.mark.parametrize(
+    "key", ["api_key", "apiKeys", "auth", "sig", "Ocp-Apim-Subscription-Key", "pwd", "tokens", "api%5Fkey"]
+)
 def test_a_query_value_is_a_secret_under_the_names_that_a_mapping_hides(key: str) -> None:
     assert is_secret_key(unquote(key))
     check_query(key)
 
 
 @pytest.mark.parametrize(
-    "key", ["key", "access_token_v2", "AWSAccessKeyId", "secret_value", "tokenid", "password_hash", "key_id", "apikeyv2", "sort_key"]
+    "key",
+    [
+        "key",
+        "access_token_v2",
+        "AWSAccessKeyId",
+        "secret_value",
+        "tokenid",
+        "password_hash",
+        "key_id",
+        "apikeyv2",
+        "sort_key",
+    ],
 )
 def test_a_query_value_is_a_secret_under_names_that_only_hold_such_a_word(key: str) -> None:
     check_query(key)
@@ -155,7 +170,10 @@ def test_credentials_in_a_text(text: str, shown: str) -> None:
 
 
 def test_known_secrets_are_masked_wherever_they_turn_up() -> None:
-    tree = {"url": "http://me:p%40ss@h/?token=t0ken", "params": {"api_key": "sk-123", "headers": [{"X-Api-Key": 98765}], "password": "x"}}
+    tree = {
+        "url": "http://me:p%40ss@h/?token=t0ken",
+        "params": {"api_key": "sk-123", "headers": [{"X-Api-Key": 98765}], "password": "x"},
+    }
     found = secrets_in(tree)
     assert found == {"p%40ss", "p@ss", "t0ken", "sk-123", "98765"}, "one of a single letter would mask everything"
     assert redact_text("no p@ss for sk-123, nor 98765", found) == "no *** for ***, nor ***"
@@ -163,7 +181,23 @@ def test_known_secrets_are_masked_wherever_they_turn_up() -> None:
 
 def test_a_hostile_text_is_no_work() -> None:
     started = time.process_time()
-    for piece in ("?token", "a.", "://", "token=", "Bearer ", "&key", "_token", "a", "x=", "?x=", "tokens=1", "&tokens=1", "-", "[", "%5F"):
+    for piece in (
+        "?token",
+        "a.",
+        "://",
+        "token=",
+        "Bearer ",
+        "&key",
+        "_token",
+        "a",
+        "x=",
+        "?x=",
+        "tokens=1",
+        "&tokens=1",
+        "-",
+        "[",
+        "%5F",
+    ):
         redact_text(piece * (100_000 // len(piece)))
     assert time.process_time() - started < 5
 

@@ -59,7 +59,9 @@ def test_a_recipe_may_name_its_schedule_and_the_command_line_another(recipe):
 
 
 def test_an_override_that_contradicts_the_schedule_is_refused(recipe):
-    with pytest.raises(ConfigError, match=r"staleness.max_updates: schedule 'sync' sets it to 0, got 2; leave one of them out"):
+    with pytest.raises(
+        ConfigError, match=r"staleness.max_updates: schedule 'sync' sets it to 0, got 2; leave one of them out"
+    ):
         load(recipe, ["schedule=sync", "staleness.max_updates=2"])
     assert load(recipe, ["schedule=sync", "staleness.max_updates=0"]).staleness.max_updates == 0
 
@@ -68,7 +70,8 @@ def test_updates_that_are_collected_whole_fit_into_the_buffers(recipe):
     assert load(recipe, ["schedule=sync"]).buffer.trajectories == 32
     assert load(recipe, ["schedule=one_step_off"]).buffer.groups == 8
     with pytest.raises(
-        ConfigError, match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10"
+        ConfigError,
+        match=r"buffer.trajectories: with reward.streaming: false an update's 32 samples lie there at once, got 10",
     ):
         load(recipe, ["reward.streaming=false", "staleness.max_updates=1"])
 

@@ -25,7 +25,13 @@ def test_the_walk_reaches_every_field_of_every_section() -> None:
         return len(nested) + sum(count(s) for s in nested if s is not None)
 
     assert len(FIELDS) == count(Config)
-    assert {"run.seed", "model.lora.rank", "reward.scorers[].name", "rollout.sde.window.range", "validation.prompts"} <= set(FIELDS)
+    assert {
+        "run.seed",
+        "model.lora.rank",
+        "reward.scorers[].name",
+        "rollout.sde.window.range",
+        "validation.prompts",
+    } <= set(FIELDS)
     assert {"algorithm.correction.kappa_nats", "algorithm.awm.ema_coef_end", "trainer.ema.decay"} <= set(FIELDS)
 
 
@@ -81,5 +87,12 @@ def test_items_of_a_list_have_the_annotation_of_an_item_also_where_there_may_be_
 
 
 def test_paths_that_leave_the_schema_have_no_annotation() -> None:
-    for path in ("nothing", "run.seed.x", "reward.scorers.0.params.x", "model.lora.rank.0", "algorithm.correction.cap.0", "0"):
+    for path in (
+        "nothing",
+        "run.seed.x",
+        "reward.scorers.0.params.x",
+        "model.lora.rank.0",
+        "algorithm.correction.cap.0",
+        "0",
+    ):
         assert annotation_at(Config, path.split(".")) is None

@@ -1,4 +1,5 @@
-"""A known secret is found in every form that libraries give it, at any place in whatever was encoded, and nothing else is masked."""
+"""A known secret is found in every form that libraries give it, at any place in whatever was encoded, and nothing else
+is masked."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ ENCODERS: dict[str, Encoder] = {
     "base64 in lines": wrapped_base64,
     "base64 of UTF-16": lambda text: base64.b64encode(text.encode("utf-16-le")).decode(),
     "percent": lambda text: quote(text, safe=""),
-    "percent, lower case": lambda text: "".join(f"%{b:02x}" if b > 127 or not chr(b).isalnum() else chr(b) for b in text.encode()),
+    "percent, lower case": lambda text: "".join(
+        f"%{b:02x}" if b > 127 or not chr(b).isalnum() else chr(b) for b in text.encode()
+    ),
     "percent, every byte": all_percent,
     "form": quote_plus,
     "hex": lambda text: text.encode().hex(),
@@ -61,7 +64,9 @@ ENCODERS: dict[str, Encoder] = {
     "HTML, decimal": lambda text: "".join(f"&#{ord(character)};" for character in text),
     "HTML, hex": lambda text: "".join(f"&#x{ord(character):X};" for character in text),
 }
-SECRETS = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=6, max_size=40).filter(lambda text: len({*text}) > 4)
+SECRETS = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=6, max_size=40).filter(
+    lambda text: len({*text}) > 4
+)
 AROUND = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
@@ -82,7 +87,9 @@ def test_a_secret_is_masked_in_every_form_wherever_it_stands(secret: str, before
 @example(secret="sk-424242", user="u", rest="", form="base64")
 @example(secret="sk-424242", user="us", rest="x", form="base64")
 @example(secret="sk-424242", user="use", rest="xy", form="base64")
-def test_a_secret_is_masked_in_what_was_encoded_together_with_other_text(secret: str, user: str, rest: str, form: str) -> None:
+def test_a_secret_is_masked_in_what_was_encoded_together_with_other_text(
+    secret: str, user: str, rest: str, form: str
+) -> None:
     """`Basic base64(user:password)`: it begins at any byte of the encoded ones, and ends at any."""
     encoded = ENCODERS[form](f"{user}:{secret}@{rest}")
     shown = redact_text(f"refused: {encoded}", [secret])
@@ -113,7 +120,8 @@ def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["\\" * 20_000, "%25" * 7_000, "&#" * 10_000, "\\u" * 10_000, "0x" * 10_000, "\\\\u0073" * 3_000, "A" * 20_000]
+    "text",
+    ["\\" * 20_000, "%25" * 7_000, "&#" * 10_000, "\\u" * 10_000, "0x" * 10_000, "\\\\u0073" * 3_000, "A" * 20_000],
 )
 def test_a_hostile_text_costs_no_more_than_its_length(text: str) -> None:
     began = time.process_time()

@@ -1,6 +1,8 @@
-"""Small real roles around a real Coordinator, with random scheduling from a seed: what the tests of the control plane run.
+"""Small real roles around a real Coordinator, with random scheduling from a seed: what the tests of the control plane
+run.
 
-Nothing sleeps: every pause is a number of turns of the event loop, so a stranded waiter shows as a timeout and nothing else does.
+Nothing sleeps: every pause is a number of turns of the event loop, so a stranded waiter shows as a timeout and nothing
+else does.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def make_config(
     steps: int | None = None,
     score_at_once: bool = True,
 ) -> Config:
-    """`steps`: samples are made without noise in as many steps, and their final latents are trained on. `score_at_once` is reward.streaming;
-    without it less room for samples is allowed than a real configuration must have."""
+    """`steps`: samples are made without noise in as many steps, and their final latents are trained on. `score_at_once`
+    is reward.streaming; without it less room for samples is allowed than a real configuration must have."""
     config = msgspec.convert(
         {
             "run": {"seed": seed},
@@ -67,9 +69,18 @@ def make_config(
                 "group_size": group_size,
                 "max_inflight": max_inflight,
                 "retries": retries,
-                **({"sde": {"window": {"size": 2, "range": [0, 5]}}} if steps is None else {"sde": None, "num_inference_steps": steps}),
+                **(
+                    {"sde": {"window": {"size": 2, "range": [0, 5]}}}
+                    if steps is None
+                    else {"sde": None, "num_inference_steps": steps}
+                ),
             },
-            "reward": {"retries": score_retries, "backoff_s": backoff_s, "streaming": score_at_once, "scorers": [{"name": "ocr"}]},
+            "reward": {
+                "retries": score_retries,
+                "backoff_s": backoff_s,
+                "streaming": score_at_once,
+                "scorers": [{"name": "ocr"}],
+            },
             "staleness": {"max_updates": S, "exact": exact},
             "buffer": {"trajectories": trajectories, "groups": groups, "window": window},
             "weights": {"publish_every": publish_every},
@@ -103,7 +114,9 @@ def make_coordinator(
     """A coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
     start = start or Continuation(version=start_version, next_group=start_group)
-    coordinator = Coordinator(config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, start)
+    coordinator = Coordinator(
+        config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, start
+    )
     return coordinator, entries
 
 
@@ -150,7 +163,9 @@ async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
         await coordinator.engine_holds(WeightReport(engine, version, digest_of(version)))
 
 
-async def finish(coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False) -> None:
+async def finish(
+    coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False
+) -> None:
     """The engine made all of these with one version; or they were `stored`, and no version made them."""
     versions = [(version,) * (0 if stored else len(trained_steps(r))) for r in requests]
     results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
@@ -182,7 +197,8 @@ def report(version: int, groups: list[ReadyGroup]) -> UpdateReport:
 
 
 class Run:
-    """All roles over one coordinator: engines, reward workers, a trainer, a publisher and the driver that reads events."""
+    """All roles over one coordinator: engines, reward workers, a trainer, a publisher and the driver that reads
+    events."""
 
     def __init__(
         self,
@@ -245,7 +261,9 @@ class Run:
         if (error := self._generate(engine, request)) is not None:
             await self.coordinator.sample_failed(engine, request.sample_id, error)
         else:
-            await self.coordinator.samples_done(engine, [make_result(request, engine, tuple(versions), version=started)])
+            await self.coordinator.samples_done(
+                engine, [make_result(request, engine, tuple(versions), version=started)]
+            )
 
     async def rewarder(self, worker: str) -> None:
         while jobs := await self.coordinator.next_to_score(worker, self.config.reward.batch):
@@ -303,7 +321,8 @@ class Run:
 
 
 class Bench:
-    """One engine with room for everything, where each group is finished by name. `stored`: its samples are a dataset's."""
+    """One engine with room for everything, where each group is finished by name. `stored`: its samples are a
+    dataset's."""
 
     def __init__(self, *, stored: bool = False, **config: Any) -> None:
         self.c, self.entries = make_coordinator(make_config(trajectories=1000, groups=100, **config))

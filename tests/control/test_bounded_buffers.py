@@ -22,7 +22,8 @@ def group(number: int, version: int = 0) -> ReadyGroup:
     return ReadyGroup(number, PROMPT, SdeWindow(0, 2), version, (sample,))
 
 
-# ---- trajectories ---------------------------------------------------------------------------------------------------------------------
+# ---- trajectories
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_keeps_its_place_until_it_is_scored() -> None:
@@ -89,7 +90,8 @@ def test_releasing_twice_frees_one_place() -> None:
     assert buffer.free == 1
 
 
-# ---- replay ---------------------------------------------------------------------------------------------------------------------------
+# ---- replay
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
 def replay(capacity: int = 10, *, window: int = 1, max_updates: int = 1, groups_per_update: int = 1) -> ReplayBuffer:
@@ -170,7 +172,9 @@ def test_overtaking_stops_where_the_overtaken_would_be_late() -> None:
     groups_per_update=st.integers(1, 3),
     dice=st.randoms(use_true_random=False),
 )
-def test_whatever_becomes_ready_when_no_group_is_ever_late(window: int, max_updates: int, groups_per_update: int, dice: object) -> None:
+def test_whatever_becomes_ready_when_no_group_is_ever_late(
+    window: int, max_updates: int, groups_per_update: int, dice: object
+) -> None:
     """Groups are admitted as slots allow and become ready in any order; the trainer takes as soon as it may."""
     buffer = replay(1000, window=window, max_updates=max_updates, groups_per_update=groups_per_update)
     slots = (max_updates + 1) * groups_per_update

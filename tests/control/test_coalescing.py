@@ -1,4 +1,5 @@
-"""Items that come while a delivery is under way travel together in the next one, and every sender gets its own answer."""
+"""Items that come while a delivery is under way travel together in the next one, and every sender gets its own
+answer."""
 
 from __future__ import annotations
 

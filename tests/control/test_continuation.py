@@ -41,7 +41,9 @@ def test_groups_in_every_state_go_on() -> None:
         former = {r.sample_id: r for group in (2, 3) for r in before.waiting[group]}
         for request in requests:
             if request.group in (2, 3):
-                assert msgspec.structs.replace(request, fields=()) == msgspec.structs.replace(former[request.sample_id], fields=())
+                assert msgspec.structs.replace(request, fields=()) == msgspec.structs.replace(
+                    former[request.sample_id], fields=()
+                )
         assert {request.group for request in requests} >= {2, 3}
         assert [(e.group, e.event) for e in entries] == [(1, "trained")]
         assert after.ledger.counters() == {"admitted": 5, "trained": 2, "rejected": 0, "dropped": 0, "live": 3}
@@ -126,7 +128,9 @@ def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> N
         kept = await before.c.continuation()
         (ready,) = kept.ready
         if change == "another prompt":
-            kept = msgspec.structs.replace(kept, ready=(msgspec.structs.replace(ready, prompt=Prompt(9, "of another file")),))
+            kept = msgspec.structs.replace(
+                kept, ready=(msgspec.structs.replace(ready, prompt=Prompt(9, "of another file")),)
+            )
         size = {"fewer samples": 1, "more samples": 3}.get(change, len(ready.samples))
         after, _ = make_coordinator(make_config(S=1, P=1, updates=4, group_size=size), start=kept)
         await hold(after, 0)

@@ -1,7 +1,8 @@
 """The real coordinator under arbitrary interleavings: what must hold after every step, and that every run ends.
 
-Every rule is one message of one role, or a turn of the event loop; messages arrive late, twice, or from the wrong engine, waiters are
-cancelled, and the run may be stopped at any point. At the end well-behaved roles take over and must bring the run home.
+Every rule is one message of one role, or a turn of the event loop; messages arrive late, twice, or from the wrong
+engine, waiters are cancelled, and the run may be stopped at any point. At the end well-behaved roles take over and must
+bring the run home.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Any
 import hypothesis.strategies as st
 from control_world import digest_of, make_config, make_coordinator, make_result, now, report, trained_steps
 from hypothesis import given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from omni_async.config import Config
 from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreResult, WeightReport
@@ -25,7 +33,11 @@ from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreRe
 def random_config(dice: random.Random) -> Config:
     max_updates, per_update = dice.randint(0, 4), dice.randint(1, 4)
     exact = dice.random() < 0.25
-    rounds = {"every": dice.randint(1, 4), "samples_per_prompt": dice.randint(1, 2), "share": dice.choice([0.1, 0.5, 1.0])}
+    rounds = {
+        "every": dice.randint(1, 4),
+        "samples_per_prompt": dice.randint(1, 2),
+        "share": dice.choice([0.1, 0.5, 1.0]),
+    }
     return make_config(
         S=max_updates,
         P=per_update,
@@ -97,7 +109,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.oldest = -1  # version that every engine held at some time
         self.announced = -1
 
-    # ---- the event loop -----------------------------------------------------------------------------------------------------------
+    # ---- the event loop
+    # -----------------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int) -> list[SampleRequest]:
         requests: list[SampleRequest] = await self.coordinator.next_samples(engine, free, 4)
@@ -113,9 +126,16 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def nothing_more_could_be_generated(self) -> None:
         """`reward.streaming: false`: at the moment samples are handed out to be scored."""
         assert not self.at_engines, f"scored although engines work on {self.at_engines}"
-        samples = {f"g{group}.s{i}" for group in self.admitted() if self.is_live(group) for i in range(self.config.rollout.group_size)}
+        samples = {
+            f"g{group}.s{i}"
+            for group in self.admitted()
+            if self.is_live(group)
+            for i in range(self.config.rollout.group_size)
+        }
         places = now(self.coordinator.statistics())["buffers"]["trajectories"]
-        assert samples <= self.generated or places["reserved"] == places["capacity"], f"scored although {samples - self.generated} wait"
+        assert samples <= self.generated or places["reserved"] == places["capacity"], (
+            f"scored although {samples - self.generated} wait"
+        )
 
     def ask(self, who: str, work: Any) -> None:
         if who in self.waiting:
@@ -173,13 +193,22 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.returned.discard(group.group)
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
-        """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the same for all."""
+        """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the
+        same for all."""
         assert {version for version in self.holds.values() if version >= 0} == {self.version}
-        making = [lease.request.sample_id for lease in self.leases if lease.request.kind == "train" and self.is_live(lease.request.group)]
-        unscored = [i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))]
+        making = [
+            lease.request.sample_id
+            for lease in self.leases
+            if lease.request.kind == "train" and self.is_live(lease.request.group)
+        ]
+        unscored = [
+            i for i, kind in self.unscored.items() if kind == "train" and self.is_live(int(i[1:].split(".")[0]))
+        ]
         assert not making and not unscored, f"trained although {making} and {unscored} are on their way"
         expected = min(self.version - self.start, self.config.staleness.max_updates)
-        assert staleness == expected or (staleness < expected and self.made_again), "only what was made a second time may be younger"
+        assert staleness == expected or (staleness < expected and self.made_again), (
+            "only what was made a second time may be younger"
+        )
 
     def got_events(self, _: str, events: list[Any]) -> None:
         for event in events:
@@ -190,7 +219,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def coordinator_closed(self) -> bool:
         return self.coordinator._closed
 
-    # ---- rules: engines -----------------------------------------------------------------------------------------------------------
+    # ---- rules: engines
+    # -----------------------------------------------------------------------------------------------------------
 
     def engine(self, number: int) -> str:
         return self.engines[number % len(self.engines)]
@@ -213,7 +243,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         request = lease.request
         alive = request.kind == "validation" or self.is_live(request.group)
         self.at_engines.pop(request.sample_id, None)
-        now(self.coordinator.samples_done(lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]))
+        now(
+            self.coordinator.samples_done(
+                lease.engine, [make_result(request, lease.engine, versions, version=lease.seen[0])]
+            )
+        )
         self.answered.append(lease)
         if alive and not self.coordinator_closed():
             self.unscored[request.sample_id] = request.kind
@@ -235,7 +269,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lease = self.answered[-1 - pick % len(self.answered)]
         again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
         asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
-        again |= {who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking}  # leased, not yet seen here
+        again |= {
+            who.removeprefix("samples:") for who, task in self.waiting.items() if task in asking
+        }  # leased, not yet seen here
         everybody = [*self.engines, *self.lost]
         engine = everybody[number % len(everybody)]
         if engine in again:
@@ -246,7 +282,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             size = self.num_versions(lease.request)
             now(self.coordinator.samples_done(engine, [make_result(lease.request, engine, (lease.seen[0],) * size)]))
 
-    # ---- rules: reward workers ----------------------------------------------------------------------------------------------------
+    # ---- rules: reward workers
+    # ----------------------------------------------------------------------------------------------------
 
     @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
     def ask_for_jobs(self, worker: int, limit: int) -> None:
@@ -261,7 +298,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def answer(self, held: tuple[str, ScoreJob], how: str) -> None:
         worker, job = held
         self.next_value += 1
-        value = None if how in ("error", "down") else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
+        value = (
+            None if how in ("error", "down") else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
+        )
         before = self.rounds_failed(job)
         result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", postponed=how == "down")
         now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [result]))
@@ -287,11 +326,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         score = None if failed else Score(-1.0)
         now(
             self.coordinator.scored(
-                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)]
+                worker,
+                {job.sample_id: job.kind},
+                [ScoreResult(job.sample_id, job.attempt, score, "late" if failed else None)],
             )
         )
 
-    # ---- rules: trainer and weights -----------------------------------------------------------------------------------------------
+    # ---- rules: trainer and weights
+    # -----------------------------------------------------------------------------------------------
 
     @rule()
     def ask_for_group(self) -> None:
@@ -335,12 +377,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if held and (self.oldest >= 0 or len(held) == len(self.holds)):
             self.oldest = max(self.oldest, min(held))
 
-    # ---- rules: who comes and goes ------------------------------------------------------------------------------------------------
+    # ---- rules: who comes and goes
+    # ------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engines)
     @rule(number=PICK, replaced=st.booleans(), store_too=st.booleans())
     def lose_engine(self, number: int, replaced: bool, store_too: bool) -> None:
-        """At any moment: with samples, while it asks for some, while weights are on their way to it; with what it stored, or without."""
+        """At any moment: with samples, while it asks for some, while weights are on their way to it; with what it
+        stored, or without."""
         engine = self.engines.pop(number % len(self.engines))
         self.lost.append(engine)
         self.holds.pop(engine)
@@ -389,7 +433,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
         """The reward worker cannot read it."""
         worker, job = self.jobs.pop(pick % len(self.jobs))
         unread = job.sample_id in self.unscored
-        now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="gone", gone=True)]))
+        now(
+            self.coordinator.scored(
+                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="gone", gone=True)]
+            )
+        )
         self.scored.append((worker, job))
         if unread and not self.coordinator_closed():
             self.is_made_again([job.sample_id])
@@ -413,13 +461,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.scored += [held for held in self.jobs if held[0] == worker]
         self.jobs = [held for held in self.jobs if held[0] != worker]
         now(self.coordinator.scorer_lost(worker))
-        # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its round goes on without it.
+        # A sample that was with too many workers that were lost counts as the cause: its group is rejected, or its
+        # round goes on without it.
         for sample in [sample for sample, kind in self.unscored.items() if kind == "validation"]:
             round_ = self.coordinator._validation.rounds.get(int(sample[1:].split(".")[0]))
             if round_ is None or sample in round_.failed:
                 del self.unscored[sample]
 
-    # ---- rules: everybody ---------------------------------------------------------------------------------------------------------
+    # ---- rules: everybody
+    # ---------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK)
@@ -440,7 +490,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.may_stop = False
         now(self.coordinator.stop("ctrl-c"))
 
-    # ---- what must always hold ----------------------------------------------------------------------------------------------------
+    # ---- what must always hold
+    # ----------------------------------------------------------------------------------------------------
 
     def ledger(self) -> Counter[str]:
         return Counter(entry.event for entry in self.entries)
@@ -489,9 +540,16 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def slots_are_never_overdrawn(self) -> None:
         held = self.oldest
         live = set(self.admitted()) - {entry.group for entry in self.entries}
-        trained = [e for e in self.entries if e.event == "trained" and e.trained_version is not None and e.trained_version > held]
+        trained = [
+            e
+            for e in self.entries
+            if e.event == "trained" and e.trained_version is not None and e.trained_version > held
+        ]
         if not self.coordinator_closed():
-            assert len(live) + len(trained) <= (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
+            assert (
+                len(live) + len(trained)
+                <= (self.config.staleness.max_updates + 1) * self.config.trainer.groups_per_update
+            )
 
     def buffers_stay_within_their_bounds(self) -> None:
         if self.coordinator_closed():
@@ -499,11 +557,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for name, buffer in now(self.coordinator.statistics())["buffers"].items():
             if name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
-        waiting = [i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))]
-        # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and no place leaks.
+        waiting = [
+            i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))
+        ]
+        # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and
+        # no place leaks.
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
-            assert len(self.leases) + len(waiting) == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
+            assert (
+                len(self.leases) + len(waiting)
+                == now(self.coordinator.statistics())["buffers"]["trajectories"]["reserved"]
+            )
         returned = self.returned & set(self.untaken())
         assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
 
@@ -517,7 +581,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lost = self.ledger()["rejected"] + self.ledger()["dropped"]
         assert len(self.admitted()) - lost <= wanted
 
-    # ---- and the run always ends --------------------------------------------------------------------------------------------------
+    # ---- and the run always ends
+    # --------------------------------------------------------------------------------------------------
 
     def everybody_works(self) -> None:
         """One round of well-behaved roles."""
@@ -587,9 +652,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         before = [*self.entries]
         for lease in self.leases:
             size = self.num_versions(lease.request)
-            now(self.coordinator.samples_done(lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]))
+            now(
+                self.coordinator.samples_done(
+                    lease.engine, [make_result(lease.request, lease.engine, (lease.seen[0],) * size)]
+                )
+            )
         for worker, job in self.jobs:
-            now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]))
+            now(
+                self.coordinator.scored(
+                    worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, Score(1.0))]
+                )
+            )
         if self.groups:
             now(self.coordinator.update_done(report(self.version + 1, self.groups)))
         for engine, version in self.sending.items():
@@ -602,7 +675,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
     """Short, adversarial and shrinkable."""
-    run_state_machine_as_test(CoordinatorMachine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(
+        CoordinatorMachine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None)
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -615,12 +690,18 @@ def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
 
 def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
     machine = CoordinatorMachine()
-    machine.begin(config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5)
+    machine.begin(
+        config=config, start=dice.choice([0, 0, 0, 3]), may_stop=dice.random() < 0.3, stored=dice.random() < 0.5
+    )
     answers = ["value"] * 20 + ["equal", "error", "down"] * dice.choice([0, 1, 8])
     pick = partial(dice.randrange, 2**16)
     moves: dict[str, tuple[float, Callable[[], Any], Callable[[], None]]] = {
         "settle": (6, lambda: True, lambda: machine.settle()),
-        "ask_for_samples": (4, lambda: machine.engines, lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4))),
+        "ask_for_samples": (
+            4,
+            lambda: machine.engines,
+            lambda: machine.ask_for_samples(number=pick(), free=dice.randint(1, 4)),
+        ),
         "finish_sample": (5, lambda: machine.leases, lambda: machine.finish_sample(pick=pick(), seed=pick())),
         "fail_sample": (dice.choice([0, 0.3, 1]), lambda: machine.leases, lambda: machine.fail_sample(pick=pick())),
         "second_answer": (
@@ -628,7 +709,11 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
             lambda: machine.answered,
             lambda: machine.second_answer(pick=pick() % 8, failed=dice.random() < 0.5, number=pick()),
         ),
-        "ask_for_jobs": (4, lambda: True, lambda: machine.ask_for_jobs(worker=dice.randint(0, 1), limit=dice.randint(1, 3))),
+        "ask_for_jobs": (
+            4,
+            lambda: True,
+            lambda: machine.ask_for_jobs(worker=dice.randint(0, 1), limit=dice.randint(1, 3)),
+        ),
         "answer_job": (6, lambda: machine.jobs, lambda: machine.answer_job(pick=pick(), how=dice.choice(answers))),
         "second_score": (
             dice.choice([0, 0.5]),
@@ -655,7 +740,11 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
             lambda: machine.group_is_gone(pick=pick()),
         ),
         "picture_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: machine.picture_is_gone(pick=pick())),
-        "join_engine": (dice.choice([0, 0.2]), lambda: len(machine.engines) < 4 and len(machine.lost) < 20, lambda: machine.join_engine()),
+        "join_engine": (
+            dice.choice([0, 0.2]),
+            lambda: len(machine.engines) < 4 and len(machine.lost) < 20,
+            lambda: machine.join_engine(),
+        ),
         "lose_scorer": (dice.choice([0, 0, 0.3]), lambda: True, lambda: machine.lose_scorer(number=dice.randint(0, 1))),
         "stop": (0.1, lambda: machine.may_stop, lambda: machine.stop()),
     }

@@ -1,4 +1,5 @@
-"""Directed cases: whole runs of well-behaved roles at the edges of the configuration, and exact scenarios driven call by call."""
+"""Directed cases: whole runs of well-behaved roles at the edges of the configuration, and exact scenarios driven call
+by call."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def trained(entries: list[Any]) -> list[Any]:
     return [entry for entry in entries if entry.event == "trained"]
 
 
-# ---- whole runs -----------------------------------------------------------------------------------------------------------------------
+# ---- whole runs
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("S", [0, 1, 4])
@@ -58,14 +60,22 @@ def test_without_staleness_every_group_is_made_by_the_policy_that_is_trained(win
 
 
 def test_a_strict_window_trains_in_admission_order_whatever_the_timing() -> None:
-    orders = [[group.group for _, group in play(make_config(S=2, P=2, updates=5, engines=3), seed=seed).taken] for seed in range(5)]
+    orders = [
+        [group.group for _, group in play(make_config(S=2, P=2, updates=5, engines=3), seed=seed).taken]
+        for seed in range(5)
+    ]
     assert orders == [list(range(10))] * 5
 
 
 def test_the_worst_staleness_is_reached_and_not_passed() -> None:
-    """A trainer that is always ready first meets groups made just now; one that lags meets groups exactly S updates old."""
+    """A trainer that is always ready first meets groups made just now; one that lags meets groups exactly S updates
+    old."""
     for max_updates in (1, 2, 4):
-        lagging = play(make_config(S=max_updates, P=2, updates=12, max_inflight=16), seed=3, pause={"train": 60, "generate": 0, "score": 0})
+        lagging = play(
+            make_config(S=max_updates, P=2, updates=12, max_inflight=16),
+            seed=3,
+            pause={"train": 60, "generate": 0, "score": 0},
+        )
         assert max(lagging.staleness) == max_updates
 
 
@@ -81,7 +91,15 @@ def test_a_publish_of_every_s_plus_one_updates_is_live() -> None:
 @pytest.mark.parametrize("window", [1, 3])
 def test_small_buffers_slow_a_run_but_never_strand_it(trajectories: int, groups: int, window: int) -> None:
     config = make_config(
-        S=2, P=3, group_size=3, updates=3, trajectories=trajectories, groups=groups, window=window, engines=2, validation={"every": 1}
+        S=2,
+        P=3,
+        group_size=3,
+        updates=3,
+        trajectories=trajectories,
+        groups=groups,
+        window=window,
+        engines=2,
+        validation={"every": 1},
     )
     run = play(config, seed=5)
     assert run.outcome == ("done", None)
@@ -116,7 +134,8 @@ def test_all_groups_rejected_ends_the_run_and_says_why() -> None:
 def test_rejections_count_in_a_row_only_while_no_group_turns_out_well() -> None:
     """32 in a row would end the run; 57 are rejected in all, 19 between each two good ones."""
     run = play(
-        make_config(S=0, P=2, updates=2), reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 20 == 0 else 0.0
+        make_config(S=0, P=2, updates=2),
+        reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 20 == 0 else 0.0,
     )
     assert run.outcome == ("done", None)
     assert [e.group for e in trained(run.entries)] == [0, 20, 40, 60]
@@ -128,14 +147,22 @@ def test_equal_rewards_are_trained_when_asked_for() -> None:
 
 
 def test_a_rejected_group_is_replaced_and_the_run_still_trains_all() -> None:
-    run = play(make_config(S=1, P=2, updates=4), reward=lambda job: 0.0 if job.sample_id.startswith(("g2.", "g5.")) else distinct(job))
+    run = play(
+        make_config(S=1, P=2, updates=4),
+        reward=lambda job: 0.0 if job.sample_id.startswith(("g2.", "g5.")) else distinct(job),
+    )
     assert run.outcome == ("done", None)
-    assert {e.group: e.reason for e in run.entries if e.event == "rejected"} == {2: "zero reward variance", 5: "zero reward variance"}
+    assert {e.group: e.reason for e in run.entries if e.event == "rejected"} == {
+        2: "zero reward variance",
+        5: "zero reward variance",
+    }
     assert [e.group for e in trained(run.entries)] == [0, 1, 3, 4, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(("aggregate", "event"), [("rewards", "rejected"), ("advantages", None), ("gdpo", None)])
-def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own(aggregate: str, event: str | None) -> None:
+def test_scorers_that_cancel_out_are_signal_where_each_has_advantages_of_its_own(
+    aggregate: str, event: str | None
+) -> None:
     c, entries = make_coordinator(make_config(S=0, P=1, aggregate=aggregate))
     asyncio.run(hold(c, 0))
     asyncio.run(finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 0))
@@ -196,7 +223,8 @@ def test_what_is_generated_does_not_depend_on_engines_or_timing() -> None:
         assert requests(engines, seed) == alone
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------------------------
+# ---- validation
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_validation_comes_first_at_every_multiple_and_last() -> None:
@@ -225,7 +253,9 @@ class ScoresValidationLast(Run):
 
 def test_nothing_but_the_end_waits_for_validation() -> None:
     async def main() -> Run:
-        return await ScoresValidationLast(make_config(S=1, P=1, updates=3, validation={"every": 100}), reward_workers=1).play()
+        return await ScoresValidationLast(
+            make_config(S=1, P=1, updates=3, validation={"every": 100}), reward_workers=1
+        ).play()
 
     run = asyncio.run(main())
     assert [(e.kind, e.data.get("version")) for e in run.events] == [
@@ -269,14 +299,21 @@ def test_validation_does_not_fill_a_trajectory_buffer_smaller_than_the_engines()
     config = make_config(S=4, P=4, engines=2, trajectories=8, validation={"every": 1, "share": 0.5})
     c, _ = make_coordinator(config, validation_prompts=50)
     asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
-    kinds = Counter(r.kind for _ in range(2) for engine in ("rollout-0", "rollout-1") for r in now(c.next_samples(engine, 2, 64)))
+    kinds = Counter(
+        r.kind for _ in range(2) for engine in ("rollout-0", "rollout-1") for r in now(c.next_samples(engine, 2, 64))
+    )
     assert kinds == {"validation": 4, "train": 4}
 
 
 def test_validation_fills_the_engines_when_no_training_sample_waits() -> None:
-    c, _ = make_coordinator(make_config(S=0, P=1, group_size=2, validation={"every": 1, "share": 0.1}), validation_prompts=20)
+    c, _ = make_coordinator(
+        make_config(S=0, P=1, group_size=2, validation={"every": 1, "share": 0.1}), validation_prompts=20
+    )
     asyncio.run(hold(c, 0))
-    assert Counter(r.kind for _ in range(4) for r in now(c.next_samples("rollout-0", 4, 16))) == {"validation": 14, "train": 2}
+    assert Counter(r.kind for _ in range(4) for r in now(c.next_samples("rollout-0", 4, 16))) == {
+        "validation": 14,
+        "train": 2,
+    }
 
 
 def test_validation_says_which_versions_its_samples_started_with() -> None:
@@ -295,7 +332,8 @@ def test_validation_says_which_versions_its_samples_started_with() -> None:
     asyncio.run(main())
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------------------------
+# ---- weights
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def ended(c: Coordinator) -> dict[str, Any]:
@@ -308,8 +346,14 @@ def lost(c: Coordinator) -> list[tuple[str, str]]:
 
 def test_an_engine_with_wrong_weights_is_given_up_and_its_samples_are_made_by_others() -> None:
     for wrong, said in (
-        (WeightReport("rollout-1", 0, "abc"), r"engine rollout-1 holds version 0 with digest abc, published was digest-0"),
-        (WeightReport("rollout-1", 5, digest_of(5)), r"engine rollout-1 holds version 5, which was never published (latest: 0)"),
+        (
+            WeightReport("rollout-1", 0, "abc"),
+            r"engine rollout-1 holds version 0 with digest abc, published was digest-0",
+        ),
+        (
+            WeightReport("rollout-1", 5, digest_of(5)),
+            r"engine rollout-1 holds version 5, which was never published (latest: 0)",
+        ),
     ):
         c, entries = make_coordinator(make_config(engines=2))
         asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
@@ -353,7 +397,9 @@ def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
     with pytest.raises(WeightMismatch, match="newest is 0"):
         now(c.samples_done("rollout-0", [make_result(second, "rollout-0", (0, 1))]))
     again = now(c.next_samples("rollout-0", 9, 9))
-    assert {(one.sample_id, one.seed) for one in again if one.attempt == 2} == {(one.sample_id, one.seed) for one in (first, second)}
+    assert {(one.sample_id, one.seed) for one in again if one.attempt == 2} == {
+        (one.sample_id, one.seed) for one in (first, second)
+    }
 
 
 def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
@@ -395,12 +441,13 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
     asyncio.run(main())
 
 
-# ---- order ----------------------------------------------------------------------------------------------------------------------------
+# ---- order
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
-    """S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At update 1 group 2 may not:
-    a first-ready-first-taken window would train it, and then group 0 two updates late."""
+    """S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At update 1
+    group 2 may not: a first-ready-first-taken window would train it, and then group 0 two updates late."""
 
     async def main(bench: Bench) -> None:
         await bench.generate(1, 0)
@@ -497,7 +544,8 @@ def test_retried_samples_of_old_groups_go_first() -> None:
     assert now(c.next_samples("rollout-0", 1, 1))[0].sample_id == first.sample_id
 
 
-# ---- answers that come twice, late or from elsewhere --------------------------------------------------------------------------------------
+# ---- answers that come twice, late or from elsewhere
+# --------------------------------------------------------------------------------------
 
 
 def reserved(c: Coordinator) -> int:
@@ -546,7 +594,13 @@ def test_a_failed_score_reported_twice_is_retried_once() -> None:
     asyncio.run(finish(c, "rollout-0", requests, 0))
     jobs = now(c.next_to_score("reward-0", 2))
     for _ in range(3):
-        now(c.scored("reward-0", {jobs[0].sample_id: "train"}, [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error="timeout")]))
+        now(
+            c.scored(
+                "reward-0",
+                {jobs[0].sample_id: "train"},
+                [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error="timeout")],
+            )
+        )
     assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [jobs[0].sample_id]
 
 
@@ -572,7 +626,8 @@ def test_a_cancelled_waiter_loses_nothing() -> None:
     asyncio.run(main())
 
 
-# ---- ends -----------------------------------------------------------------------------------------------------------------------------
+# ---- ends
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_stopping_sends_every_waiter_home_at_once() -> None:
@@ -638,7 +693,9 @@ def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
             assert await bench.c.next_groups(0, 1) == []
         else:
             await bench.c.conclude()
-        assert {(e.group, e.event, e.reason) for e in bench.entries} == {(g, *INTERRUPTED) for g in range(bench.c.ledger.admitted)}
+        assert {(e.group, e.event, e.reason) for e in bench.entries} == {
+            (g, *INTERRUPTED) for g in range(bench.c.ledger.admitted)
+        }
         assert [e.kind for e in await bench.c.events()][:2] == ["closing", "ended"]
         await bench.c.update_done(report(1, []))
         assert bench.c.ledger.counters()["trained"] == 0
@@ -675,7 +732,8 @@ def test_nothing_is_said_after_the_end() -> None:
     asyncio.run(main())
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------------------------
+# ---- what is told
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
@@ -685,19 +743,33 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
         requests = now(c.next_samples("rollout-0", 2, 8))
         await c.samples_done("rollout-0", [make_result(r, "rollout-0", (0, 0)) for r in requests])
         jobs = now(c.next_to_score("reward-0", 8))
-        results = [ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI")) for j, v in zip(jobs, (1.0, 3.0), strict=True)]
+        results = [
+            ScoreResult(j.sample_id, j.attempt, Score(v, {"ocr": v / 2}, text="HI"))
+            for j, v in zip(jobs, (1.0, 3.0), strict=True)
+        ]
         await c.scored("reward-0", {j.sample_id: j.kind for j in jobs}, results)
         (group,) = now(c.next_groups(0, 1))
         assert group.rewards == [1.0, 3.0] and group.oldest_version == 0
         await c.update_done(report(1, [group]))
         (event,) = await c.events()
         assert event.kind == "update"
-        assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (1, 2.0, {"ocr": 1.0}, [0])
+        assert (event.data["version"], event.data["reward"], event.data["parts"], event.data["staleness"]) == (
+            1,
+            2.0,
+            {"ocr": 1.0},
+            [0],
+        )
         assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
         assert [picture.media for picture in event.pictures] == ["media g0.s0", "media g0.s1"]
         assert event.pictures[0].score.text == "HI" and event.pictures[0].prompt.text.startswith("prompt ")
         (entry,) = entries
-        assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == ("run-1", 0, "trained", 2.0, (0, 0))
+        assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == (
+            "run-1",
+            0,
+            "trained",
+            2.0,
+            (0, 0),
+        )
         assert (entry.admitted_version, entry.trained_version, entry.staleness, entry.attempts) == (0, 1, 0, 1)
 
     asyncio.run(main())
@@ -712,14 +784,17 @@ def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
 
 
 def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() -> None:
-    """A rejection comes of a reward worker's message: the worker has done nothing wrong, and no group may stay behind for it."""
+    """A rejection comes of a reward worker's message: the worker has done nothing wrong, and no group may stay behind
+    for it."""
 
     async def main() -> None:
         def full(_: LedgerEntry) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         synced: list[int] = []
-        c = Coordinator(make_config(S=1, P=1), "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1))
+        c = Coordinator(
+            make_config(S=1, P=1), "run-1", make_prompts(5), make_prompts(2), full, None, lambda: synced.append(1)
+        )
         await hold(c, 0)
         await finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0)
         await score(c, now(c.next_to_score("reward-0", 2)), lambda _: 0.5)

@@ -65,7 +65,9 @@ def test_nothing_is_taken_before_the_newest_version_is_held() -> None:
         for group in (0, 1):
             await bench.generate(group, 0)
         await bench.train(taken(bench))
-        assert bench.take() is None, "group 1 is ready, but version 1 is not everywhere yet, and will admit another group"
+        assert bench.take() is None, (
+            "group 1 is ready, but version 1 is not everywhere yet, and will admit another group"
+        )
         await hold(bench.c, 1)
         assert bench.take() is None, "group 2 was admitted, and is not made yet"
         await bench.generate(2, 1)

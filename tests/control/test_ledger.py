@@ -37,7 +37,11 @@ def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
     ledger = Ledger(told.append)
     for group in range(4):
         ledger.admit(group)
-    events = [entry(2, "rejected", reason="zero reward variance"), entry(0), entry(1, "dropped", reason="run interrupted")]
+    events = [
+        entry(2, "rejected", reason="zero reward variance"),
+        entry(0),
+        entry(1, "dropped", reason="run interrupted"),
+    ]
     for event in events:
         ledger.end(event)
     assert told == events, "told at once and in order"
@@ -117,7 +121,11 @@ class Disk:
 
 def test_lines_that_a_checkpoint_will_count_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[Path, int]] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append((Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda handle: synced.append((Path(f"/proc/self/fd/{handle}").readlink(), os.fstat(handle).st_size)),
+    )
     sink = JsonlSink(path := tmp_path / "ledger.jsonl")
     for group in range(3):
         sink(entry(group))

@@ -1,4 +1,5 @@
-"""Whatever happens to a line that a checkpoint counts, the ledger is refused; what happens after those lines is none of its business."""
+"""Whatever happens to a line that a checkpoint counts, the ledger is refused; what happens after those lines is none of
+its business."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def damaged(draw: st.DrawFn) -> bytes:
     line, other = draw(st.permutations(range(COUNTED)))[:2]
     byte = draw(st.integers(0, SIZE - 1))
     match draw(
-        st.sampled_from(["doubled", "missing", "swapped", "blank", "blanked", "flipped", "inserted", "removed", "cr", "crlf", "cut"])
+        st.sampled_from(
+            ["doubled", "missing", "swapped", "blank", "blanked", "flipped", "inserted", "removed", "cr", "crlf", "cut"]
+        )
     ):
         case "doubled":
             lines.insert(other, lines[line])
@@ -99,7 +102,9 @@ def test_one_thing_done_to_the_counted_lines_is_found(tmp_path_factory: pytest.T
 
 @settings(max_examples=50, deadline=None)
 @given(rest=st.binary(max_size=40))
-def test_what_follows_the_counted_lines_is_void_whatever_it_is(tmp_path_factory: pytest.TempPathFactory, rest: bytes) -> None:
+def test_what_follows_the_counted_lines_is_void_whatever_it_is(
+    tmp_path_factory: pytest.TempPathFactory, rest: bytes
+) -> None:
     path = write(tmp_path_factory.getbasetemp() / "followed.jsonl", b"".join(LINES[:COUNTED]) + rest)
     void = path.with_name("followed.jsonl.void")
     void.unlink(missing_ok=True)
@@ -122,7 +127,9 @@ def test_what_follows_the_counted_lines_is_void_whatever_it_is(tmp_path_factory:
         ([], "the ledger has 0 lines, the checkpoint counts 4"),
     ],
 )
-def test_the_first_damaged_line_is_named_where_it_can_be_told(tmp_path: Path, lines: list[int | bytes], said: str) -> None:
+def test_the_first_damaged_line_is_named_where_it_can_be_told(
+    tmp_path: Path, lines: list[int | bytes], said: str
+) -> None:
     path = write(tmp_path / "ledger.jsonl", b"".join(LINES[line] if isinstance(line, int) else line for line in lines))
     with pytest.raises(LedgerDamaged, match=said):
         require_prefix(path, KNOWN)

@@ -1,4 +1,5 @@
-"""What a dead process had stored: made again if nobody has read it yet, given back by the trainer, and told of by who wanted a picture."""
+"""What a dead process had stored: made again if nobody has read it yet, given back by the trainer, and told of by who
+wanted a picture."""
 
 from __future__ import annotations
 
@@ -6,7 +7,18 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from control_world import STRANDED_AFTER_S, digest_of, distinct, finish, hold, make_config, make_coordinator, now, report, score
+from control_world import (
+    STRANDED_AFTER_S,
+    digest_of,
+    distinct,
+    finish,
+    hold,
+    make_config,
+    make_coordinator,
+    now,
+    report,
+    score,
+)
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.simulation.virtual_time import run as run_in_virtual_time
@@ -41,14 +53,19 @@ def nothing_to_take(c: Coordinator) -> bool:
 
 
 def gone(job: ScoreJob) -> tuple[str, dict[str, str], list[ScoreResult]]:
-    return "reward-0", {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="its node died", gone=True)]
+    return (
+        "reward-0",
+        {job.sample_id: job.kind},
+        [ScoreResult(job.sample_id, job.attempt, error="its node died", gone=True)],
+    )
 
 
 def attempts(requests: list[SampleRequest]) -> dict[str, tuple[int, int]]:
     return {request.sample_id: (request.seed, request.attempt) for request in requests}
 
 
-# ---- a store that is gone ---------------------------------------------------------------------------------------------------------
+# ---- a store that is gone
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> None:
@@ -61,13 +78,18 @@ def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> N
         await finish(c, "rollout-0", groups[2][1:], 0)  # generated
         await c.objects_lost("rollout-0")
         again = await c.next_samples("rollout-0", 100, 100)
-        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[1] + groups[2]}, "and neither group 0 nor what is being made"
+        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in groups[1] + groups[2]}, (
+            "and neither group 0 nor what is being made"
+        )
         assert nothing_to_take(c)
         await complete(c, [r for r in again if r.group == 1])
         (second,) = await c.next_groups(0, 1)
         assert (taken.group, second.group) == (0, 1)
         await c.update_done(report(1, [taken, second]))
-        assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [(0, "trained", 1), (1, "trained", 2)]
+        assert [(entry.group, entry.event, entry.attempts) for entry in entries] == [
+            (0, "trained", 1),
+            (1, "trained", 2),
+        ]
 
     play(main())
 
@@ -131,7 +153,8 @@ def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_ke
     play(main())
 
 
-# ---- a group that the trainer cannot read -----------------------------------------------------------------------------------------
+# ---- a group that the trainer cannot read
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_other() -> None:
@@ -221,7 +244,8 @@ def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
     play(main())
 
 
-# ---- a picture that is gone -------------------------------------------------------------------------------------------------------
+# ---- a picture that is gone
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_whose_picture_is_gone_is_made_again_and_not_scored_again() -> None:
@@ -248,13 +272,16 @@ def test_pictures_that_are_gone_too_often_drop_the_group() -> None:
             job, *_ = await c.next_to_score("reward-0", 2)  # of the same sample
             await c.scored(*gone(job))
             requests = await c.next_samples("rollout-0", 100, 100)
-        assert [(entry.event, entry.reason) for entry in entries] == [("dropped", "generation failed 2 times: its node died")]
+        assert [(entry.event, entry.reason) for entry in entries] == [
+            ("dropped", "generation failed 2 times: its node died")
+        ]
         assert {request.group for request in requests} == {1}
 
     play(main())
 
 
-# ---- those that leave in order ----------------------------------------------------------------------------------------------------
+# ---- those that leave in order
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
@@ -269,7 +296,9 @@ def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
         await c.engine_lost("rollout-1", "killed")  # so that there is work
         assert await asking == [] and now(c.next_samples("rollout-0", 2, 4)) == []
         await finish(c, "rollout-0", mine, 0)
-        assert {job.sample_id for job in await c.next_to_score("reward-0", 8)} == {request.sample_id for request in mine}
+        assert {job.sample_id for job in await c.next_to_score("reward-0", 8)} == {
+            request.sample_id for request in mine
+        }
         assert c.versions.knows("rollout-0"), "until it is told that it is gone"
 
     play(main())
@@ -306,7 +335,8 @@ def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys(
     play(main())
 
 
-# ---- while a score is tried again -------------------------------------------------------------------------------------------------------
+# ---- while a score is tried again
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> None:
@@ -333,7 +363,8 @@ def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> Non
     run_in_virtual_time(main())
 
 
-# ---- whose fault --------------------------------------------------------------------------------------------------------------------------
+# ---- whose fault
+# --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
@@ -345,7 +376,9 @@ def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
             assert not entries
             await c.next_to_score(f"reward-{number}", 1)
             await c.scorer_lost(f"reward-{number}")
-        assert [(entry.event, entry.reason) for entry in entries] == [("rejected", "its scoring was cut off 3 times: reward-2 was lost")]
+        assert [(entry.event, entry.reason) for entry in entries] == [
+            ("rejected", "its scoring was cut off 3 times: reward-2 was lost")
+        ]
 
     play(main())
 
@@ -403,9 +436,13 @@ def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_t
         for number in range(8):
             await goes_down(f"reward-{number}")
         assert not entries
-        for number in range(8):  # it is back: one worker after the other has an answer for the sample it knows, and asks
+        for number in range(
+            8
+        ):  # it is back: one worker after the other has an answer for the sample it knows, and asks
             c._outcomes.asks(f"reward-{number}")
         await goes_down("reward-5")
-        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], "when all was well"
+        assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], (
+            "when all was well"
+        )
 
     play(main())

@@ -1,4 +1,5 @@
-"""Many producers before one coordinator: nobody is forgotten, whoever goes away in whatever moment, and nobody starves."""
+"""Many producers before one coordinator: nobody is forgotten, whoever goes away in whatever moment, and nobody
+starves."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_a_run_ends_although_its_producers_keep_going_away(seed: int) -> None:
     run = asyncio.run(main())
     assert run.outcome == ("done", None)
     assert Counter(entry.event for entry in run.entries) == {"trained": 32}
-    assert len(run.requests) == len({request.sample_id for request in run.requests}) == 32 * 3, "every sample was leased once"
+    assert len(run.requests) == len({request.sample_id for request in run.requests}) == 32 * 3, (
+        "every sample was leased once"
+    )
 
 
 def test_engines_take_turns_where_there_is_less_work_than_engines() -> None:

@@ -94,10 +94,14 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one(
         assert [len(batch) for batch in batches] == [1, 1, 1, 4], "any of the three may be why the worker is gone"
         assert [job.sample_id for job in again][:3] == [job.sample_id for job in lost]
         await score(c, lost, distinct, "reward-0")
-        assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 8, "late scores of the lost worker count for nothing"
+        assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 8, (
+            "late scores of the lost worker count for nothing"
+        )
         assert await c.next_to_score("reward-0", 4) == [], "and it gets no more"
         await c.scored(
-            "reward-1", {job.sample_id: job.kind for job in again}, [ScoreResult(job.sample_id, job.attempt, error="x") for job in again]
+            "reward-1",
+            {job.sample_id: job.kind for job in again},
+            [ScoreResult(job.sample_id, job.attempt, error="x") for job in again],
         )
 
     asyncio.run(main())
@@ -120,11 +124,15 @@ def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_
     """And had the samples of another round, which ends without them."""
 
     async def main() -> None:
-        c, _ = make_coordinator(make_config(engines=2, S=0, P=1, updates=1, retries=0, validation={"every": 1}), validation_prompts=1)
+        c, _ = make_coordinator(
+            make_config(engines=2, S=0, P=1, updates=1, retries=0, validation={"every": 1}), validation_prompts=1
+        )
         await hold(c, 0, "rollout-0", "rollout-1")
         first = await c.next_samples("rollout-1", 1, 8)
         assert [request.kind for request in first] == ["validation"]
-        await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8) + await c.next_samples("rollout-0", 8, 8), 0)
+        await finish(
+            c, "rollout-0", await c.next_samples("rollout-0", 8, 8) + await c.next_samples("rollout-0", 8, 8), 0
+        )
         await score(c, await c.next_to_score("reward-0", 8), distinct)
         await c.update_done(report(1, await c.next_groups(0, 1)))
         await hold(c, 1, "rollout-0")

@@ -1,4 +1,5 @@
-"""`reward.streaming: false`: training samples are scored when none is being generated and none could be. Nothing waits for ever."""
+"""`reward.streaming: false`: training samples are scored when none is being generated and none could be. Nothing waits
+for ever."""
 
 from __future__ import annotations
 
@@ -8,7 +9,19 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from control_world import Run, distinct, finish, hold, make_config, make_coordinator, make_result, now, play, report, score
+from control_world import (
+    Run,
+    distinct,
+    finish,
+    hold,
+    make_config,
+    make_coordinator,
+    make_result,
+    now,
+    play,
+    report,
+    score,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +121,9 @@ def test_a_retried_sample_holds_scoring_back_until_it_is_made() -> None:
 
 
 def test_validation_samples_are_scored_at_once_and_before_the_others() -> None:
-    c, _ = make_coordinator(make_config(score_at_once=False, S=0, P=1, group_size=2, validation={"every": 1}), validation_prompts=2)
+    c, _ = make_coordinator(
+        make_config(score_at_once=False, S=0, P=1, group_size=2, validation={"every": 1}), validation_prompts=2
+    )
     asyncio.run(hold(c, 0))
     requests = [r for _ in range(4) for r in now(c.next_samples("rollout-0", 1, 4))]
     by_kind = {kind: [r for r in requests if r.kind == kind] for kind in ("train", "validation")}
@@ -162,10 +177,22 @@ class InStep(Run):
     seed=st.integers(0, 2**16),
 )
 def test_no_run_is_stranded(
-    S: int, P: int, group_size: int, trajectories: int, groups: int, window: int, engines: int, validation: bool, trouble: float, seed: int
+    S: int,
+    P: int,
+    group_size: int,
+    trajectories: int,
+    groups: int,
+    window: int,
+    engines: int,
+    validation: bool,
+    trouble: float,
+    seed: int,
 ) -> None:
-    """Small buffers, samples that fail and are made again, scores that fail, rejected groups: every run ends by itself."""
-    dice = random.Random(seed)  # hypothesis's own would end a task of the run, and strand it, when an example grows too large
+    """Small buffers, samples that fail and are made again, scores that fail, rejected groups: every run ends by
+    itself."""
+    dice = random.Random(
+        seed
+    )  # hypothesis's own would end a task of the run, and strand it, when an example grows too large
     config = make_config(
         S=S,
         P=P,
@@ -197,7 +224,12 @@ def test_no_run_is_stranded(
 
 def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:
     at_once, in_step = (
-        [(version, group) for version, group in play(make_config(S=0, P=3, updates=4, engines=2, score_at_once=streaming), seed=7).taken]
+        [
+            (version, group)
+            for version, group in play(
+                make_config(S=0, P=3, updates=4, engines=2, score_at_once=streaming), seed=7
+            ).taken
+        ]
         for streaming in (True, False)
     )
     assert at_once == in_step

@@ -22,7 +22,11 @@ def test_a_seed_is_a_63_bit_function_of_its_parts(parts: list[int | str]) -> Non
 
 def test_the_seeds_of_a_run_are_all_different() -> None:
     seeds = [
-        sample_seed(run, prompt, group, sample) for run in range(3) for prompt in range(8) for group in range(8) for sample in range(8)
+        sample_seed(run, prompt, group, sample)
+        for run in range(3)
+        for prompt in range(8)
+        for group in range(8)
+        for sample in range(8)
     ]
     seeds += [initial_noise_seed(run, prompt, group) for run in range(3) for prompt in range(8) for group in range(8)]
     assert len(set(seeds)) == len(seeds)
@@ -30,7 +34,9 @@ def test_the_seeds_of_a_run_are_all_different() -> None:
 
 @given(run=st.integers(0, 2**31), prompt=st.integers(0, 10**6), group=st.integers(0, 10**6), count=st.integers(0, 20))
 def test_a_groups_seeds_are_those_of_its_samples(run: int, prompt: int, group: int, count: int) -> None:
-    assert sample_seeds(run, prompt, group, count) == [sample_seed(run, prompt, group, sample) for sample in range(count)]
+    assert sample_seeds(run, prompt, group, count) == [
+        sample_seed(run, prompt, group, sample) for sample in range(count)
+    ]
 
 
 def test_seeds_never_change() -> None:
@@ -47,7 +53,13 @@ def test_windows_are_uniform_over_every_place_they_fit() -> None:
     assert all(abs(count - 2000) < 194 for count in starts.values())
 
 
-@given(seed=st.integers(0, 100), group=st.integers(0, 1000), lo=st.integers(0, 5), room=st.integers(0, 5), size=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 100),
+    group=st.integers(0, 1000),
+    lo=st.integers(0, 5),
+    room=st.integers(0, 5),
+    size=st.integers(1, 4),
+)
 def test_a_window_lies_within_its_range(seed: int, group: int, lo: int, room: int, size: int) -> None:
     window = draw_window(seed, group, size, (lo, lo + size + room))
     assert window == draw_window(seed, group, size, (lo, lo + size + room))

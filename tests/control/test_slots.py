@@ -91,4 +91,6 @@ def test_held_slots_are_always_live_groups_plus_unpublished_ones(
         statistics = slots.statistics()
         assert slots.live == live
         assert (statistics.live, statistics.awaiting_publication) == (len(live), len(unpublished))
-        assert statistics.free == slots.free == (max_updates + 1) * groups_per_update - len(live) - len(unpublished) >= 0
+        assert (
+            statistics.free == slots.free == (max_updates + 1) * groups_per_update - len(live) - len(unpublished) >= 0
+        )

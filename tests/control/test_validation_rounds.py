@@ -62,7 +62,9 @@ def test_means_are_over_scored_samples_only() -> None:
     requests = RequestFactory(config).validation(4, tuple(make_prompts(2)))
     round_ = ValidationRound(4, requests)
     assert round_.versions == (4, 4) and round_.means() == {} and not round_.complete
-    for request, version, score in zip(requests, (4, 5, 5), (Score(1.0, {"ocr": 0.5}), Score(3.0, {"jpeg": 2.0}), None), strict=False):
+    for request, version, score in zip(
+        requests, (4, 5, 5), (Score(1.0, {"ocr": 0.5}), Score(3.0, {"jpeg": 2.0}), None), strict=False
+    ):
         sample = round_.samples[request.sample_id]
         sample.result = make_result(request, "rollout-0", (), version=version)
         sample.score = score

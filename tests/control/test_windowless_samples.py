@@ -1,4 +1,5 @@
-"""Training samples without a window: their end is trained on, so every step of theirs counts, or none if no policy made them."""
+"""Training samples without a window: their end is trained on, so every step of theirs counts, or none if no policy made
+them."""
 
 from __future__ import annotations
 
@@ -93,7 +94,13 @@ def trained(bench: Bench, updates: int) -> list[LedgerEntry]:
 def test_a_group_of_a_dataset_is_as_old_as_its_admission() -> None:
     made = trained(Bench(S=2, P=1, updates=9, steps=STEPS), 5)
     stored = trained(Bench(S=2, P=1, updates=9, steps=STEPS, stored=True), 5)
-    assert [(e.step_versions, e.staleness) for e in made] == [((0, 0), 0), ((0, 0), 1), ((0, 0), 2), ((1, 1), 2), ((2, 2), 2)]
+    assert [(e.step_versions, e.staleness) for e in made] == [
+        ((0, 0), 0),
+        ((0, 0), 1),
+        ((0, 0), 2),
+        ((1, 1), 2),
+        ((2, 2), 2),
+    ]
     assert [e.step_versions for e in stored] == [None] * 5
     for one, other in zip(made, stored, strict=True):
         assert (one.group, one.admitted_version, one.trained_version, one.staleness) == (

@@ -44,7 +44,9 @@ def starts(count: int, P: int = 1, seed: int = 0, **window: Any) -> list[int]:
 def test_uniform_is_drawn_for_every_group() -> None:
     assert starts(8, P=4, schedule="uniform", size=2, range=(0, 5)) == [3, 0, 0, 0, 2, 0, 3, 3]
     config = config_of(P=3, seed=7, size=3, range=(1, 9))
-    assert [window_of(group, config) for group in range(50)] == [draw_window(7, group, 3, (1, 9)) for group in range(50)]
+    assert [window_of(group, config) for group in range(50)] == [
+        draw_window(7, group, 3, (1, 9)) for group in range(50)
+    ]
 
 
 def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
@@ -62,8 +64,28 @@ def test_random_starts_are_uniform_over_every_place_they_fit() -> None:
 
 
 def test_progressive_stays_then_moves_then_rolls_back() -> None:
-    assert starts(10, schedule="progressive", size=2, range=(0, 5), updates_per_position=2) == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0]
-    assert starts(8, P=4, schedule="progressive", size=1, range=(2, 4), updates_per_position=1) == [2, 2, 2, 2, 3, 3, 3, 3]
+    assert starts(10, schedule="progressive", size=2, range=(0, 5), updates_per_position=2) == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        0,
+        0,
+    ]
+    assert starts(8, P=4, schedule="progressive", size=1, range=(2, 4), updates_per_position=1) == [
+        2,
+        2,
+        2,
+        2,
+        3,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_progressive_may_stay_at_the_end() -> None:
@@ -72,13 +94,27 @@ def test_progressive_may_stay_at_the_end() -> None:
 
 
 def test_a_stride_that_overshoots_ends_at_the_last_place_that_fits() -> None:
-    assert starts(6, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=2) == [1, 3, 4, 1, 3, 4]
-    assert starts(5, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=9, at_end="stay") == [1, 4, 4, 4, 4]
+    assert starts(6, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=2) == [
+        1,
+        3,
+        4,
+        1,
+        3,
+        4,
+    ]
+    assert starts(5, schedule="progressive", size=2, range=(1, 6), updates_per_position=1, stride=9, at_end="stay") == [
+        1,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 def test_decay_interpolates_as_mixgrpos_public_code() -> None:
-    """fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T iterations, rounded down, at the start t, with
-    min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8, 6.8, 5.6, 4.4 and 3.2."""
+    """fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T iterations, rounded
+    down, at the start t, with min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8, 6.8, 5.6, 4.4 and
+    3.2."""
     stays = [8, 6, 5, 4, 3]
     assert stays == [max(2, int(8 * (1 - t / 5) + 2 * (t / 5))) for t in range(5)]
     places = [start for start, stay in enumerate(stays) for _ in range(stay)]
@@ -86,12 +122,16 @@ def test_decay_interpolates_as_mixgrpos_public_code() -> None:
 
 
 def test_decay_stays_ever_shorter() -> None:
-    # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3, rounded down.
+    # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3,
+    # rounded down.
     places = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
     assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*places, 0, 0]
     assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [*places, 3, 3]
     # A stride that overshoots counts by where the window is, 0, 2 and 3, not by how often it moved.
-    assert starts(57, schedule="decay", size=2, range=(0, 5), updates_per_position=25, stride=2) == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
+    assert (
+        starts(57, schedule="decay", size=2, range=(0, 5), updates_per_position=25, stride=2)
+        == [0] * 25 + [2] * 17 + [3] * 13 + [0] * 2
+    )
 
 
 def test_decay_stays_one_update_at_least() -> None:
@@ -103,13 +143,25 @@ def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
     stays = [10, 10, math.ceil(10 * math.exp(-0.5)), math.ceil(10 * math.exp(-1.0)), math.ceil(10 * math.exp(-1.5))]
     assert stays == [10, 10, 7, 4, 3]
     places = [start for start, stay in enumerate(stays) for _ in range(stay)]
-    options: dict[str, Any] = {"size": 1, "range": (0, 5), "updates_per_position": 10, "decay_rate": 0.5, "decay_from": 1}
+    options: dict[str, Any] = {
+        "size": 1,
+        "range": (0, 5),
+        "updates_per_position": 10,
+        "decay_rate": 0.5,
+        "decay_from": 1,
+    }
     assert starts(36, schedule="exp_decay", **options) == [*places, 0, 0]
     assert starts(36, schedule="exp_decay", **options, at_end="stay") == [*places, 4, 4]
 
 
 def test_a_steep_exp_decay_still_visits_every_position() -> None:
-    assert starts(5, schedule="exp_decay", size=1, range=(0, 3), updates_per_position=2, decay_rate=2000.0) == [0, 0, 1, 2, 0]
+    assert starts(5, schedule="exp_decay", size=1, range=(0, 3), updates_per_position=2, decay_rate=2000.0) == [
+        0,
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 sliding = st.fixed_dictionaries(
@@ -125,7 +177,12 @@ sliding = st.fixed_dictionaries(
 
 
 @given(
-    options=sliding, lo=st.integers(0, 3), room=st.integers(0, 6), size=st.integers(1, 3), P=st.integers(1, 3), group=st.integers(0, 900)
+    options=sliding,
+    lo=st.integers(0, 3),
+    room=st.integers(0, 6),
+    size=st.integers(1, 3),
+    P=st.integers(1, 3),
+    group=st.integers(0, 900),
 )
 def test_a_sliding_window_is_where_walking_there_update_by_update_leads(
     options: dict[str, Any], lo: int, room: int, size: int, P: int, group: int
@@ -155,7 +212,8 @@ def test_a_sliding_window_is_where_walking_there_update_by_update_leads(
 
 @pytest.mark.parametrize(("at_end", "start"), [("roll_back", 3), ("stay", 4)])
 def test_the_millionth_update_is_found_like_the_first(at_end: str, start: int) -> None:
-    # A cycle of four places is 24 + 20 + 16 + 13 = 73 updates; 10^6 = 13698 x 73 + 46, and the third place has 44 to 59.
+    # A cycle of four places is 24 + 20 + 16 + 13 = 73 updates; 10^6 = 13698 x 73 + 46, and the third place has 44 to
+    # 59.
     config = config_of(P=8, schedule="decay", size=2, range=(1, 6), updates_per_position=24, at_end=at_end)
     assert 10**6 % 73 == 46
     window = window_of(8 * 10**6 + 7, config)

@@ -1,4 +1,5 @@
-"""What the coordinator makes of scorers that are wrong: before anything was scored they end the run, and later they do not."""
+"""What the coordinator makes of scorers that are wrong: before anything was scored they end the run, and later they do
+not."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ async def generated(coordinator: Coordinator, count: int) -> list[ScoreJob]:
 
 
 async def fail(coordinator: Coordinator, job: ScoreJob, **how: bool) -> None:
-    await coordinator.scored("reward-0", {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="misspelt", **how)])
+    await coordinator.scored(
+        "reward-0", {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="misspelt", **how)]
+    )
 
 
 async def closing(coordinator: Coordinator) -> tuple[str, str] | None:

@@ -86,7 +86,8 @@ class Emulated:
 
 
 def emulate(recipe: Path, *overrides: str, folder: Path | None = None) -> Emulated:
-    """The run, in virtual time; wall-clock seconds are only what its messages cost. What it leaves goes to `folder` or beside the recipe."""
+    """The run, in virtual time; wall-clock seconds are only what its messages cost. What it leaves goes to `folder` or
+    beside the recipe."""
     inputs = preflight(load(recipe, overrides))
     folder = folder or recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
     folder.mkdir(exist_ok=True)

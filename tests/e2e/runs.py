@@ -46,7 +46,13 @@ _SMALL: dict[str, Any] = {
 COMMAND = (sys.executable, "-m", "omni_async.cli", "train")
 # The repository on the path, for `tests.e2e.scorers`; a thread per process, as there are only two cores.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-_PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7", "a red digit on a white photo", "the white circle")
+_PROMPTS = (
+    "the digit 7",
+    "a photo of a red circle on a white background",
+    "7",
+    "a red digit on a white photo",
+    "the white circle",
+)
 
 
 def write_recipe(folder: Path, checkpoint: str, *, prompts: tuple[str, ...] = _PROMPTS) -> Path:
@@ -114,7 +120,9 @@ class Answer:
 
 def command_line(*arguments: str | Path, timeout: float = 120) -> Answer:
     started = time.monotonic()
-    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd="/", env=ENVIRONMENT)
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd="/", env=ENVIRONMENT
+    )
     return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
@@ -141,7 +149,11 @@ def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The trained parameters in a checkpoint folder, by diffusers name."""
     reader = HuggingFaceStorageReader(str(folder / "tensors"))
     stored = reader.read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items() if key.startswith("model.")}
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if key.startswith("model.")
+    }
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         read_tensors(tensors, storage_reader=reader, no_dist=True)
     return {key.removeprefix("model."): value for key, value in tensors.items()}

@@ -1,7 +1,9 @@
-"""FlowGRPO as a plain synchronous loop, top to bottom: what an asynchronous run with `staleness.max_updates: 0` must equal bit for bit.
+"""FlowGRPO as a plain synchronous loop, top to bottom: what an asynchronous run with `staleness.max_updates: 0` must
+equal bit for bit.
 
-No engine, no coordinator, no roles. One model samples and is trained. What must be shared to the bit is written the same way: which
-samples share a forward pass (matrix products round by batch size), and the order in which gradients are added up.
+No engine, no coordinator, no roles. One model samples and is trained. What must be shared to the bit is written the
+same way: which samples share a forward pass (matrix products round by batch size), and the order in which gradients are
+added up.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
-    """The transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one optimizer step per update."""
+    """The transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one optimizer
+    step per update."""
     r, t, a = config.rollout, config.trainer, config.algorithm
     sde, prompt_file = r.sde, config.data.prompts
     assert sde is not None and prompt_file is not None
@@ -34,20 +37,27 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=t.optimizer.lr, weight_decay=t.optimizer.weight_decay)
     else:
         o = t.optimizer
-        optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+        )
     sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
     shape = policy.latent_shape(r.height, r.width)
     noise_level = torch.tensor([sde.noise_level], dtype=torch.float64)
 
     def velocity(latents: torch.Tensor, sigma: torch.Tensor, text: list[TensorDict]) -> torch.Tensor:
         stacked = policy.stack_conditioning(text)
-        return policy.velocity(model, latents, sigma, stacked, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale)
+        return policy.velocity(
+            model, latents, sigma, stacked, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
+        )
 
     for update in range(t.updates):
-        # Sample. A group has one prompt and one window of noisy steps; each trained step keeps (step, x, x', log-probability).
+        # Sample. A group has one prompt and one window of noisy steps; each trained step keeps (step, x, x',
+        # log-probability).
         groups = range(update * t.groups_per_update, (update + 1) * t.groups_per_update)
         windows = {g: draw_window(config.run.seed, g, sde.window.size, sde.window.range).steps for g in groups}
-        samples = [(g, sample_seed(config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)]
+        samples = [
+            (g, sample_seed(config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)
+        ]
         text = {g: codec.encode(prompts[g].text, r.negative_prompt if r.true_cfg_scale > 1 else None) for g in groups}
         taken: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = []
         rewards: list[float] = []
@@ -65,7 +75,9 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                         moved.append(ode_step(here, its_v, sigmas[i : i + 1], there))
                         continue
                     noise = step_noise(seed, i, shape)[None]
-                    to, logp, _ = take_step(sde.kind, here, its_v, sigmas[i : i + 1], there, sigmas[1:2], noise_level, noise)
+                    to, logp, _ = take_step(
+                        sde.kind, here, its_v, sigmas[i : i + 1], there, sigmas[1:2], noise_level, noise
+                    )
                     steps[row].append((i, here[0], to[0], logp[0]))
                     moved.append(to)
                 x = torch.cat(moved)
@@ -80,7 +92,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         scale = 1 / (std + a.advantage.eps)
         advantages = ((table - table.mean(1, keepdim=True)) * scale).clamp(-a.advantage.clip_max, a.advantage.clip_max)
 
-        # Loss: the mean over samples and steps of max(-A r, -A clip(r)), in micro-batches of one group's rows. The clip is to c nats of D log r (`cps`: D log r / 2 S^2).
+        # Loss: the mean over samples and steps of max(-A r, -A clip(r)), in micro-batches of one group's rows. The clip
+        # is to c nats of D log r (`cps`: D log r / 2 S^2).
         assert a.clip_range_nats is not None
         num_rows = len(samples) * sde.window.size
         for n, g in enumerate(groups):

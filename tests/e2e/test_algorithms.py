@@ -1,4 +1,5 @@
-"""Every objective as a whole run: it trains, moves the weights, keeps the staleness budget and accounts for every group."""
+"""Every objective as a whole run: it trains, moves the weights, keeps the staleness budget and accounts for every
+group."""
 
 from __future__ import annotations
 
@@ -63,12 +64,22 @@ CORRECTIONS = {
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_correction_trains_and_logs_the_drift(recipe: Path, correction: str, steps: int) -> None:
-    overrides = (f"algorithm.correction={CORRECTIONS[correction]}", f"trainer.steps_per_update={steps}", "checkpoint.every=1")
+    overrides = (
+        f"algorithm.correction={CORRECTIONS[correction]}",
+        f"trainer.steps_per_update={steps}",
+        "checkpoint.every=1",
+    )
     finished = run(recipe, *_ADAMW, *overrides)
     assert finished.summary.status == "done", finished.summary.reason
     assert moved(finished)
     for line in finished.metrics:
-        assert {"log_ratio_nats/variance", "ess", "engine_mismatch_nats", "fresh_fraction", "row_staleness/mean"} <= line.keys()
+        assert {
+            "log_ratio_nats/variance",
+            "ess",
+            "engine_mismatch_nats",
+            "fresh_fraction",
+            "row_staleness/mean",
+        } <= line.keys()
         assert 0 < line["ess"] <= 1
         weighs = correction not in ("none",)
         assert ("weight/mean" in line) == weighs and ("masked" in line) == weighs
@@ -78,7 +89,12 @@ def test_every_correction_trains_and_logs_the_drift(recipe: Path, correction: st
 
 
 def test_exact_staleness_is_exact_and_repeatable(recipe: Path) -> None:
-    overrides = ("staleness={max_updates: 2, exact: true}", "trainer.updates=5", "buffer.groups=6", "trainer.optimizer.lr=1.0")
+    overrides = (
+        "staleness={max_updates: 2, exact: true}",
+        "trainer.updates=5",
+        "buffer.groups=6",
+        "trainer.optimizer.lr=1.0",
+    )
     first, again = (run(recipe, *overrides, f"run.name={name}") for name in ("first", "again"))
     ages = {line["group"]: line["staleness"] for line in first.ledger}
     assert [ages[group] for group in sorted(ages)] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
@@ -110,7 +126,9 @@ def check_offline(finished: Run) -> None:
     ledger = finished.ledger
     assert [line["event"] for line in ledger] == ["trained"] * len(ledger) == ["trained"] * 6
     assert all(line["reward"] == 0.5 and line["staleness"] <= 1 and line["step_versions"] is None for line in ledger)
-    actors = {event["args"]["name"] for event in finished.trace if event["ph"] == "M" and event["name"] == "process_name"}
+    actors = {
+        event["args"]["name"] for event in finished.trace if event["ph"] == "M" and event["name"] == "process_name"
+    }
     assert actors == {"reader", "trainer"}, "no engine, no reward worker, nothing published"
 
 
@@ -130,7 +148,14 @@ def test_offline_dpo_on_ray(recipe: Path, pairs: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_forward_process_objective_on_ray_and_vllm_omni(recipe: Path) -> None:
-    overrides = ("algorithm.name=diffusion_nft", *_FORWARD, *_ADAMW, "run.runtime=ray", "rollout.engine=vllm_omni", "checkpoint.every=1")
+    overrides = (
+        "algorithm.name=diffusion_nft",
+        *_FORWARD,
+        *_ADAMW,
+        "run.runtime=ray",
+        "rollout.engine=vllm_omni",
+        "checkpoint.every=1",
+    )
     answer = command_line(recipe, *overrides, timeout=240)
     assert answer.code == 0, answer
     finished = left_behind(recipe, overrides)

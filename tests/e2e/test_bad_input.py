@@ -1,4 +1,5 @@
-"""What a user gets to see of wrong input: one line that names the key, and the right exit code, from the real command line."""
+"""What a user gets to see of wrong input: one line that names the key, and the right exit code, from the real command
+line."""
 
 from __future__ import annotations
 
@@ -80,13 +81,25 @@ def _override(text: str) -> Callable[[Path], str]:
     ("spoil", "expected"),
     [
         pytest.param(_empty_prompts, ("data.prompts", "holds no prompts"), id="empty prompt file"),
-        pytest.param(_long_prompt, ("data.prompts", "prompts.txt:2", "10000 characters", "4000"), id="prompt of 10,000 characters"),
-        pytest.param(_override("rollout.sde.window.range=[0, 4]"), ("rollout.sde.window.range", "got 4"), id="window beyond the last step"),
         pytest.param(
-            _override("weights.publish_every=3"), ("staleness.max_updates", "publish_every - 1 = 2"), id="staleness < publish_every - 1"
+            _long_prompt,
+            ("data.prompts", "prompts.txt:2", "10000 characters", "4000"),
+            id="prompt of 10,000 characters",
         ),
         pytest.param(
-            _prompts_without_targets, ("data.prompts", "prompts.txt:2", "'ocr'", "no `target`"), id="a prompt that a scorer cannot score"
+            _override("rollout.sde.window.range=[0, 4]"),
+            ("rollout.sde.window.range", "got 4"),
+            id="window beyond the last step",
+        ),
+        pytest.param(
+            _override("weights.publish_every=3"),
+            ("staleness.max_updates", "publish_every - 1 = 2"),
+            id="staleness < publish_every - 1",
+        ),
+        pytest.param(
+            _prompts_without_targets,
+            ("data.prompts", "prompts.txt:2", "'ocr'", "no `target`"),
+            id="a prompt that a scorer cannot score",
         ),
         pytest.param(_pipe, ("data.prompts", "pipe.txt", "a named pipe, not a file"), id="a pipe for prompts"),
         pytest.param(_other_architecture, ("model.path", "FluxPipeline", "QwenImagePipeline"), id="wrong architecture"),
@@ -95,16 +108,24 @@ def _override(text: str) -> Callable[[Path], str]:
         pytest.param(_override("run.dir=/proc/runs"), ("run.dir", "/proc/runs"), id="run directory cannot be made"),
         pytest.param(_unknown_key, ("stalenes: unknown key", "did you mean 'staleness'"), id="unknown key"),
         pytest.param(
-            _override("trainer.update=3"), ("trainer.update: unknown key", "did you mean 'updates'"), id="unknown key in an override"
+            _override("trainer.update=3"),
+            ("trainer.update: unknown key", "did you mean 'updates'"),
+            id="unknown key in an override",
         ),
-        pytest.param(_override("trainer.updates"), ("trainer.updates", "key.path=value"), id="override without a value"),
+        pytest.param(
+            _override("trainer.updates"), ("trainer.updates", "key.path=value"), id="override without a value"
+        ),
         pytest.param(_override("rollout.sde.noise_level=loud"), ("rollout.sde.noise_level", "'loud'"), id="wrong type"),
         pytest.param(_malformed, ("recipe.yaml", "not valid YAML"), id="malformed YAML"),
         pytest.param(_missing, ("recipe.yaml: no such file",), id="missing recipe"),
         pytest.param(_override("data.prompts=nowhere.txt"), ("data.prompts", "nowhere.txt"), id="missing prompt file"),
-        pytest.param(_override("checkpoint.resume=nowhere"), ("checkpoint.resume", "nowhere"), id="missing checkpoint to resume"),
+        pytest.param(
+            _override("checkpoint.resume=nowhere"), ("checkpoint.resume", "nowhere"), id="missing checkpoint to resume"
+        ),
         pytest.param(_override("reward.scorers.0.name=nicest"), ("reward.scorers.0", "'nicest'"), id="unknown scorer"),
-        pytest.param(_override("algorithm.name=ppo"), ("algorithm.name", "'flow_grpo'", "got 'ppo'"), id="unknown objective"),
+        pytest.param(
+            _override("algorithm.name=ppo"), ("algorithm.name", "'flow_grpo'", "got 'ppo'"), id="unknown objective"
+        ),
         pytest.param(
             _override("algorithm.name=diffusion_nft"),
             ("rollout.sde: diffusion_nft", "set rollout.sde: null"),
@@ -115,11 +136,19 @@ def _override(text: str) -> Callable[[Path], str]:
             ("algorithm.correction.kappa_nats", "use mode: decoupled"),
             id="mask without a use",
         ),
-        pytest.param(_override("algorithm.name=mix_grpo"), ("rollout.sde.window.schedule: mix_grpo",), id="window that does not slide"),
-        pytest.param(_override("model.pipeline=flux"), ("model.pipeline", "qwen_image", "'flux'"), id="unknown model family"),
+        pytest.param(
+            _override("algorithm.name=mix_grpo"),
+            ("rollout.sde.window.schedule: mix_grpo",),
+            id="window that does not slide",
+        ),
+        pytest.param(
+            _override("model.pipeline=flux"), ("model.pipeline", "qwen_image", "'flux'"), id="unknown model family"
+        ),
     ],
 )
-def test_wrong_input_is_refused_in_one_line(recipe: Path, spoil: Callable[[Path], str], expected: tuple[str, ...]) -> None:
+def test_wrong_input_is_refused_in_one_line(
+    recipe: Path, spoil: Callable[[Path], str], expected: tuple[str, ...]
+) -> None:
     override = spoil(recipe.parent)
     answer = command_line(recipe, *filter(None, [override]))
     assert answer.code == 2, answer
@@ -164,16 +193,25 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     assert sum(finished.summary.reject_reasons.values()) == len(finished.ledger)
 
 
-def test_a_wrong_scorer_is_told_in_its_own_words_before_anything_is_drawn(recipe: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_scorer_is_told_in_its_own_words_before_anything_is_drawn(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     overrides = ["reward.scorers=[{name: 'tests.e2e.scorers:NotANumber'}]"]
     for command, expected in (("check", 2), ("train", 1)):
         code = main([command, str(recipe), *overrides])
         said = capfd.readouterr()
         assert code == expected, said
         (line,) = said.err.splitlines()
-        assert "scorer 'tests.e2e.scorers:NotANumber', sample 0 (prompt 0: 'the digit 7'): value is nan, expected a finite number" in line
+        assert (
+            "scorer 'tests.e2e.scorers:NotANumber', sample 0 (prompt 0: 'the digit 7'): value is nan, expected a finite"
+            " number" in line
+        )
     finished = left_behind(recipe, overrides)
-    assert finished.summary.status == "failed" and finished.summary.reason is not None and "value is nan" in finished.summary.reason
+    assert (
+        finished.summary.status == "failed"
+        and finished.summary.reason is not None
+        and "value is nan" in finished.summary.reason
+    )
     assert finished.ledger == [], "no group was admitted"
     assert main(["check", str(recipe), *overrides, "--no-probe"]) == 0
 
@@ -201,7 +239,12 @@ def test_a_scorer_that_cannot_be_built_is_refused_in_one_line(recipe: Path, capf
 def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     overrides = ["trainer.updates=1000", "staleness.max_updates=1"]
     started = subprocess.Popen(
-        [*COMMAND, str(recipe), *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
+        [*COMMAND, str(recipe), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env=ENVIRONMENT,
     )
     assert started.stdout is not None
     for line in started.stdout:
@@ -230,7 +273,9 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     resumed = left_behind(recipe, again)
     assert resumed.path == interrupted.path and resumed.summary.updates == version + 2
     assert [line["update"] for line in resumed.metrics] == [*range(1, version + 3)]
-    assert sorted(line["group"] for line in resumed.ledger) == [*range(2 * version + 4)], "every group once, what was dropped included"
+    assert sorted(line["group"] for line in resumed.ledger) == [*range(2 * version + 4)], (
+        "every group once, what was dropped included"
+    )
     assert {line["event"] for line in resumed.ledger} == {"trained"}
     check_every_group_ended_once(resumed)
 
@@ -244,7 +289,9 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
 
 
 def test_ctrl_c_while_the_model_loads(recipe: Path) -> None:
-    started = subprocess.Popen([*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT)
+    started = subprocess.Popen(
+        [*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
+    )
     assert started.stdout is not None
     assert [started.stdout.readline().split()[0] for _ in range(2)] == ["run", "loading"]
     started.send_signal(signal.SIGINT)

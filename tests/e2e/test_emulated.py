@@ -1,4 +1,5 @@
-"""Emulated devices under the real roles: they keep the law in virtual time, reproduce their profile, and leave what real runs leave."""
+"""Emulated devices under the real roles: they keep the law in virtual time, reproduce their profile, and leave what
+real runs leave."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.e2e.emulation import PROFILE, Emulated, emulate, write_recipe
 from tests.e2e.runs import COMMAND, ENVIRONMENT
 
 # Recipes that generate their samples.
-ONLINE = [path for path in sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml")) if "offline" not in path.name]
+ONLINE = [
+    path for path in sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml")) if "offline" not in path.name
+]
 
 
 @pytest.fixture
@@ -40,7 +43,8 @@ def finished(run: Emulated) -> Emulated:
     return run
 
 
-# ---- in virtual time, against the law ---------------------------------------------------------------------------------------------
+# ---- in virtual time, against the law
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated"])
@@ -74,7 +78,9 @@ def test_the_slowest_stage_sets_the_pace(recipe: Path, slowest: str) -> None:
 
 
 def test_a_trainer_of_many_ranks_is_one_that_does_its_share(recipe: Path) -> None:
-    one, two = (emulate(recipe, "schedule=sync", "trainer.updates=3", f"trainer.workers={workers}") for workers in (1, 2))
+    one, two = (
+        emulate(recipe, "schedule=sync", "trainer.updates=3", f"trainer.workers={workers}") for workers in (1, 2)
+    )
     # Eight groups of four samples at 0.4 s each, and half of that.
     assert mean(one.steps(1, 3)) - mean(two.steps(1, 3)) == pytest.approx(8 * 4 * 0.4 / 2, rel=1e-3)
     assert {span.actor for span in two.spans if role_of(span.actor) == "trainer"} == {"trainer"}
@@ -96,7 +102,9 @@ def test_log_probs_are_recomputed_where_the_algorithm_needs_it(recipe: Path, col
 
 def test_devices_change_hands_three_times_per_update_where_they_are_shared(recipe: Path) -> None:
     in_turns = ["reward.streaming=false", "trainer.streaming=off", "staleness.max_updates=0", "trainer.updates=3"]
-    shared, own = (finished(emulate(recipe, *in_turns, f"placement.colocated={colocated}")) for colocated in ("true", "false"))
+    shared, own = (
+        finished(emulate(recipe, *in_turns, f"placement.colocated={colocated}")) for colocated in ("true", "false")
+    )
     assert mean(shared.steps(1, 3)) - mean(own.steps(1, 3)) == pytest.approx(3 * 2.0, rel=1e-3)
 
 
@@ -115,8 +123,15 @@ def test_steps_after_a_swap_carry_the_new_version(recipe: Path) -> None:
 
 @pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
 def test_every_recipe_can_be_emulated(path: Path, recipe: Path) -> None:
-    few = ["trainer.updates=2", "trainer.groups_per_update=2", "trainer.steps_per_update=1", "emulation.payload_scale=0.001"]
-    run = finished(emulate(path, *few, f"emulation.profile={recipe.parent / 'profile.json'}", folder=recipe.parent / "run"))
+    few = [
+        "trainer.updates=2",
+        "trainer.groups_per_update=2",
+        "trainer.steps_per_update=1",
+        "emulation.payload_scale=0.001",
+    ]
+    run = finished(
+        emulate(path, *few, f"emulation.profile={recipe.parent / 'profile.json'}", folder=recipe.parent / "run")
+    )
     assert run.ended["conservation"]["trained"] == 4
 
 
@@ -129,7 +144,8 @@ def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, sch
         assert intervals.length(intervals.clip(times, start, end)) == pytest.approx(end - start), actor
 
 
-# ---- profiles of runs -------------------------------------------------------------------------------------------------------------
+# ---- profiles of runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
@@ -151,7 +167,12 @@ def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, sch
     )
     found = measure(run.spans, run.config, name="found", source="a test")
     rollout, per_rank = run.config.rollout, run.config.rollout.group_size / run.config.trainer.workers
-    for stage, units in {"generate": rollout.max_batch, "score": run.config.reward.batch, "train": per_rank, "assess": per_rank}.items():
+    for stage, units in {
+        "generate": rollout.max_batch,
+        "score": run.config.reward.batch,
+        "train": per_rank,
+        "assess": per_rank,
+    }.items():
         assert getattr(found, stage).mean(units) == pytest.approx(getattr(profile, stage).mean(units), rel=0.05), stage
     for stage in ("step", "export", "publish", "swap"):
         assert getattr(found, stage).mean() == pytest.approx(getattr(profile, stage).mean(), rel=0.02, abs=0.02), stage
@@ -168,7 +189,8 @@ def test_a_profile_that_a_run_wrote_can_be_replayed(recipe: Path) -> None:
     assert mean(second.steps(4, 18)) == pytest.approx(mean(first.steps(4, 18)), rel=0.05)
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------------------------
+# ---- whole runs
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def left_behind(folder: Path) -> Path:
@@ -191,13 +213,25 @@ def check_files(run: Path, updates: int) -> Profile:
 
 
 def test_an_emulated_run_needs_nothing_of_the_recipe_and_never_imports_torch(recipe: Path) -> None:
-    code = "import sys; from omni_async.cli import main; code = main(sys.argv[1:]); sys.exit(code or ('torch' in sys.modules) * 9)"
-    command = [sys.executable, "-c", code, "train", str(recipe), "schedule=async", "emulation.time_scale=0.005", "trainer.updates=5"]
+    code = (
+        "import sys; from omni_async.cli import main; code = main(sys.argv[1:]); sys.exit(code or ('torch' in"
+        " sys.modules) * 9)"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        str(recipe),
+        "schedule=async",
+        "emulation.time_scale=0.005",
+        "trainer.updates=5",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "emulated: every device replays profile small at 0.005 times its seconds; model, prompts, scorers and validation are ignored"
-        in done.stdout
+        "emulated: every device replays profile small at 0.005 times its seconds; model, prompts, scorers and"
+        " validation are ignored" in done.stdout
     )
     profile = check_files(left_behind(recipe.parent), 5)
     assert profile.payload == PROFILE.payload
@@ -209,10 +243,14 @@ def test_an_emulated_run_on_ray_loads_torch_in_none_of_its_processes(recipe: Pat
     seen = tmp_path / "torch-was-imported"
     spy = tmp_path / "path" / "torch"
     spy.mkdir(parents=True)
-    (spy / "__init__.py").write_text(f"open({str(seen)!r}, 'a').write('somebody did\\n')\nraise ImportError('no torch here')\n")
+    (spy / "__init__.py").write_text(
+        f"open({str(seen)!r}, 'a').write('somebody did\\n')\nraise ImportError('no torch here')\n"
+    )
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path / 'path'}:{ENVIRONMENT['PYTHONPATH']}"}
     overrides = ["run.runtime=ray", "schedule=async", "emulation.time_scale=0.02", "trainer.updates=5"]
-    done = subprocess.run([*COMMAND, str(recipe), *overrides], capture_output=True, text=True, timeout=240, cwd="/", env=environment)
+    done = subprocess.run(
+        [*COMMAND, str(recipe), *overrides], capture_output=True, text=True, timeout=240, cwd="/", env=environment
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     check_files(left_behind(recipe.parent), 5)
     assert not seen.exists()

@@ -1,4 +1,5 @@
-"""Whole runs in one process, each with one setting away from the defaults: they end, and every admitted group ends once."""
+"""Whole runs in one process, each with one setting away from the defaults: they end, and every admitted group ends
+once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ def _done(finished: Run, updates: int) -> Run:
 @pytest.mark.parametrize("swap", ["step", "request", "drain"])
 def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str) -> None:
     emulated = _EMULATED if engine == "emulated" else ()
-    overrides = ("staleness.max_updates=2", "trainer.updates=5", "rollout.max_inflight=6", "rollout.max_batch=3", f"weights.swap={swap}")
+    overrides = (
+        "staleness.max_updates=2",
+        "trainer.updates=5",
+        "rollout.max_inflight=6",
+        "rollout.max_batch=3",
+        f"weights.swap={swap}",
+    )
     finished = _done(run(recipe, *emulated, *overrides), 5)
     events = [event for event in finished.trace if event["ph"] == "X"]
     swapped = [event["args"]["version"] for event in events if event["name"] == "swap"]
@@ -37,8 +44,14 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
 
 def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) -> None:
     # Slow enough that the engine is busy whenever a version arrives, and hardly ever just between two samples.
-    slow = ("rollout.emulated.step_s=0.02", "rollout.num_inference_steps=12", "rollout.sde.window={size: 4, range: [0, 11]}")
-    finished = _done(run(recipe, *_EMULATED, *slow, "staleness.max_updates=2", "trainer.updates=5", "rollout.max_batch=3"), 5)
+    slow = (
+        "rollout.emulated.step_s=0.02",
+        "rollout.num_inference_steps=12",
+        "rollout.sde.window={size: 4, range: [0, 11]}",
+    )
+    finished = _done(
+        run(recipe, *_EMULATED, *slow, "staleness.max_updates=2", "trainer.updates=5", "rollout.max_batch=3"), 5
+    )
     generated = [event for event in finished.trace if event["name"] == "generate" and event["ph"] == "X"]
     assert [event for event in generated if ".." in event["args"]["versions"]]
 
@@ -47,16 +60,32 @@ def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) ->
     ("overrides", "updates"),
     [
         pytest.param(("buffer.window=3", "staleness.max_updates=1"), 3, id="window"),
-        pytest.param(("weights.publish_every=2", "staleness.max_updates=1", "trainer.updates=5"), 5, id="publish_every, last update odd"),
-        pytest.param(("weights.publish_every=3", "staleness.max_updates=2", "trainer.updates=3"), 3, id="smallest S for publish_every"),
+        pytest.param(
+            ("weights.publish_every=2", "staleness.max_updates=1", "trainer.updates=5"),
+            5,
+            id="publish_every, last update odd",
+        ),
+        pytest.param(
+            ("weights.publish_every=3", "staleness.max_updates=2", "trainer.updates=3"),
+            3,
+            id="smallest S for publish_every",
+        ),
         pytest.param(("trainer.steps_per_update=2",), 3, id="steps_per_update, global std"),
-        pytest.param(("trainer.steps_per_update=2", "algorithm.advantage.std=group"), 3, id="steps_per_update, group std"),
+        pytest.param(
+            ("trainer.steps_per_update=2", "algorithm.advantage.std=group"), 3, id="steps_per_update, group std"
+        ),
         pytest.param(("buffer.trajectories=2", "buffer.groups=2", "staleness.max_updates=3"), 3, id="tight buffers"),
         pytest.param(("buffer.trajectories=1", "buffer.groups=1", "staleness.max_updates=1"), 3, id="tightest buffers"),
         pytest.param(
-            ("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"), 3, id="several workers"
+            ("rollout.workers=3", "rollout.max_inflight=2", "staleness.max_updates=1", "reward.workers=2"),
+            3,
+            id="several workers",
         ),
-        pytest.param(("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"), 1, id="one update, large budget"),
+        pytest.param(
+            ("trainer.updates=1", "trainer.groups_per_update=1", "staleness.max_updates=4"),
+            1,
+            id="one update, large budget",
+        ),
         pytest.param(("rollout.share_initial_noise=true", "rollout.true_cfg_scale=2"), 3, id="shared noise, guidance"),
     ],
 )
@@ -90,8 +119,12 @@ def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:
 
 def test_validation_curve_and_pictures(recipe: Path) -> None:
     (recipe.parent / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
-    validation = "validation={every: 2, prompts: %s, samples_per_prompt: 2, num_inference_steps: 5}" % (recipe.parent / "held_out.txt")
-    finished = _done(run(recipe, validation, "trainer.updates=3", "staleness.max_updates=1", "tracking.images_every=2"), 3)
+    validation = "validation={every: 2, prompts: %s, samples_per_prompt: 2, num_inference_steps: 5}" % (
+        recipe.parent / "held_out.txt"
+    )
+    finished = _done(
+        run(recipe, validation, "trainer.updates=3", "staleness.max_updates=1", "tracking.images_every=2"), 3
+    )
     assert [point.version for point in finished.summary.validation] == [0, 2, 3]
     assert [line["update"] for line in finished.validation] == [0, 2, 3]
     first, *_, last = finished.summary.validation

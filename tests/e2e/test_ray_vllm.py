@@ -1,4 +1,5 @@
-"""The real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks. Two runs, because each takes most of a minute to come up."""
+"""The real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks. Two runs, because each takes most of a minute
+to come up."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> R
     answer = command_line(recipe, *overrides, timeout=240)
     assert answer.code == 0, answer
     assert answer.stderr == ""
-    assert [line.split()[1] for line in answer.stdout.splitlines() if line.startswith("update ")] == [f"{n}/6" for n in range(1, 7)]
+    assert [line.split()[1] for line in answer.stdout.splitlines() if line.startswith("update ")] == [
+        f"{n}/6" for n in range(1, 7)
+    ]
     return left_behind(recipe, overrides)
 
 
@@ -71,7 +74,9 @@ def test_every_group_ended_once_within_the_budget(asynchronous: Run) -> None:
 
 def test_roles_worked_at_the_same_time_and_the_trace_shows_it(asynchronous: Run) -> None:
     assert asynchronous.summary.overlap_fraction > 0
-    names = {event["args"]["name"] for event in asynchronous.trace if event["ph"] == "M" and event["name"] == "process_name"}
+    names = {
+        event["args"]["name"] for event in asynchronous.trace if event["ph"] == "M" and event["name"] == "process_name"
+    }
     assert names >= {"rollout-0", "rollout-1", "reward-0", "trainer", "publisher"}
     kinds = {event["name"] for event in asynchronous.trace if event["ph"] == "X"}
     assert kinds >= {"generate", "score", "train", "publish", "stage", "swap", "export", "checkpoint"}
@@ -79,11 +84,16 @@ def test_roles_worked_at_the_same_time_and_the_trace_shows_it(asynchronous: Run)
 
 def test_metrics_validation_and_pictures(asynchronous: Run) -> None:
     assert [line["update"] for line in asynchronous.metrics] == list(range(1, 7))
-    assert all(line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"] for line in asynchronous.metrics)
+    assert all(
+        line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"]
+        for line in asynchronous.metrics
+    )
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
     pictures = list((asynchronous.path / "samples").iterdir())
-    assert {"train-000001", "train-000003", "train-000006", "validation-000000", "validation-000006"} <= {p.stem for p in pictures}
+    assert {"train-000001", "train-000003", "train-000006", "validation-000000", "validation-000006"} <= {
+        p.stem for p in pictures
+    }
     for path in pictures:
         with Image.open(path) as picture:
             picture.load()
@@ -96,9 +106,13 @@ def test_mlflow_has_parameters_metrics_and_pictures(asynchronous: Run) -> None:
     assert run.info.status == "FINISHED"
     assert run.data.params["rollout.workers"] == "2" and run.data.params["staleness.max_updates"] == "2"
     rewards = client.get_metric_history(run.info.run_id, "reward")
-    assert [(m.step, m.value) for m in sorted(rewards, key=lambda m: m.step)] == [(x["update"], x["reward"]) for x in asynchronous.metrics]
+    assert [(m.step, m.value) for m in sorted(rewards, key=lambda m: m.step)] == [
+        (x["update"], x["reward"]) for x in asynchronous.metrics
+    ]
     files = _files(client, run.info.run_id)
-    assert any(name.endswith(".png") for name in files) and {"summary.json", "trace.json", "config.yaml"} <= {Path(f).name for f in files}
+    assert any(name.endswith(".png") for name in files) and {"summary.json", "trace.json", "config.yaml"} <= {
+        Path(f).name for f in files
+    }
 
 
 def test_two_ranks_left_one_whole_checkpoint(asynchronous: Run) -> None:
@@ -112,4 +126,6 @@ def test_two_ranks_left_one_whole_checkpoint(asynchronous: Run) -> None:
 
 def _files(client: MlflowClient, run: str, folder: str | None = None) -> list[str]:
     found = client.list_artifacts(run, folder)
-    return [f.path for f in found if not f.is_dir] + [path for f in found if f.is_dir for path in _files(client, run, f.path)]
+    return [f.path for f in found if not f.is_dir] + [
+        path for f in found if f.is_dir for path in _files(client, run, f.path)
+    ]

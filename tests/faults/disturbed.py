@@ -1,4 +1,5 @@
-"""Emulated jobs on real Ray actors whose processes are killed or stopped while they do what the profile makes them do nearly all of the time."""
+"""Emulated jobs on real Ray actors whose processes are killed or stopped while they do what the profile makes them do
+nearly all of the time."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ class Disturbed:
     def wait_for(self, what: Callable[[], bool], timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
         while not what():
-            assert time.monotonic() < end, f"it did not come to that: {self.console.phases[-1:]} {self.console.notes[-3:]}"
+            assert time.monotonic() < end, (
+                f"it did not come to that: {self.console.phases[-1:]} {self.console.notes[-3:]}"
+            )
             time.sleep(0.02)
 
     def updated(self, number: int, timeout_s: float = 60.0) -> None:

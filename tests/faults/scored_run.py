@@ -1,4 +1,5 @@
-"""The coordinator with real reward workers around it: engines, trainer and publisher are those of the control plane's tests."""
+"""The coordinator with real reward workers around it: engines, trainer and publisher are those of the control plane's
+tests."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Pictures(LocalStore):
 class ScoredRun(Run):
     """`scorers()` are a reward worker's, built for each by itself; `tried`: they score a synthetic picture first."""
 
-    def __init__(self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(config, **kwargs)
         self._tried = tried
         self._scorers = scorers

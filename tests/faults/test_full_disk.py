@@ -92,14 +92,21 @@ def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypa
     assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
 
 
-def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the kernel remounts a file system after an error: there even removing a file that is not there fails."""
 
     def refused(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     def becomes_read_only(*_: Any) -> None:
-        for owner, name in ((results, "write_atomic"), (results, "write_trace"), (results, "append_jsonl"), (Path, "unlink")):
+        for owner, name in (
+            (results, "write_atomic"),
+            (results, "write_trace"),
+            (results, "append_jsonl"),
+            (Path, "unlink"),
+        ):
             monkeypatch.setattr(owner, name, refused)
         refused(Path("summary.json"))
 
@@ -113,9 +120,14 @@ def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(tmp_path:
 
 def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
     """The limit of the operating system on a file's size, which any of the files that grow may meet."""
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import main; sys.exit(main())"
+    limit = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import"
+        " main; sys.exit(main())"
+    )
     arguments = ["train", str(write_recipe(tmp_path)), *QUICK, "checkpoint.every=1000"]
-    ended = subprocess.run([sys.executable, "-c", limit, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", limit, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stdout + ended.stderr
     first = ended.stderr.splitlines()[0]
@@ -125,7 +137,9 @@ def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> 
     assert summary.status == "failed" and summary.updates > 0
 
 
-def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(monkeypatch, "faults.jsonl")
     monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
     lost = 0
@@ -140,7 +154,9 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path: 
     async def trainer(control: Control) -> None:
         await control.over.wait()
 
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, crew={"rollout-0": engine}))
+    monkeypatch.setattr(
+        runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, crew={"rollout-0": engine})
+    )
     summary = train(preflight(write_world(tmp_path)), RememberingConsole())
     assert summary.status == "failed"
     path = tmp_path / "runs" / summary.run / "faults.jsonl"
@@ -149,21 +165,30 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_line_that_cannot_be_written_ends_the_run_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     fill(monkeypatch, name)
     summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
     assert summary.status == "failed" and summary.reason is not None
     assert "No space left on device" in summary.reason and "\n" not in summary.reason
 
 
-def test_a_summary_counts_what_the_ledger_has_though_another_file_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_counts_what_the_ledger_has_though_another_file_cannot_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fill(monkeypatch, "metrics.jsonl")
     summary = train(preflight(load(write_recipe(tmp_path), QUICK)), RememberingConsole())
     assert summary.status == "failed" and "metrics.jsonl" in (summary.reason or "")
     ledger = (tmp_path / "runs" / summary.run / "ledger.jsonl").read_bytes().splitlines()
     events = Counter(json.loads(line)["event"] for line in ledger)
     counters = summary.counters
-    assert (counters.admitted, counters.trained, counters.dropped, counters.live) == (len(ledger), events["trained"], events["dropped"], 0)
+    assert (counters.admitted, counters.trained, counters.dropped, counters.live) == (
+        len(ledger),
+        events["trained"],
+        events["dropped"],
+        0,
+    )
     assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 

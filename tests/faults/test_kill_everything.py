@@ -1,4 +1,5 @@
-"""kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job, with nothing lost or done twice."""
+"""kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job, with
+nothing lost or done twice."""
 
 from __future__ import annotations
 
@@ -82,7 +83,13 @@ def killed_at(arguments: list[str | Path], line: str) -> None:
     """In a session of its own, so that all of it can be killed at once."""
     command = [*COMMAND, *map(str, arguments)]
     job = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env=ENVIRONMENT,
+        start_new_session=True,
     )
     assert job.stdout is not None
     for said in job.stdout:

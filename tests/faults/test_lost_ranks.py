@@ -1,4 +1,5 @@
-"""Trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, and later another number of ranks goes on."""
+"""Trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, and later another
+number of ranks goes on."""
 
 from __future__ import annotations
 
@@ -14,12 +15,20 @@ from tests.faults.disturbed import Disturbed
 
 __all__ = ["checkpoint"]
 
-SETTINGS = ("run.runtime=ray", "run.health_timeout_s=5", "staleness.max_updates=2", "checkpoint.every=2", "trainer.optimizer.lr=0.1")
+SETTINGS = (
+    "run.runtime=ray",
+    "run.health_timeout_s=5",
+    "staleness.max_updates=2",
+    "checkpoint.every=2",
+    "trainer.optimizer.lr=0.1",
+)
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(checkpoint: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(
+    checkpoint: str, tmp_path: Path
+) -> None:
     recipe = write_recipe(tmp_path, checkpoint)
 
     def kill_a_rank(run: Disturbed) -> None:
@@ -33,7 +42,9 @@ def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(
     (fault,) = run.faults
     assert "trainer" in fault.part and "again from update" in fault.replacement
 
-    further = Disturbed.of(recipe, *SETTINGS, "trainer.workers=1", "trainer.updates=43", f"checkpoint.resume={run.job.run}")
+    further = Disturbed.of(
+        recipe, *SETTINGS, "trainer.workers=1", "trainer.updates=43", f"checkpoint.resume={run.job.run}"
+    )
     summary = further.run(lambda _: None, 120)
     assert (summary.status, summary.updates) == ("done", 43), summary.reason
     assert problems(further.job) == []

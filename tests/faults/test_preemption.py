@@ -1,4 +1,5 @@
-"""SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint within 30 seconds, whatever was under way."""
+"""SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint within 30 seconds, whatever was under
+way."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def until(process: subprocess.Popen[str], beginning: str) -> None:
 
 
 def preempt(process: subprocess.Popen[str], line: str, after_s: float) -> None:
-    """SIGTERM for its process group, as `timeout`, SLURM and systemd send it, `after_s` after it has said a line that begins so; it ends in time."""
+    """SIGTERM for its process group, as `timeout`, SLURM and systemd send it, `after_s` after it has said a line that
+    begins so; it ends in time."""
     try:
         until(process, line)
         time.sleep(after_s)
@@ -54,12 +56,16 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 10.0))
     settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
-    preempt(start(recipe, *settings), "groups are trained on when", 8)  # all groups are there by then, and the update is being made
+    preempt(
+        start(recipe, *settings), "groups are trained on when", 8
+    )  # all groups are there by then, and the update is being made
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["updates"], summary["conserved"]) == ("interrupted", 0, True)
     state = json.loads((run / "checkpoints" / "update-000000" / "state.json").read_text())
-    assert state["control"]["version"] == 0 and len(state["control"]["ready"]) >= 8, "what the trainer had taken is kept"
+    assert state["control"]["version"] == 0 and len(state["control"]["ready"]) >= 8, (
+        "what the trainer had taken is kept"
+    )
 
 
 @pytest.mark.slow

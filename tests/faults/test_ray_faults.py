@@ -1,6 +1,8 @@
-"""kill -9 and SIGSTOP of every kind of process, in the middle of everything it does, on real Ray actors: the run goes on and nothing is lost.
+"""kill -9 and SIGSTOP of every kind of process, in the middle of everything it does, on real Ray actors: the run goes
+on and nothing is lost.
 
-What is in the middle of what is a matter of the profile: a process is nearly always in the stage that takes nearly all of the time.
+What is in the middle of what is a matter of the profile: a process is nearly always in the stage that takes nearly all
+of the time.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def strike(run: Disturbed, blows: Sequence[tuple[str, int]]) -> None:
         ("score", [("reward-0", KILL), ("reward-1", STOP), ("rollout-0", KILL)]),
     ],
 )
-def test_workers_that_die_or_hang_at_work_are_replaced_and_nothing_is_lost(tmp_path: Path, slow: str, blows: list[tuple[str, int]]) -> None:
+def test_workers_that_die_or_hang_at_work_are_replaced_and_nothing_is_lost(
+    tmp_path: Path, slow: str, blows: list[tuple[str, int]]
+) -> None:
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         strike(run, blows)
@@ -73,7 +77,9 @@ def test_engines_that_die_in_the_middle_of_a_broadcast_are_replaced(tmp_path: Pa
     run.require_whole(run.run(disturb))
 
 
-def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(tmp_path: Path) -> None:
+def test_workers_that_die_while_they_put_or_get_are_replaced_and_what_they_stored_is_generated_again(
+    tmp_path: Path,
+) -> None:
     def disturb(run: Disturbed) -> None:
         run.updated(2)
         strike(run, [("rollout-0", KILL), ("reward-0", KILL), ("rollout-1", KILL)])
@@ -120,7 +126,11 @@ def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_b
         run.wait_for(lambda: bool(run.faults))
         run.stop()
 
-    run = Disturbed(tmp_path, profile("none", 0.0, Payload(trajectory=2_000_000, media=1_000, weights=1_000)), checkpoint={"every": 1})
+    run = Disturbed(
+        tmp_path,
+        profile("none", 0.0, Payload(trajectory=2_000_000, media=1_000, weights=1_000)),
+        checkpoint={"every": 1},
+    )
     run.require_whole(run.run(disturb))
 
 
@@ -136,7 +146,11 @@ def test_a_part_that_cannot_be_brought_back_ends_the_run_soon_with_a_checkpoint_
     run = Disturbed(tmp_path, profile("generate", 0.05), run={"restarts": 0})
     summary = run.run(disturb)
     assert time.monotonic() - killed < 20
-    assert summary.status == "failed" and "rollout-0 was lost" in (summary.reason or "") and "run.restarts is 0" in (summary.reason or "")
+    assert (
+        summary.status == "failed"
+        and "rollout-0 was lost" in (summary.reason or "")
+        and "run.restarts is 0" in (summary.reason or "")
+    )
     newest = sorted((run.job.run / "checkpoints").glob("update-*"))[-1].name
     assert int(newest.removeprefix("update-")) == summary.updates
 

@@ -1,4 +1,5 @@
-"""Runs with a Ray of their own: its loss, a driver that goes without a word, a node that is lost, a store that is too small."""
+"""Runs with a Ray of their own: its loss, a driver that goes without a word, a node that is lost, a store that is too
+small."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_mor
     assert not [child for child in psutil.Process().children(recursive=True) if "ray" in child.name()]
 
 
-def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_while_ray_starts_ends_in_order(tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_while_ray_starts_ends_in_order(
+    tmp_path: Path,
+) -> None:
     """The signal goes to the whole process group, as from `timeout`, SLURM and systemd."""
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 0.05))
@@ -96,7 +99,13 @@ def until(settings: list[str], recipe: Path, beginning: str, number: int) -> lis
 def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
     """More than fits is alive: 32 samples of 6 MB, for a store of 80 MB."""
     reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, object_store_memory=80_000_000)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=80_000_000,
+    )
     try:
 
         def disturb(run: Disturbed) -> None:
@@ -104,7 +113,12 @@ def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: 
             run.stop()
 
         made = profile("score", 0.2, Payload(trajectory=6_000_000, media=100_000, weights=1_000))
-        run = Disturbed(tmp_path, made, rollout={"workers": 1, "max_inflight": 32, "max_batch": 32}, reward={"workers": 1, "batch": 1})
+        run = Disturbed(
+            tmp_path,
+            made,
+            rollout={"workers": 1, "max_inflight": 32, "max_batch": 32},
+            reward={"workers": 1, "batch": 1},
+        )
         run.require_whole(run.run(disturb))
     finally:
         ray.shutdown()
@@ -115,11 +129,24 @@ PORT_RANGES = {"127.0.0.2": (21000, 21999), "127.0.0.3": (22000, 22999)}
 
 @contextlib.contextmanager
 def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil.Process]:
-    """A Ray node of this machine with an address of its own, as it would be started by hand. With `head` it joins that one."""
+    """A Ray node of this machine with an address of its own, as it would be started by hand. With `head` it joins that
+    one."""
     low, high = PORT_RANGES[address]
-    role = ["--address", head] if head else ["--head", "--port=6411", "--include-dashboard=false", "--temp-dir", str(folder)]
+    role = (
+        ["--address", head]
+        if head
+        else ["--head", "--port=6411", "--include-dashboard=false", "--temp-dir", str(folder)]
+    )
     ports = [f"--min-worker-port={low}", f"--max-worker-port={high}", "--object-store-memory=100000000"]
-    command = [str(Path(sys.executable).with_name("ray")), "start", *role, "--node-ip-address", address, "--num-cpus=4", *ports]
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        *role,
+        "--node-ip-address",
+        address,
+        "--num-cpus=4",
+        *ports,
+    ]
     started = subprocess.Popen(
         [*command, "--disable-usage-stats", "--block"],
         stdout=subprocess.PIPE,
@@ -149,7 +176,8 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
 def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_second_node_and_of_the_head_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node takes whatever Ray put there along, and the run goes on; the loss of the head ends it in order."""
+    """The second node takes whatever Ray put there along, and the run goes on; the loss of the head ends it in
+    order."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     address = "127.0.0.2:6411"

@@ -1,4 +1,5 @@
-"""Scorers that fail under a whole control plane: every group ends trained or rejected with its reason, and the run ends."""
+"""Scorers that fail under a whole control plane: every group ends trained or rejected with its reason, and the run
+ends."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def events(played: ScoredRun) -> dict[str, set[int]]:
     return ended
 
 
-# ---- virtual time -------------------------------------------------------------------------------------------------------------------
+# ---- virtual time
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Judge:
@@ -49,7 +51,9 @@ class Judge:
 
     name = "judge"
 
-    def __init__(self, up: Callable[[float], bool], bad: Callable[[int, int], bool] = lambda group, sample: False) -> None:
+    def __init__(
+        self, up: Callable[[float], bool], bad: Callable[[int, int], bool] = lambda group, sample: False
+    ) -> None:
         self._up, self._bad = up, bad
         self.asked = 0
 
@@ -93,7 +97,9 @@ def play(config: Config, judge: Judge, **kwargs: Any) -> tuple[ScoredRun, float]
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> None:
-    config = with_reward(make_config(S=1, P=2, updates=6, score_retries=3, backoff_s=1.0, score_at_once=streaming), batch=2)
+    config = with_reward(
+        make_config(S=1, P=2, updates=6, score_retries=3, backoff_s=1.0, score_at_once=streaming), batch=2
+    )
     judge = Judge(up=lambda t: not 4 <= t < 64)
     played, seconds = play(config, judge, reward_workers=workers)
     assert played.outcome == ("done", None)
@@ -115,12 +121,15 @@ def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
     assert "scorer 'judge' has been failing for" in reason and "ConnectionRefusedError: nobody listens" in reason
     ended = events(played)
     assert len(ended["rejected"]) >= 32
-    assert all("ConnectionRefusedError" in (entry.reason or "") for entry in played.entries if entry.event == "rejected")
+    assert all(
+        "ConnectionRefusedError" in (entry.reason or "") for entry in played.entries if entry.event == "rejected"
+    )
     assert 70 <= seconds < 1000
 
 
 class Whimsical(Judge):
-    """Tells pictures of size 2 from the synthetic one, which is larger; what it says of those is up to `drawn`, and of the other to `synthetic`."""
+    """Tells pictures of size 2 from the synthetic one, which is larger; what it says of those is up to `drawn`, and of
+    the other to `synthetic`."""
 
     def __init__(self, drawn: Callable[[int, int], float], synthetic: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(up=lambda t: True)
@@ -142,14 +151,19 @@ def misspelt(*_: int) -> float:
 def test_a_scorer_that_fails_every_drawn_sample_in_the_same_way_ends_the_run_within_seconds_in_its_own_words() -> None:
     config = with_reward(make_config(S=1, P=2, updates=400, score_retries=3, backoff_s=1.0))
     played, seconds = play(config, Whimsical(misspelt), tried=True)
-    words = "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge' object has no attribute '_tresh'"
+    words = (
+        "nothing could be scored so far, and the error stays the same: scorer 'judge': AttributeError: 'Judge' object"
+        " has no attribute '_tresh'"
+    )
     assert played.outcome == ("failed", words)
     assert seconds < 10, "not the 600 s of an outage"
 
 
 def test_one_prompt_that_cannot_be_scored_is_not_taken_for_a_scorer_that_is_wrong() -> None:
     config = with_reward(make_config(S=1, P=2, updates=6, score_retries=1, backoff_s=1.0))
-    played, _ = play(config, Whimsical(lambda group, sample: misspelt() if group in (0, 1) else float(sample)), tried=True)
+    played, _ = play(
+        config, Whimsical(lambda group, sample: misspelt() if group in (0, 1) else float(sample)), tried=True
+    )
     assert played.outcome == ("done", None)
     assert events(played)["rejected"] == {0, 1}
 
@@ -173,7 +187,9 @@ def test_an_absurd_score_rejects_its_group_with_the_reason_and_is_not_asked_for_
     assert played.outcome == ("done", None)
     (rejected,) = [entry for entry in played.entries if entry.event == "rejected"]
     assert rejected.group == 3 and rejected.reason is not None
-    assert "scorer 'judge'" in rejected.reason and rejected.reason.endswith("a reward of 1e+30, beyond reward.max_abs = 1e+06")
+    assert "scorer 'judge'" in rejected.reason and rejected.reason.endswith(
+        "a reward of 1e+30, beyond reward.max_abs = 1e+06"
+    )
     assert judge.drawn[3, 1] == 1
     assert max(abs(value) for _, group in played.taken for value in group.rewards) <= 1e6
 
@@ -214,14 +230,17 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
-    """Whatever the arrangement, once the scorer has answered each worker. Some try their scorer before the first sample."""
+    """Whatever the arrangement, once the scorer has answered each worker. Some try their scorer before the first
+    sample."""
     dice = random.Random(seed)
     bad = {group for group in range(1, 40) if dice.random() < 0.2}
     down, t = [], dice.uniform(2, 20)
     for _ in range(dice.randint(0, 3)):
         down.append((t, t := t + dice.uniform(1, 300)))
         t += dice.uniform(1, 100)
-    judge = Judge(lambda now: not any(a <= now < b for a, b in down), lambda group, sample: group in bad and sample == 1)
+    judge = Judge(
+        lambda now: not any(a <= now < b for a, b in down), lambda group, sample: group in bad and sample == 1
+    )
     config = make_config(
         S=dice.randint(0, 2),
         P=dice.randint(1, 3),
@@ -238,14 +257,19 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
     ended = events(played)
     assert ended["rejected"] <= bad and not ended["trained"] & bad
     reasons = {entry.reason for entry in played.entries if entry.event == "rejected"}
-    assert all(reason and "reward failed 4 times: scorer 'judge', sample 0" in reason and "value is nan" in reason for reason in reasons)
+    assert all(
+        reason and "reward failed 4 times: scorer 'judge', sample 0" in reason and "value is nan" in reason
+        for reason in reasons
+    )
 
 
-# ---- a real server ------------------------------------------------------------------------------------------------------------------
+# ---- a real server
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Server:
-    """Answers with the number of the sample; `mood` is what is wrong with it. It can go away, and come back on the same port."""
+    """Answers with the number of the sample; `mood` is what is wrong with it. It can go away, and come back on the same
+    port."""
 
     def __init__(self) -> None:
         self.mood = "well"
@@ -384,5 +408,7 @@ def test_a_server_that_answers_every_tenth_call_late_is_hedged() -> None:
     finally:
         server.stop()
     assert played.outcome == ("done", None) and len(events(played)["trained"]) == 40
-    assert calls["all"] > 80 and time.monotonic() - began < 4.0, "eight late answers of a second each were not waited for"
+    assert calls["all"] > 80 and time.monotonic() - began < 4.0, (
+        "eight late answers of a second each were not waited for"
+    )
     assert played.told == []

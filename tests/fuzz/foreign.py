@@ -1,4 +1,5 @@
-"""Strategies for foreign input: any plain value, valid values of a struct, and valid things that somebody has changed."""
+"""Strategies for foreign input: any plain value, valid values of a struct, and valid things that somebody has
+changed."""
 
 from __future__ import annotations
 
@@ -16,11 +17,37 @@ from omni_async.performance.service import ServiceTime
 
 DEEP = b"[" * 5000
 NUMBERS = (0, -1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0)
-TEXTS = ("", " ", "\0", "../../x", "/etc/passwd", "a\nb", "\x1b[2J", "[/red]", "{x}", "%s", "\u2028", "x" * 5000, "null", "1e999", "***")
+TEXTS = (
+    "",
+    " ",
+    "\0",
+    "../../x",
+    "/etc/passwd",
+    "a\nb",
+    "\x1b[2J",
+    "[/red]",
+    "{x}",
+    "%s",
+    "\u2028",
+    "x" * 5000,
+    "null",
+    "1e999",
+    "***",
+)
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(NUMBERS + TEXTS)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+    | st.sampled_from(NUMBERS + TEXTS)
+)
 plain = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(TEXTS), inner, max_size=3)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(TEXTS), inner, max_size=3)
+    ),
 )
 
 
@@ -33,7 +60,11 @@ def few(examples: int) -> Callable[[Any], Any]:
 def of(annotation: Any) -> st.SearchStrategy[Any]:
     """Valid values of a type of our messages."""
     origin, args = get_origin(annotation), get_args(annotation)
-    simple = {int: st.integers(-(2**63), 2**63 - 1), float: st.floats(allow_nan=False, allow_infinity=False), str: st.text(max_size=10)}
+    simple = {
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        str: st.text(max_size=10),
+    }
     simple |= {bool: st.booleans(), type(None): st.none(), Any: st.none() | st.integers(0, 9) | st.text(max_size=5)}
     if annotation in simple:
         return simple[annotation]
@@ -48,10 +79,18 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(of, args))
     if annotation is ServiceTime:  # whose quantiles have a mean of 1
-        return st.builds(ServiceTime, st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 9), st.sampled_from([(), (1.0,), (0.5, 1.5)]))
+        return st.builds(
+            ServiceTime,
+            st.floats(0, 1e9),
+            st.floats(0, 1e9),
+            st.floats(0, 9),
+            st.sampled_from([(), (1.0,), (0.5, 1.5)]),
+        )
     assert issubclass(annotation, msgspec.Struct), annotation
     hints = get_type_hints(annotation, include_extras=True)
-    return st.fixed_dictionaries({name: of(hints[name]) for name in annotation.__struct_fields__}).map(lambda fields: annotation(**fields))
+    return st.fixed_dictionaries({name: of(hints[name]) for name in annotation.__struct_fields__}).map(
+        lambda fields: annotation(**fields)
+    )
 
 
 @st.composite
@@ -60,7 +99,10 @@ def changed(draw: st.DrawFn, content: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, len(content)))
         end = min(len(content), start + draw(st.integers(0, 8)))
-        piece = draw(st.binary(max_size=8) | st.sampled_from([content[start:end] * 2, b'"', b"{", b"9" * 30, b"-", b"null", b"\xff" * 8]))
+        piece = draw(
+            st.binary(max_size=8)
+            | st.sampled_from([content[start:end] * 2, b'"', b"{", b"9" * 30, b"-", b"null", b"\xff" * 8])
+        )
         content = content[:start] + piece + content[end:]
         if draw(st.integers(0, 7)) == 0:
             content = content[: draw(st.integers(0, len(content)))]

@@ -1,4 +1,5 @@
-"""Whatever somebody did to a checkpoint, it is usable or refused in one line, the run goes on with the one before it, and nothing is written."""
+"""Whatever somebody did to a checkpoint, it is usable or refused in one line, the run goes on with the one before it,
+and nothing is written."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None
     samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), (version, version)) for n in range(2))
     write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
     ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
-    write_state(folder, State(Continuation(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"))
+    write_state(
+        folder,
+        State(Continuation(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"),
+    )
     write_manifest(folder)
 
 
@@ -51,7 +55,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
 
 
 def _spoil(folder: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["manifest.json", "state.json", "tensors/shard.safetensors", "groups/000000007.safetensors"]))
+    name = data.draw(
+        st.sampled_from(["manifest.json", "state.json", "tensors/shard.safetensors", "groups/000000007.safetensors"])
+    )
     content = (folder / name).read_bytes()
     if name.endswith(".json"):
         (folder / name).write_bytes(

@@ -1,4 +1,5 @@
-"""Data from elsewhere: prompt files, preference files, profiles and what runs left behind. Read, or refused in one line."""
+"""Data from elsewhere: prompt files, preference files, profiles and what runs left behind. Read, or refused in one
+line."""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ def refused(error: Exception) -> None:
     assert len(str(error)) < 3000
 
 
-# ---- prompts ----------------------------------------------------------------------------------------------------------------------
+# ---- prompts
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @few(150)
 @given(
-    content=changed(LINES) | st.lists(plain.map(msgspec.json.encode) | st.sampled_from([DEEP, b"\xff", b"\0"]), max_size=3).map(b"\n".join),
+    content=changed(LINES)
+    | st.lists(plain.map(msgspec.json.encode) | st.sampled_from([DEEP, b"\xff", b"\0"]), max_size=3).map(b"\n".join),
     suffix=st.sampled_from([".txt", ".jsonl"]),
 )
 @example(content=b'{"prompt": "' + b"x" * 2**20 + b'"}', suffix=".jsonl")
@@ -58,7 +61,8 @@ def test_prompt_files(tmp_path: Path, content: bytes, suffix: str) -> None:
     path.unlink()
 
 
-# ---- preferences ------------------------------------------------------------------------------------------------------------------
+# ---- preferences
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +90,15 @@ def _pairs_or_refusal(folder: Path, content: bytes) -> None:
 @few(150)
 @given(data=st.data())
 def test_preference_files(tmp_path: Path, parquet: bytes, data: st.DataObject) -> None:
-    _pairs_or_refusal(tmp_path, data.draw(changed(parquet) | st.binary(max_size=200).map(lambda middle: b"PAR1" + middle + b"PAR1")))
+    _pairs_or_refusal(
+        tmp_path, data.draw(changed(parquet) | st.binary(max_size=200).map(lambda middle: b"PAR1" + middle + b"PAR1"))
+    )
 
 
 @few(60)
-@given(picture=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60))
+@given(
+    picture=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60)
+)
 def test_what_preference_files_name(tmp_path: Path, picture: str | bytes) -> None:
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
@@ -105,7 +113,8 @@ def test_what_preference_files_name(tmp_path: Path, picture: str | bytes) -> Non
     refused(error.value)
 
 
-# ---- profiles and what runs leave behind ------------------------------------------------------------------------------------------
+# ---- profiles and what runs leave behind
+# ------------------------------------------------------------------------------------------
 
 
 def _profile_or_refusal(path: Path) -> None:
@@ -155,7 +164,9 @@ def test_what_a_run_left_behind(finished: Finished, data: st.DataObject | None) 
         (run / name).write_bytes(content)
     if data is not None:
         name = data.draw(st.sampled_from([*files]))
-        (run / name).write_bytes(data.draw(changed(files[name]) | st.sampled_from([DEEP, b"", b"null\n", b"[]\n", b'{"update": "x"}\n'])))
+        (run / name).write_bytes(
+            data.draw(changed(files[name]) | st.sampled_from([DEEP, b"", b"null\n", b"[]\n", b'{"update": "x"}\n']))
+        )
     before = listing(run)
     try:
         assert measure(run, config).step_s > 0

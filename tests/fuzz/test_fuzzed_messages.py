@@ -1,4 +1,5 @@
-"""Every message and file format of ours: what is written comes back, and anything else is refused by the decoder's own errors."""
+"""Every message and file format of ours: what is written comes back, and anything else is refused by the decoder's own
+errors."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ by_name = pytest.mark.parametrize("message", MESSAGES, ids=lambda message: messa
 @by_name
 @few(15)
 @given(st.data())
-def test_a_message_comes_back_and_a_changed_one_is_a_message_or_refused(message: type[msgspec.Struct], data: st.DataObject) -> None:
+def test_a_message_comes_back_and_a_changed_one_is_a_message_or_refused(
+    message: type[msgspec.Struct], data: st.DataObject
+) -> None:
     sent = data.draw(of(message))
     for wire in FORMATS:
         encoded = wire.encode(sent)
@@ -44,7 +47,10 @@ def test_a_message_comes_back_and_a_changed_one_is_a_message_or_refused(message:
 
 @by_name
 @few(15)
-@given(content=st.binary(max_size=60) | st.sampled_from([DEEP, b'{"a":' * 2000, b"\xdf" + b"\xff" * 4, b"\xc6" + b"\xff" * 9, b"9" * 9999]))
+@given(
+    content=st.binary(max_size=60)
+    | st.sampled_from([DEEP, b'{"a":' * 2000, b"\xdf" + b"\xff" * 4, b"\xc6" + b"\xff" * 9, b"9" * 9999])
+)
 def test_any_bytes_are_a_message_or_refused(message: type[msgspec.Struct], content: bytes) -> None:
     for wire in FORMATS:
         _message_or_refusal(wire, content, message)

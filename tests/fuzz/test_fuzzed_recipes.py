@@ -1,4 +1,5 @@
-"""Any recipe and any override is a configuration or one line of refusal: no traceback, nothing written, exit code 0 or 2."""
+"""Any recipe and any override is a configuration or one line of refusal: no traceback, nothing written, exit code 0 or
+2."""
 
 from __future__ import annotations
 
@@ -72,12 +73,18 @@ def test_a_recipe_with_some_values_changed(recipe: Path, data: st.DataObject, ov
 
 @few(40)
 @given(data=st.data())
-def test_the_command_line_answers_in_one_line(recipe: Path, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_answers_in_one_line(
+    recipe: Path, data: st.DataObject, capsys: pytest.CaptureFixture[str]
+) -> None:
     tree = data.draw(altered(full(recipe)))
     spoilt = recipe.with_name("spoilt.yaml")
     spoilt.write_text(yaml.safe_dump(tree, allow_unicode=False))
     before = listing(recipe.parent)
-    key = data.draw(st.sampled_from(["run.name", "reward.scorers.0.params.x", "emulation.profile", "checkpoint.resume", "data.prompts"]))
+    key = data.draw(
+        st.sampled_from(
+            ["run.name", "reward.scorers.0.params.x", "emulation.profile", "checkpoint.resume", "data.prompts"]
+        )
+    )
     override = f"{key}={msgspec.json.encode(data.draw(plain)).decode()}"
     code = main(["check", str(spoilt), *data.draw(st.sampled_from([[], [override]]))])
     said = capsys.readouterr()

@@ -1,4 +1,5 @@
-"""A random secret, wherever a recipe may hold one, is in no byte that a run leaves behind: not in its folder, not in MLflow, not on the terminal."""
+"""A random secret, wherever a recipe may hold one, is in no byte that a run leaves behind: not in its folder, not in
+MLflow, not on the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +22,32 @@ from omni_async.rewards.composition import WeightedScorer
 from omni_async.tracking.rundir import RunDirectory
 from tests.e2e.emulation import write_recipe
 
-# Something in them that no other text holds: hypothesis also draws the constants of our own files, such as "profile.json".
+# Something in them that no other text holds: hypothesis also draws the constants of our own files, such as
+# "profile.json".
 _PIECES = st.text(string.ascii_letters + string.digits + "-_.~+/=@%!", max_size=14)
 SECRETS = st.builds("{}Zq7hV{}".format, _PIECES, _PIECES).filter(lambda text: len(text) >= 12 and len({*text}) > 8)
-KEYS = ("api_key", "token", "hf_token", "password", "X-Api-Key", "Authorization", "clientSecret", "aws_secret_access_key")
+KEYS = (
+    "api_key",
+    "token",
+    "hf_token",
+    "password",
+    "X-Api-Key",
+    "Authorization",
+    "clientSecret",
+    "aws_secret_access_key",
+)
 KEYS += ("api_keys", "secrets", "passwords", "auth", "basic_auth", "license_key", "Ocp-Apim-Subscription-Key", "tokens")
-URLS = ("https://me:{}@judge.example/v1", "https://{}@judge.example", "https://judge.example/?api_key={}&n=1", "postgresql://u:{}@db/x")
-URLS += ("https://judge.example/?n=1&auth={}", "https://judge.example/?subscription-key={}", "https://judge.example/?key={}")
+URLS = (
+    "https://me:{}@judge.example/v1",
+    "https://{}@judge.example",
+    "https://judge.example/?api_key={}&n=1",
+    "postgresql://u:{}@db/x",
+)
+URLS += (
+    "https://judge.example/?n=1&auth={}",
+    "https://judge.example/?subscription-key={}",
+    "https://judge.example/?key={}",
+)
 
 
 def recipe_with(folder: Path, secret: str) -> Path:
@@ -60,7 +80,9 @@ class Blabber:
 def holds(folder: Path, secret: str) -> list[str]:
     """Files with the secret in them, however it is encoded there."""
     forms = {form.encode() for form in (secret, quote(secret, safe=""), quote(secret), secret.replace("/", "\\/"))}
-    return [str(path) for path in folder.rglob("*") if path.is_file() and any(form in path.read_bytes() for form in forms)]
+    return [
+        str(path) for path in folder.rglob("*") if path.is_file() and any(form in path.read_bytes() for form in forms)
+    ]
 
 
 def shown(secret: str, *texts: str) -> bool:
@@ -85,7 +107,9 @@ def test_a_whole_run_keeps_its_secrets(tmp_path: Path, capfd: pytest.CaptureFixt
 @few(40)
 @given(secret=SECRETS)
 @example(secret="abc%40def@gh/ij")
-def test_no_secret_is_in_a_configuration_that_is_shown(tmp_path: Path, secret: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_is_in_a_configuration_that_is_shown(
+    tmp_path: Path, secret: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_with(tmp_path, secret)
     config = load(recipe, [f"run.dir={tmp_path / 'shown'}"])
     RunDirectory.create(config, ManualClock(0))

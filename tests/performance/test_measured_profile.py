@@ -31,7 +31,9 @@ def measured(spans: list[Span], **rollout: Any) -> Profile:
 
 def trained(*ends: float) -> list[Span]:
     """An optimizer step of 0.5 s at the end of every update."""
-    return [Span("trainer", "train", end - 0.5, end, {"version": version, "step": 0}) for version, end in enumerate(ends)]
+    return [
+        Span("trainer", "train", end - 0.5, end, {"version": version, "step": 0}) for version, end in enumerate(ends)
+    ]
 
 
 def generated(engine: str, begin: float, end: float, samples: int, **args: Any) -> list[Span]:
@@ -39,7 +41,8 @@ def generated(engine: str, begin: float, end: float, samples: int, **args: Any) 
 
 
 def test_batches_are_found_behind_samples_that_wait_inside_the_engine() -> None:
-    """Every engine holds two batches of four; a sample's span begins when it was handed over, a whole batch before it is computed."""
+    """Every engine holds two batches of four; a sample's span begins when it was handed over, a whole batch before it
+    is computed."""
     spans: list[Span] = []
     for engine in ("rollout-0", "rollout-1"):
         handed_over = 100.0
@@ -63,13 +66,18 @@ def test_two_sizes_of_batches_tell_fixed_from_unit_time() -> None:
 def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> None:
     """Continuous batching: four in flight, one done every second."""
     spans = [Span("rollout-0", "generate", float(i), float(i + 4), {"sample": f"g0.s{i}"}) for i in range(40)]
-    assert measured(spans).generate.mean(4) == pytest.approx(4.0, rel=0.08)  # the first four overlap with nothing before them
+    assert measured(spans).generate.mean(4) == pytest.approx(
+        4.0, rel=0.08
+    )  # the first four overlap with nothing before them
 
 
 def test_a_pause_for_a_swap_is_no_generation_and_the_wait_for_its_boundary_is_no_pause() -> None:
     spans = [s for job in range(8) for s in generated("rollout-0", 5.0 * job, 5.0 * job + 4.2, 4)]
     # Each job is interrupted for 0.2 s, asked for between 0 and 0.3 s earlier.
-    spans += [Span("rollout-0", "swap", 5.0 * job + 1.0 - 0.1 * (job % 4), 5.0 * job + 1.2, {"version": job}) for job in range(8)]
+    spans += [
+        Span("rollout-0", "swap", 5.0 * job + 1.0 - 0.1 * (job % 4), 5.0 * job + 1.2, {"version": job})
+        for job in range(8)
+    ]
     found = measured(spans)
     assert found.swap.fixed_s == pytest.approx(0.2)
     assert found.generate.mean(4) == pytest.approx(4.0)
@@ -86,9 +94,15 @@ def test_every_other_stage_is_what_its_spans_say() -> None:
     spans += [Span("trainer", "train", 10.0 * g, 10.0 * g + 2.0, {"version": 0, "group": g}) for g in range(3)]
     spans += [Span("trainer", "assess", 10.0 * g, 10.0 * g + 1.2, {"version": 0, "group": g}) for g in range(3)]
     spans += trained(40.0)
-    spans += [Span("trainer", "export", 41.0, 41.7, {"version": 1}), Span("trainer", "switch", 42.0, 45.0, {"version": 1})]
+    spans += [
+        Span("trainer", "export", 41.0, 41.7, {"version": 1}),
+        Span("trainer", "switch", 42.0, 45.0, {"version": 1}),
+    ]
     spans += [Span("publisher", "publish", 42.0, 47.0, {"version": 1, "megabytes": 12.0})]
-    spans += [Span("rollout-0", "stage", 42.1, 43.0, {"version": 1}), Span("rollout-1", "stage", 42.1, 44.0, {"version": 1})]
+    spans += [
+        Span("rollout-0", "stage", 42.1, 43.0, {"version": 1}),
+        Span("rollout-1", "stage", 42.1, 44.0, {"version": 1}),
+    ]
     spans += generated("rollout-0", 0.0, 1.0, 4, trajectory_bytes=1000, media_bytes=300)
     found = measured(spans)
     assert (found.score.fixed_s, found.score.unit_s) == pytest.approx((1.0, 0.25))
@@ -114,7 +128,10 @@ def test_the_first_of_four_updates_warms_up_and_does_not_count() -> None:
 def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
     found = measured([Span("reward-0", "score", 0.0, 1.0, {"samples": 2})])
     assert set(found.stages()) - {"score"} == {stage for stage, service in found.stages().items() if service == NOTHING}
-    assert found.assumed == "zero because the run shows nothing of it: generate, assess, train, step, export, publish, swap, switch"
+    assert (
+        found.assumed
+        == "zero because the run shows nothing of it: generate, assess, train, step, export, publish, swap, switch"
+    )
     assert found.name == "run-1" and found.source.startswith("a test")
 
 
@@ -124,7 +141,9 @@ def test_a_run_that_never_began_has_a_profile_too() -> None:
 
 def test_variation_is_kept() -> None:
     drawn, service = random.Random(0), ServiceTime(unit_s=2.0, cv=0.3)
-    spans = [Span("reward-0", "score", 20.0 * i, 20.0 * i + service.sample(drawn, 4), {"samples": 4}) for i in range(400)]
+    spans = [
+        Span("reward-0", "score", 20.0 * i, 20.0 * i + service.sample(drawn, 4), {"samples": 4}) for i in range(400)
+    ]
     found = measured(spans).score
     assert found.mean(4) == pytest.approx(8.0, rel=0.05)
     assert found.variation == pytest.approx(0.3, rel=0.15)

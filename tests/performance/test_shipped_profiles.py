@@ -1,4 +1,5 @@
-"""Shipped profiles give back the published steps they are built from, by the law and in virtual time, and say what is assumed in them."""
+"""Shipped profiles give back the published steps they are built from, by the law and in virtual time, and say what is
+assumed in them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_the_law_gives_back_a_published_step(arrangement: Reproduced) -> None:
 def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() -> None:
     """512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and simulation agree."""
     arrangement = REPRODUCED[0]
-    simulated = simulate(recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile), updates=8)
+    simulated = simulate(
+        recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile), updates=8
+    )
     assert simulated.step_s == pytest.approx(420, rel=0.02)
 
 
@@ -129,6 +132,8 @@ def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
 def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
     """As an attempt that made no update would have measured it."""
     nothing = ServiceTime()
-    write_profile(tmp_path / "empty.json", Profile(name="x", source="made up", generate=nothing, score=nothing, train=nothing))
+    write_profile(
+        tmp_path / "empty.json", Profile(name="x", source="made up", generate=nothing, score=nothing, train=nothing)
+    )
     with pytest.raises(ConfigError, match=r"emulation\.profile: .*empty\.json: every stage takes 0 s"):
         load_profile(str(tmp_path / "empty.json"))

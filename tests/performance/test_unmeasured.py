@@ -1,4 +1,5 @@
-"""What a profile has no time for is estimated where it can be, and said either way; nothing is priced zero in silence."""
+"""What a profile has no time for is estimated where it can be, and said either way; nothing is priced zero in
+silence."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
 
 def test_it_is_said_only_where_the_job_needs_it():
     [said] = not_measured(job(), PROFILE)
-    assert said.startswith("profile run has no time for assess, the pass that recomputes log-probs for the correction: estimated as 1/3")
+    assert said.startswith(
+        "profile run has no time for assess, the pass that recomputes log-probs for the correction: estimated as 1/3"
+    )
     assert not_measured(job(steps_per_update=1), PROFILE) == []
 
 

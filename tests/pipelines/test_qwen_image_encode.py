@@ -32,13 +32,18 @@ def codec(policy: QwenImagePolicy) -> QwenImageCodec:
 
 
 def pictures(count: int, height: int = 64, width: int = 32, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def by_diffusers(path: str, images: torch.Tensor) -> torch.Tensor:
     """An untouched VAE on a video of one frame, in float64, and diffusers' own packing."""
     vae = AutoencoderKLQwenImage.from_pretrained(path, subfolder="vae").double()
-    mean, std = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1)
+        for v in (vae.config.latents_mean, vae.config.latents_std)
+    )
     with torch.no_grad():
         mode = vae.encode(images.double()[:, :, None] / 255 * 2 - 1).latent_dist.mode()
     latents = ((mode - mean) / std)[:, :, 0]
@@ -56,7 +61,9 @@ def test_encoding_is_diffusers_encoding(policy: QwenImagePolicy, codec: QwenImag
 def test_a_specialised_vae_still_encodes_as_diffusers_calls_it(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
     frames = pictures(2)[:, :, None].float() / 127.5 - 1
     with torch.no_grad():
-        expected = AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").encode(frames).latent_dist.mode()
+        expected = (
+            AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").encode(frames).latent_dist.mode()
+        )
         assert_close(codec.vae.encode(frames).latent_dist.mode(), expected, rtol=0, atol=1e-5)
 
 

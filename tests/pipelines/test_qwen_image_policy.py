@@ -39,7 +39,10 @@ def test_the_family_is_found_and_imports_no_torch() -> None:
     with pytest.raises(ValueError, match="qwen_image"):
         find_family("qwen_images")
     code = "import sys, pipelines.qwen_image; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
 
 
 def test_encode_is_diffusers_encode_prompt(codec: QwenImageCodec, pipeline: QwenImagePipeline) -> None:
@@ -52,7 +55,9 @@ def test_encode_is_diffusers_encode_prompt(codec: QwenImageCodec, pipeline: Qwen
     assert "negative_prompt_embeds" not in codec.encode("x", None)
 
 
-def test_decode_is_diffusers_decode(policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline) -> None:
+def test_decode_is_diffusers_decode(
+    policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline
+) -> None:
     latents = torch.randn(3, *policy.latent_shape(64, 32), generator=torch.Generator().manual_seed(0))
     images = codec.decode(latents, 64, 32)
     assert images.shape == (3, 3, 64, 32)
@@ -73,7 +78,9 @@ def test_single_frame_decoding_is_exact_to_rounding(policy: QwenImagePolicy, cod
             single_frame.decode(codec.vae, latents.repeat(1, 1, 2, 1, 1))
 
 
-def velocity(policy: QwenImagePolicy, transformer: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, c, scale: float) -> torch.Tensor:
+def velocity(
+    policy: QwenImagePolicy, transformer: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, c, scale: float
+) -> torch.Tensor:
     with torch.no_grad():
         return policy.velocity(transformer, x, sigma, c, height=64, width=32, true_cfg_scale=scale)
 
@@ -104,7 +111,9 @@ def test_gradients_reach_the_transformer_through_both_branches(policy: QwenImage
     transformer = policy.load_transformer(torch.float32)
     c = policy.stack_conditioning([codec.encode("7", " ")])
     x = torch.randn(1, *policy.latent_shape(64, 32))
-    policy.velocity(transformer, x, torch.tensor([0.5]), c, height=64, width=32, true_cfg_scale=2.0).square().mean().backward()
+    policy.velocity(
+        transformer, x, torch.tensor([0.5]), c, height=64, width=32, true_cfg_scale=2.0
+    ).square().mean().backward()
     assert transformer.proj_out.weight.grad.abs().max() > 0
 
 

@@ -1,4 +1,5 @@
-"""A scorer that fails in every way it can, on virtual time: what is held against a sample, what against the scorer, and when it is asked again."""
+"""A scorer that fails in every way it can, on virtual time: what is held against a sample, what against the scorer, and
+when it is asked again."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ def now() -> float:
 
 
 class Judge:
-    """Scores an image by its first pixel. `up` says whether it works at a time, `seconds` how long its next call takes; it dislikes `bad` pixels."""
+    """Scores an image by its first pixel. `up` says whether it works at a time, `seconds` how long its next call takes;
+    it dislikes `bad` pixels."""
 
     name = "judge"
     concurrent = False
 
     def __init__(
-        self, up: Callable[[float], bool] = lambda t: True, seconds: Callable[[float], float] = lambda t: 0.0, bad: tuple[int, ...] = ()
+        self,
+        up: Callable[[float], bool] = lambda t: True,
+        seconds: Callable[[float], float] = lambda t: 0.0,
+        bad: tuple[int, ...] = (),
     ) -> None:
         self.up, self.seconds, self.bad = up, seconds, bad
         self.calls: list[tuple[float, list[int]]] = []
@@ -98,7 +103,8 @@ def play(work: Coroutine[Any, Any, None]) -> None:
     run(main())
 
 
-# ---- a scorer that is down ----------------------------------------------------------------------------------------------------------
+# ---- a scorer that is down
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer() -> None:
@@ -157,7 +163,11 @@ def test_a_bad_sample_alone_opens_nothing() -> None:
             assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
             assert await stage.score(7, 8) == ["scorer '0': ValueError: unreadable"] * 2
         assert not stage.panel.down and stage.told == []
-        assert await stage.score(7, 2, 8) == ["scorer '0': ValueError: unreadable", 2.0, "scorer '0': ValueError: unreadable"]
+        assert await stage.score(7, 2, 8) == [
+            "scorer '0': ValueError: unreadable",
+            2.0,
+            "scorer '0': ValueError: unreadable",
+        ]
 
     play(main())
 
@@ -212,13 +222,18 @@ def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_no
         await asyncio.sleep(5)
         assert await stage.score(2, 3) == [None, None]
         await stage.panel.recover()
-        assert now() == 127, "a pause ends later than the outage's limit, and then a worker beside this one has a second for itself"
+        assert now() == 127, (
+            "a pause ends later than the outage's limit, and then a worker beside this one has a second for itself"
+        )
         calls = len(judge.calls)
         for _ in range(20):
             await stage.panel.recover()
-            (first, second) = await stage.score(2, 3)
+            first, second = await stage.score(2, 3)
             assert (
-                first == second == f"scorer '0' has been failing for {now() - 5:.0f} s: scorer '0': ConnectionRefusedError: nobody listens"
+                first
+                == second
+                == f"scorer '0' has been failing for {now() - 5:.0f} s: scorer '0': ConnectionRefusedError: nobody"
+                " listens"
             )
             await asyncio.sleep(2)
         assert now() == 187 and len(judge.calls) - calls == 1, "one attempt every 30 s"
@@ -271,7 +286,8 @@ def test_a_picture_that_is_none_is_not_the_scorers_failure() -> None:
     play(main())
 
 
-# ---- a scorer that is slow ----------------------------------------------------------------------------------------------------------
+# ---- a scorer that is slow
+# ----------------------------------------------------------------------------------------------------------
 
 
 def slow(*seconds: float) -> Judge:
@@ -359,7 +375,8 @@ def test_a_batch_that_is_too_slow_is_scored_one_by_one() -> None:
     play(main())
 
 
-# ---- a scorer that hangs ------------------------------------------------------------------------------------------------------------
+# ---- a scorer that hangs
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads() -> None:

@@ -1,4 +1,5 @@
-"""Whatever a scorer does or returns, in a real thread: a reason for every sample it fails, and never a number that is none."""
+"""Whatever a scorer does or returns, in a real thread: a reason for every sample it fails, and never a number that is
+none."""
 
 from __future__ import annotations
 
@@ -76,7 +77,11 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
     [
         pytest.param(lambda count: None, "returned a NoneType, expected a list of Score", id="nothing"),
         pytest.param(lambda count: "1.0", "returned a str, expected a list of Score", id="a text"),
-        pytest.param(lambda count: np.ones(count), r"returned a ndarray of shape \(\d,\), expected a list of Score", id="an array"),
+        pytest.param(
+            lambda count: np.ones(count),
+            r"returned a ndarray of shape \(\d,\), expected a list of Score",
+            id="an array",
+        ),
         pytest.param(lambda count: (Score(1.0) for _ in range(count)), "returned a generator", id="a generator"),
         pytest.param(lambda count: dict.fromkeys(range(count), Score(1.0)), "returned a dict", id="a dict"),
         pytest.param(lambda count: [], "returned 0 scores", id="no scores"),
@@ -90,13 +95,19 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(each("0.5"), "value is a str, expected a number", id="value text"),
         pytest.param(each(1j), "value is a complex, expected a number", id="value complex"),
         pytest.param(each(np.ones(3)), r"value is a ndarray of shape \(3,\), expected a number", id="value array"),
-        pytest.param(each(np.ones(())), r"value is a ndarray of shape \(\), expected a number", id="value array without axes"),
+        pytest.param(
+            each(np.ones(())), r"value is a ndarray of shape \(\), expected a number", id="value array without axes"
+        ),
         pytest.param(each(10**400), "value is inf", id="value too large"),
         pytest.param(each(1.0, {"part": math.nan}), "part is nan", id="part nan"),
         pytest.param(each(1.0, {"part": None}), "part is a NoneType", id="part none"),
         pytest.param(each(1.0, None), "parts is a NoneType, expected a dict", id="no parts"),
         pytest.param(each(1.0, {1: 1.0}), "a part's name is a int, expected a str", id="unnamed part"),
-        pytest.param(each(1.0, {"\ud800": 1.0}), r"a part is called '\\ud800', expected 1 to 100 characters", id="half a pair as name"),
+        pytest.param(
+            each(1.0, {"\ud800": 1.0}),
+            r"a part is called '\\ud800', expected 1 to 100 characters",
+            id="half a pair as name",
+        ),
         pytest.param(each(1.0, {"a\x00b": 1.0}), r"a part is called 'a\\x00b'", id="control character in a name"),
         pytest.param(each(1.0, {"": 1.0}), "a part is called ''", id="empty name"),
         pytest.param(each(1.0, {"x" * 101: 1.0}), "a part is called 'x{100}'", id="long name"),
@@ -114,8 +125,12 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(raises(concurrent.futures.CancelledError()), "CancelledError", id="a future's cancellation"),
         pytest.param(raises(GeneratorExit()), "GeneratorExit", id="GeneratorExit"),
         pytest.param(raises(MemoryError()), "MemoryError", id="no memory"),
-        pytest.param(raises(ValueError("\ud83d\x00\x1b[31m")), r"ValueError: \\ud83d\\x00\\x1b\[31m", id="unwritable words"),
-        pytest.param(raises(Speechless()), "Speechless: an exception that cannot be shown", id="an exception that raises"),
+        pytest.param(
+            raises(ValueError("\ud83d\x00\x1b[31m")), r"ValueError: \\ud83d\\x00\\x1b\[31m", id="unwritable words"
+        ),
+        pytest.param(
+            raises(Speechless()), "Speechless: an exception that cannot be shown", id="an exception that raises"
+        ),
     ],
 )
 def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str) -> None:
@@ -125,11 +140,15 @@ def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str
     for outcome in outcomes_of(answer, outage_s=0.0):
         assert isinstance(outcome, Failure) and not outcome.postponed
         assert re.search(reason, outcome.reason), outcome.reason
-        assert outcome.reason.encode().isascii() or outcome.reason.isprintable(), "it goes into the ledger and onto consoles"
+        assert outcome.reason.encode().isascii() or outcome.reason.isprintable(), (
+            "it goes into the ledger and onto consoles"
+        )
 
 
 def test_numbers_of_any_real_type_become_floats_that_can_be_written() -> None:
-    scores = require_scores("x", (Score(np.float32(0.5), {"part": np.int64(3)}), Score(2), Score(np.float64(1))), PROMPTS)
+    scores = require_scores(
+        "x", (Score(np.float32(0.5), {"part": np.int64(3)}), Score(2), Score(np.float64(1))), PROMPTS
+    )
     assert scores == [Score(0.5, {"part": 3.0}), Score(2.0), Score(1.0)]
     assert {type(score.value) for score in scores} == {float} and type(scores[0].parts["part"]) is float
     assert msgspec.json.decode(msgspec.json.encode(scores), type=list[Score]) == scores
@@ -178,7 +197,11 @@ def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value: fl
         assert isinstance(outcome, Failure) and outcome.final and not outcome.postponed
         assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.reason
     assert outcomes_of(each(1e6)) == [Score(1e6, values=(1e6,))] * 3
-    assert outcomes_of(each(11.0), max_abs=10.0) != outcomes_of(each(11.0), max_abs=11.0) == [Score(11.0, values=(11.0,))] * 3
+    assert (
+        outcomes_of(each(11.0), max_abs=10.0)
+        != outcomes_of(each(11.0), max_abs=11.0)
+        == [Score(11.0, values=(11.0,))] * 3
+    )
 
 
 def test_a_servers_error_page_is_cut_to_a_line() -> None:
@@ -199,7 +222,9 @@ def test_a_call_that_hangs_leaves_its_thread_behind_and_the_next_call_has_anothe
 
     assert outcomes_of(answer, timeout_s=0.05) == [Score(1.0, values=(1.0,))] * 3
     assert len(names) == 4, "the batch that hung, and its samples"
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward-0/hostile"), "the process can end without it"
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward-0/hostile"), (
+        "the process can end without it"
+    )
     go.set()
 
 

@@ -18,7 +18,9 @@ def scorer(**params: bool) -> OcrScorer:
 
 def draw(text: str, size: tuple[int, int] = (64, 64), font_size: int = 48, noise: float = 0.0) -> np.ndarray:
     image = Image.new("RGB", size, (10, 10, 10))
-    ImageDraw.Draw(image).text((size[0] / 2, size[1] / 2), text, fill=(230, 230, 230), font=ImageFont.load_default(font_size), anchor="mm")
+    ImageDraw.Draw(image).text(
+        (size[0] / 2, size[1] / 2), text, fill=(230, 230, 230), font=ImageFont.load_default(font_size), anchor="mm"
+    )
     pixels = np.asarray(image).astype(np.float64)
     pixels += np.random.default_rng(0).normal(0, noise, pixels.shape) if noise else 0
     return pixels.clip(0, 255).astype(np.uint8)
@@ -51,7 +53,13 @@ def test_partly_right_text_and_folding() -> None:
 
 
 def test_batching_changes_no_bit() -> None:
-    images = [draw("3", noise=150.0), draw("HELLO", (200, 48), 34), draw("8"), draw("6", noise=200.0), draw("7", (32, 32), 26)]
+    images = [
+        draw("3", noise=150.0),
+        draw("HELLO", (200, 48), 34),
+        draw("8"),
+        draw("6", noise=200.0),
+        draw("7", (32, 32), 26),
+    ]
     prompts = [prompt(t) for t in ("3", "HELLO", "2", "6", "7")]
     together = scorer(dense=True).score(images, prompts)
     alone = [scorer(dense=True).score([i], [p])[0] for i, p in zip(images, prompts, strict=True)]
@@ -68,7 +76,9 @@ def test_dense_rises_with_legibility_and_stays_on_its_side_of_one_half() -> None
 
 
 def test_dense_breaks_ties_between_right_readings() -> None:
-    values = {s.value for s in scorer(dense=True).score([draw("8", noise=n) for n in (0.0, 60.0, 120.0)], [prompt("8")] * 3)}
+    values = {
+        s.value for s in scorer(dense=True).score([draw("8", noise=n) for n in (0.0, 60.0, 120.0)], [prompt("8")] * 3)
+    }
     assert len(values) == 3
 
 
@@ -110,7 +120,9 @@ def test_every_ascii_character_can_be_read() -> None:
     assert len(scorer().score([image], [prompt(text)])) == 1
 
 
-@pytest.mark.parametrize("image", [np.zeros((64, 64, 3), np.float32), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)])
+@pytest.mark.parametrize(
+    "image", [np.zeros((64, 64, 3), np.float32), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)]
+)
 def test_other_images_are_refused(image: np.ndarray) -> None:
     with pytest.raises(ScoreError, match=r"sample 1 .*expected a uint8 image"):
         scorer().score([draw("1"), image], [prompt("1")] * 2)

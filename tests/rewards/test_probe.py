@@ -1,4 +1,5 @@
-"""A scorer is tried before any sample is drawn, on virtual time: one that is wrong is told at once, one that is down is waited for."""
+"""A scorer is tried before any sample is drawn, on virtual time: one that is wrong is told at once, one that is down is
+waited for."""
 
 from __future__ import annotations
 
@@ -64,32 +65,48 @@ def typo(call: int) -> AttributeError:
     return AttributeError("'Judge' object has no attribute '_tresh'")
 
 
-# ---- the synthetic sample -----------------------------------------------------------------------------------------------------------
+# ---- the synthetic sample
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_two_pictures_of_the_runs_size_with_its_first_prompts() -> None:
     assert PROBE is not None
-    assert [(image.dtype, image.shape, image.flags.c_contiguous) for image in PROBE.images] == [(np.uint8, (512, 512, 3), True)] * 2
+    assert [(image.dtype, image.shape, image.flags.c_contiguous) for image in PROBE.images] == [
+        (np.uint8, (512, 512, 3), True)
+    ] * 2
     assert not np.array_equal(*PROBE.images) and PROBE.images[0].min() == 0 and PROBE.images[0].max() == 255
     assert [(prompt.text, prompt.metadata) for prompt in PROBE.prompts] == [("a cat", {"colour": "red"}), ("a dog", {})]
 
 
-# ---- wrong, or down -----------------------------------------------------------------------------------------------------------------
+# ---- wrong, or down
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("says", "words"),
     [
         pytest.param(typo, "AttributeError: 'Judge' object has no attribute '_tresh'", id="misspelt attribute"),
-        pytest.param(lambda call: float("nan"), "sample 0 (prompt 0: 'a cat'): value is nan, expected a finite number", id="nan"),
+        pytest.param(
+            lambda call: float("nan"), "sample 0 (prompt 0: 'a cat'): value is nan, expected a finite number", id="nan"
+        ),
         pytest.param(lambda call: "0.5", "value is a str, expected a number", id="wrong type"),
-        pytest.param(lambda call: RuntimeError("no such layer"), "RuntimeError: no such layer", id="anything that stays the same"),
-        pytest.param(lambda call: FileNotFoundError("weights.pt"), "FileNotFoundError: weights.pt", id="a file that is not there"),
-        pytest.param(lambda call: ValueError(f"<Tensor at 0x7f{call}a>"), "ValueError: <Tensor at 0x7f2a>", id="but for addresses"),
+        pytest.param(
+            lambda call: RuntimeError("no such layer"), "RuntimeError: no such layer", id="anything that stays the same"
+        ),
+        pytest.param(
+            lambda call: FileNotFoundError("weights.pt"), "FileNotFoundError: weights.pt", id="a file that is not there"
+        ),
+        pytest.param(
+            lambda call: ValueError(f"<Tensor at 0x7f{call}a>"),
+            "ValueError: <Tensor at 0x7f2a>",
+            id="but for addresses",
+        ),
         pytest.param(lambda call: SystemExit(3), "SystemExit: 3", id="sys.exit"),
     ],
 )
-def test_one_that_fails_twice_in_the_same_way_is_wrong_and_said_so_at_once_in_its_own_words(says: Callable[[int], Any], words: str) -> None:
+def test_one_that_fails_twice_in_the_same_way_is_wrong_and_said_so_at_once_in_its_own_words(
+    says: Callable[[int], Any], words: str
+) -> None:
     async def main() -> None:
         trial = Trial(judge := Scripted(says))
         wrong = await trial.panel.try_out()
@@ -148,7 +165,8 @@ def test_each_scorer_of_a_reward_is_tried() -> None:
     play(main())
 
 
-# ---- drawn samples ------------------------------------------------------------------------------------------------------------------
+# ---- drawn samples
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage() -> None:
@@ -158,7 +176,9 @@ def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage() 
         for outcome in await trial.score(3, 4):
             assert isinstance(outcome, Failure) and outcome.wrong and not outcome.postponed
         assert not trial.panel.down
-        assert [prompts for _, prompts in judge.calls] == [[0, 1], [3, 4], [3], [3], [0], [4], [4], [0]], "twice, then what it could score"
+        assert [prompts for _, prompts in judge.calls] == [[0, 1], [3, 4], [3], [3], [0], [4], [4], [0]], (
+            "twice, then what it could score"
+        )
 
     play(main())
 
@@ -189,7 +209,8 @@ def test_once_a_drawn_sample_is_scored_nobody_doubts_the_scorer_any_more() -> No
     play(main())
 
 
-# ---- whose fault it is --------------------------------------------------------------------------------------------------------------
+# ---- whose fault it is
+# --------------------------------------------------------------------------------------------------------------
 
 
 class ConnectTimeout(Exception):

@@ -1,4 +1,5 @@
-"""A scorer's module is somebody else's code: whatever is wrong with it is one line that says where, before anything is started."""
+"""A scorer's module is somebody else's code: whatever is wrong with it is one line that says where, before anything is
+started."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def refusal(name: str, **params: object) -> str:
         ("\0", ("cannot import 'own_module'",)),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_with_the_line(folder: Path, content: str, expected: tuple[str, ...]) -> None:
+def test_a_module_that_cannot_be_imported_is_refused_with_the_line(
+    folder: Path, content: str, expected: tuple[str, ...]
+) -> None:
     (folder / "own_module.py").write_text(content)
     message = refusal("own_module:Own")
     assert message.startswith("scorer 'own_module:Own': cannot import 'own_module': ")
@@ -66,7 +69,20 @@ def test_a_module_that_is_not_there_is_refused_with_where_it_was_looked_for(fold
 
 
 @pytest.mark.parametrize(
-    "name", ["..x:Y", ".x:Y", "x.:Y", "scorers/own.py:Own", "own.py :Own", ":Own", "own:", "own:Own:x", "own:Own[a]", "1:2", "own\n:Own"]
+    "name",
+    [
+        "..x:Y",
+        ".x:Y",
+        "x.:Y",
+        "scorers/own.py:Own",
+        "own.py :Own",
+        ":Own",
+        "own:",
+        "own:Own:x",
+        "own:Own[a]",
+        "1:2",
+        "own\n:Own",
+    ],
 )
 def test_a_name_that_no_module_can_have_is_refused(name: str) -> None:
     assert "expected 'module:Class', names joined by dots" in refusal(name)
@@ -99,7 +115,8 @@ def test_ctrl_c_during_an_import_stays_ctrl_c(folder: Path) -> None:
         registry.check(schema.Scorer(name="own_module:Own"))
 
 
-# ---- what a scorer needs of a prompt ----------------------------------------------------------------------------------------------
+# ---- what a scorer needs of a prompt
+# ----------------------------------------------------------------------------------------------
 
 
 class Demanding:
@@ -149,7 +166,9 @@ def test_a_check_that_fails_itself_is_a_line_without_its_secrets() -> None:
     assert said is not None and "check_prompt failed: KeyError" in said and "test_scorer_modules.py:" in said
     assert "hunter2" not in said
     assert "check_prompt failed: SystemExit: bye" in (asked(Prompt(0, "exit")) or "")
-    assert "check_prompt returned a bool, expected what is missing as text, or None" in (asked(Prompt(0, "wrong")) or "")
+    assert "check_prompt returned a bool, expected what is missing as text, or None" in (
+        asked(Prompt(0, "wrong")) or ""
+    )
 
 
 def test_a_scorer_without_a_check_asks_nothing() -> None:

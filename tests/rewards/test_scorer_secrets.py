@@ -22,7 +22,12 @@ class Judge:
     name = "judge"
 
     def __init__(
-        self, api_key: str = "", url: str = "", level: int = 0, headers: dict[str, str] | None = None, broken: bool = False
+        self,
+        api_key: str = "",
+        url: str = "",
+        level: int = 0,
+        headers: dict[str, str] | None = None,
+        broken: bool = False,
     ) -> None:
         self._said = f"{url} refused {api_key} {(headers or {}).get('X-Api-Key', '')}"
         if broken:
@@ -57,7 +62,9 @@ def test_a_parameter_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPat
 
 def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(ScorerConfigError, match="parameter 'api_key': 'env:JUDGE_KEY' names an environment variable that is not set"):
+    with pytest.raises(
+        ScorerConfigError, match="parameter 'api_key': 'env:JUDGE_KEY' names an environment variable that is not set"
+    ):
         registry.check(config(api_key="env:JUDGE_KEY"))
 
 

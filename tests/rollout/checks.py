@@ -14,9 +14,14 @@ from pipelines.qwen_image.policy import QwenImagePolicy
 
 
 def check_against_policy(
-    policy: QwenImagePolicy, models: Mapping[int, torch.nn.Module], request: SampleRequest, made: Trajectory, tolerance: float = 1e-5
+    policy: QwenImagePolicy,
+    models: Mapping[int, torch.nn.Module],
+    request: SampleRequest,
+    made: Trajectory,
+    tolerance: float = 1e-5,
 ) -> None:
-    """Recomputes every trained step with the policy contract and the version that took it: mean, log-prob, and the noise added."""
+    """Recomputes every trained step with the policy contract and the version that took it: mean, log-prob, and the
+    noise added."""
     t = made.tensors
     assert t["steps"].tolist() == list(request.window.steps)
     assert t["latents"].dtype == torch.float32

@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 def with_engine(policy: QwenImagePolicy, use: Callable[[DiffusersEngine], Awaitable[T]], **options: Any) -> T:
     async def main() -> T:
-        engine = DiffusersEngine("engine", policy, **({"dtype": torch.float32, "max_batch": 4, "device": "cpu"} | options))
+        engine = DiffusersEngine(
+            "engine", policy, **({"dtype": torch.float32, "max_batch": 4, "device": "cpu"} | options)
+        )
         await engine.start()
         try:
             return await use(engine)

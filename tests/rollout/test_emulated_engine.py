@@ -17,7 +17,12 @@ from tests.rollout.conftest import make_request
 
 
 def engine(max_batch: int = 4, **times: float) -> EmulatedEngine:
-    return EmulatedEngine("engine", Emulated(**({"step_s": 0.0} | times)), max_batch=max_batch, latent_shape=lambda h, w: (h * w // 256, 8))
+    return EmulatedEngine(
+        "engine",
+        Emulated(**({"step_s": 0.0} | times)),
+        max_batch=max_batch,
+        latent_shape=lambda h, w: (h * w // 256, 8),
+    )
 
 
 def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
@@ -37,7 +42,9 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
     x, sigmas = t["latents"], t["sigmas"]
     steps = t["steps"]
     rows = torch.full((3,), request.noise_level)
-    expected = transition("flow", x[:-1], torch.zeros_like(x[:-1]), sigmas[steps], sigmas[steps + 1], sigmas[1].expand(3), rows)
+    expected = transition(
+        "flow", x[:-1], torch.zeros_like(x[:-1]), sigmas[steps], sigmas[steps + 1], sigmas[1].expand(3), rows
+    )
     assert_close(t["log_probs"], log_prob("flow", x[1:], expected.mean, expected.scale), rtol=0, atol=1e-6)
     assert made.image.shape == (3, 64, 32)
     assert made.versions == (0,) * 6

@@ -127,7 +127,8 @@ def test_a_swap_waits_for_a_boundary_pauses_the_job_and_stamps_the_steps_after_i
         return await making, staged, swapped, loop.time()
 
     trajectory, staged, swapped, made = play(work)
-    # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later than it would have.
+    # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later than it would
+    # have.
     assert (staged, swapped, made) == pytest.approx((3.0, 3.7, 4.5))
     assert trajectory.versions == (0,) * 8 + (1,) * 2
 
@@ -138,7 +139,9 @@ def test_a_swap_of_an_idle_engine_holds_the_next_job_up() -> None:
         return await ends(engine.swap(1), engine.generate(request(0)))
 
     assert play(work) == pytest.approx([3.5, 7.5])
-    assert play(work, takes_turns=True) == pytest.approx([10.5, 14.5]), "and on a shared device includes the time to switch to this engine"
+    assert play(work, takes_turns=True) == pytest.approx([10.5, 14.5]), (
+        "and on a shared device includes the time to switch to this engine"
+    )
 
 
 def test_engines_draw_the_same_time_for_a_publish() -> None:

@@ -23,7 +23,9 @@ def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins() -> Non
         tensors = sample.tensors()
         for place, step in enumerate(range(start, start + 3)):
             added = tensors["latents"][place + 1] - tensors["means"][place]
-            assert_close(added, 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape), rtol=1e-4, atol=1e-5)
+            assert_close(
+                added, 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape), rtol=1e-4, atol=1e-5
+            )
 
 
 class Codec:

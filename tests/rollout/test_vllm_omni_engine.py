@@ -1,4 +1,5 @@
-"""The production engine against the policy contract and the reference engine. One engine, in a child process, serves every test here."""
+"""The production engine against the policy contract and the reference engine. One engine, in a child process, serves
+every test here."""
 
 from __future__ import annotations
 
@@ -52,11 +53,16 @@ def reference(policy: QwenImagePolicy, requests: list[SampleRequest], published:
     return asyncio.run(main())
 
 
-def test_alone_in_a_batch_and_in_the_reference_engine_a_sample_is_the_same(engine: RemoteEngine, policy: QwenImagePolicy) -> None:
+def test_alone_in_a_batch_and_in_the_reference_engine_a_sample_is_the_same(
+    engine: RemoteEngine, policy: QwenImagePolicy
+) -> None:
     """Different prompts, lengths, windows, kinds and step counts, guided and not, of two sizes."""
     requests = [make_request(i) for i in range(4)]
     requests += [make_request(4, sde_kind="cps"), make_request(5, sde_kind="dance"), make_request(6, initial_seed=3)]
-    requests += [make_request(7, num_inference_steps=9), make_request(8, window=None, noise_level=0.0, fields=("final",))]
+    requests += [
+        make_request(7, num_inference_steps=9),
+        make_request(8, window=None, noise_level=0.0, fields=("final",)),
+    ]
     requests += [make_request(9, true_cfg_scale=3.0), make_request(10, true_cfg_scale=3.0), make_request(11, width=64)]
     batched = engine("generate", requests)
     for request, one, expected in zip(requests, batched, reference(policy, requests), strict=True):
@@ -66,14 +72,21 @@ def test_alone_in_a_batch_and_in_the_reference_engine_a_sample_is_the_same(engin
 
 
 def test_behaviour_log_probs_are_those_a_trainer_computes(engine: RemoteEngine, policy: QwenImagePolicy) -> None:
-    requests = [make_request(0), make_request(1, sde_kind="cps"), make_request(2, sde_kind="dance"), make_request(3, true_cfg_scale=3.0)]
+    requests = [
+        make_request(0),
+        make_request(1, sde_kind="cps"),
+        make_request(2, sde_kind="dance"),
+        make_request(3, true_cfg_scale=3.0),
+    ]
     for request, made in zip(requests, engine("generate", requests), strict=True):
         check_against_policy(policy, {0: transformer_with(policy, None)}, request, made, tolerance=1e-5)
     assert engine("is_grad_ready", requests[0])
 
 
 @pytest.mark.parametrize("payload", ["full", "lora"])
-def test_swap_between_two_steps_of_samples_in_flight(engine: RemoteEngine, policy: QwenImagePolicy, payload: str) -> None:
+def test_swap_between_two_steps_of_samples_in_flight(
+    engine: RemoteEngine, policy: QwenImagePolicy, payload: str
+) -> None:
     if payload == "full":
         weights = new_weights(policy, seed=1)
         published = publish(1, weights)

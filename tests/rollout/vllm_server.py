@@ -1,4 +1,5 @@
-"""A vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would disturb other tests."""
+"""A vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would disturb
+other tests."""
 
 from __future__ import annotations
 

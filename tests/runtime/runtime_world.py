@@ -1,4 +1,5 @@
-"""A recipe's world on disk without a model in it, a console that remembers, and a cluster whose roles a test writes itself."""
+"""A recipe's world on disk without a model in it, a console that remembers, and a cluster whose roles a test writes
+itself."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from omni_async.types import LedgerEntry
 
 
 def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:
-    """The configuration of a recipe in `folder`, with the smallest checkpoint and prompt files that preflight accepts."""
+    """The configuration of a recipe in `folder`, with the smallest checkpoint and prompt files that preflight
+    accepts."""
     write_checkpoint(folder / "model")
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     recipe: dict[str, Any] = {
@@ -105,7 +107,9 @@ class Control:
             self.over.set()
             self.log.add("closing", {"status": status, "reason": reason})
             conservation = {"admitted": 0, "trained": 0, "rejected": 0, "dropped": 0, "live": 0}
-            self.log.add("ended", {"status": status, "reason": reason, "images": 0, "conservation": conservation, "reasons": {}})
+            self.log.add(
+                "ended", {"status": status, "reason": reason, "images": 0, "conservation": conservation, "reasons": {}}
+            )
 
     async def events(self) -> list[RunEvent]:
         return await self.log.take()
@@ -124,9 +128,12 @@ Role = Callable[[Control], Coroutine[Any, Any, None]]
 
 
 class HandCluster:
-    """A Cluster of roles that are given as functions of the control. Those of the `crew` are replaced by others of the same kind."""
+    """A Cluster of roles that are given as functions of the control. Those of the `crew` are replaced by others of the
+    same kind."""
 
-    def __init__(self, work: dict[str, Role], services: dict[str, Role] | None = None, crew: dict[str, Role] | None = None) -> None:
+    def __init__(
+        self, work: dict[str, Role], services: dict[str, Role] | None = None, crew: dict[str, Role] | None = None
+    ) -> None:
         self._crew = crew or {}
         self.lost: list[str] = []
         self.gone: str | None = None  # what `find_lost` finds

@@ -21,7 +21,11 @@ async def echo(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
     return {"scale": request.scale}
 
 
-def serve(path: Path, answer: Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]] | None, talk: Callable[[], Any]) -> Any:
+def serve(
+    path: Path,
+    answer: Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]] | None,
+    talk: Callable[[], Any],
+) -> Any:
     """What `talk` comes to, in a thread, while the socket is served."""
 
     async def main() -> Any:
@@ -128,7 +132,11 @@ def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(lines=st.lists(st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000), min_size=1, max_size=4))
+@given(
+    lines=st.lists(
+        st.binary(max_size=300) | st.just(b'{"scale": {"rollout": 0}}') | st.just(b"[" * 70_000), min_size=1, max_size=4
+    )
+)
 def test_nonsense_is_answered_or_cut_off_and_the_next_request_is_served(
     lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

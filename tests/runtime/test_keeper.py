@@ -71,7 +71,9 @@ class World:
         async def main() -> None:
             clock = VirtualClock()
             async with Supervisor() as supervisor:
-                self.keeper = Keeper(self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append)
+                self.keeper = Keeper(
+                    self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append
+                )
                 for name in self.workers:
                     self.keeper.employ(name, self.team.work(name))
                 await asyncio.sleep(1)
@@ -176,7 +178,10 @@ def test_too_many_losses_of_one_place_within_an_hour_end_the_run() -> None:
             world.team.kill(name)
         await asyncio.sleep(100)
 
-    with pytest.raises(TaskFailed, match=r"rollout-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts"):
+    with pytest.raises(
+        TaskFailed,
+        match=r"rollout-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts",
+    ):
         World(restarts=2).play(story)
 
 
@@ -210,7 +215,10 @@ def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() 
     world = World()
     world.play(story)
     assert world.faults[0].seconds == 4 * 5.0 + 1 + 2 + 4
-    assert "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s" in world.said
+    assert (
+        "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s"
+        in world.said
+    )
 
 
 def test_workers_are_added_and_leave_when_they_have_finished() -> None:
@@ -363,7 +371,9 @@ def test_replacements_that_never_start_end_the_run() -> None:
         world.team.kill("rollout-0")
         await asyncio.sleep(1e6)
 
-    with pytest.raises(TaskFailed, match="rollout-0 cannot be replaced, its replacement did not start: ValueError: no room"):
+    with pytest.raises(
+        TaskFailed, match="rollout-0 cannot be replaced, its replacement did not start: ValueError: no room"
+    ):
         World(restarts=1000).play(story)
 
 

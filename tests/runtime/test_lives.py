@@ -39,7 +39,12 @@ def save(run: Path, version: int) -> Path:
     place.mkdir(parents=True)
     (run / "ledger.jsonl").unlink(missing_ok=True)
     ledger = write_ledger(run, 2 * version)[-1]
-    write_state(place, State(Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}))
+    write_state(
+        place,
+        State(
+            Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
+        ),
+    )
     write_manifest(place)
     finish(folder)
     return folder

@@ -50,7 +50,13 @@ class Watched(control_world.Run):
 
 def watch(folder: Path, **kwargs: Any) -> Watched:
     config = control_world.make_config(
-        **{"S": 1, "P": 2, "updates": 4, "validation": {"every": 2, "num_inference_steps": 3}, **kwargs.pop("config", {})}
+        **{
+            "S": 1,
+            "P": 2,
+            "updates": 4,
+            "validation": {"every": 2, "num_inference_steps": 3},
+            **kwargs.pop("config", {}),
+        }
     )
     return asyncio.run(Watched(config, folder, **kwargs).play())
 
@@ -114,7 +120,12 @@ def test_pictures_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path
 
 def test_emulated_media_are_not_drawn(tmp_path):
     watcher, run, console, _ = observer(tmp_path, emulation={"profile": "p.json"})
-    show(watcher, RunEvent("validation", {"version": 2, "parts": {"reward": 0.5}}, (Picture("any", Prompt(0, "a cat"), Score(0.5)),)))
+    show(
+        watcher,
+        RunEvent(
+            "validation", {"version": 2, "parts": {"reward": 0.5}}, (Picture("any", Prompt(0, "a cat"), Score(0.5)),)
+        ),
+    )
     assert not list(run.samples.iterdir()) and not console.notes
     assert console.validations == [(2, 0.5)]
 
@@ -131,7 +142,9 @@ def test_the_summary_adds_up_to_what_the_coordinator_counted(tmp_path):
     assert sum(summary.staleness.values()) == 8
     assert summary.first_reward == 0.5
     assert summary.peak_memory_bytes == 123
-    assert [point.version for point in summary.validation] == sorted(version for version, _ in watched.console.validations)
+    assert [point.version for point in summary.validation] == sorted(
+        version for version, _ in watched.console.validations
+    )
 
 
 def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
@@ -171,14 +184,20 @@ def _changed(line: dict[str, Any], **values: Any) -> bytes:
         (lambda lines: lines, None),
         (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], None),
         (lambda lines: [_changed(json.loads(line), reward=None) for line in lines], None),
-        (lambda lines: [line for line in lines if b"finished" in line], "has no line of validation of version 0, 2, 4;"),
+        (
+            lambda lines: [line for line in lines if b"finished" in line],
+            "has no line of validation of version 0, 2, 4;",
+        ),
         (lambda lines: [line for line in lines if json.loads(line)["update"] != 3], "has no line of update 3;"),
         (lambda lines: [*lines, *lines[-1:]], "has more than one line of "),
         (
             lambda lines: [line[:-9] for line in lines],
             "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;",
         ),
-        (lambda lines: [_changed(json.loads(line), update=[1]) for line in lines], "has no line of update 1, 2, 3 and 1 more and "),
+        (
+            lambda lines: [_changed(json.loads(line), update=[1]) for line in lines],
+            "has no line of update 1, 2, 3 and 1 more and ",
+        ),
         (None, "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;"),
     ],
 )
@@ -293,7 +312,11 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "metrics": metrics,
         "images": 4 * version,
         "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
-        "buffers": {"slots": {"live": 0, "awaiting_publication": 0, "capacity": 4}, "trajectories": places, "replay": places},
+        "buffers": {
+            "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
+            "trajectories": places,
+            "replay": places,
+        },
     }
     return RunEvent("update", data)
 
@@ -342,5 +365,11 @@ def test_preferences_show_what_they_teach_and_no_reward(tmp_path):
 
 def test_a_gradient_that_vanished_is_said(tmp_path):
     watcher, _, console, _ = observer(tmp_path)
-    show(watcher, *(update(version, version - 1.0, float(version), grad_norm=1.0 if version < 6 else 0.0) for version in range(1, 12)))
+    show(
+        watcher,
+        *(
+            update(version, version - 1.0, float(version), grad_norm=1.0 if version < 6 else 0.0)
+            for version in range(1, 12)
+        ),
+    )
     assert [note.partition(" (")[0] for note in console.notes] == ["warning: update 8: the gradient has vanished"]

@@ -31,9 +31,16 @@ STATUS: dict[str, Any] = {
         "grad_norm": 0.0141,
         "validation": {"version": 40, "value": 0.52, "parts": {"ocr_exact": 0.5}},
     },
-    "parts": {"coordinator": {"pid": 11, "node": "a"}, "rollout-0.2": {"pid": 12, "node": "a"}, "rollout-1": {"pid": 13, "node": "a"}},
+    "parts": {
+        "coordinator": {"pid": 11, "node": "a"},
+        "rollout-0.2": {"pid": 12, "node": "a"},
+        "rollout-1": {"pid": 13, "node": "a"},
+    },
     "faults": 3,
-    "buffers": {"slots": {"live": 2, "awaiting_publication": 1, "capacity": 6}, "replay": {"capacity": 16, "reserved": 4, "ready": 1}},
+    "buffers": {
+        "slots": {"live": 2, "awaiting_publication": 1, "capacity": 6},
+        "replay": {"capacity": 16, "reserved": 4, "ready": 1},
+    },
     "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},
 }
@@ -78,7 +85,10 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     lines = said.splitlines()
     assert lines[:4] == [
         "update 42/100, about 3 min 20 s left",
-        "reward 0.431 (mean of the last 5 updates), grad_norm 0.0141, staleness 1.2 updates on average, 2 at most, images/s 21.3",
+        (
+            "reward 0.431 (mean of the last 5 updates), grad_norm 0.0141, staleness 1.2 updates on average, 2 at most,"
+            " images/s 21.3"
+        ),
         "validation of version 40: reward 0.520, ocr_exact 0.500",
         "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
     ]
@@ -114,13 +124,17 @@ def test_a_run_without_an_update_yet_has_a_status(tmp_path, capsys, monkeypatch)
     ]
 
 
-def left(folder: Path, *, updates: int = 2, summary: Summary | None = None, checkpoint: bool = True, **numbers: float) -> Path:
+def left(
+    folder: Path, *, updates: int = 2, summary: Summary | None = None, checkpoint: bool = True, **numbers: float
+) -> Path:
     """What a run of that many updates leaves."""
     folder.mkdir()
     (folder / "config.yaml").write_text("")
     run = RunDirectory(folder)
     for update in range(1, updates + 1):
-        run.append_metrics(update, {"reward": update / 10, "staleness/mean": 0.5, "finished": 1000.0 * update, **numbers})
+        run.append_metrics(
+            update, {"reward": update / 10, "staleness/mean": 0.5, "finished": 1000.0 * update, **numbers}
+        )
     if updates:
         run.append_metrics(updates, {"validation/reward": 0.52, "validation/ocr_exact": 0.5})
     if checkpoint:
@@ -156,8 +170,10 @@ def test_a_run_that_is_over_is_told_from_its_summary(tmp_path, capsys):
         "validation of versions 0 to 2 (2 rounds): reward 0.250 -> 0.500, ocr_exact 0.200 -> 0.400",
         "staleness 1.3 updates on average, 2 at most; images/s 20.0",
         "groups: 3 admitted, 3 trained, 0 rejected, 0 dropped, 0 live",
-        f"its newest checkpoint is {folder}/checkpoints/update-000002; the same recipe with checkpoint.resume={folder} and a larger trainer.updates "
-        "goes on with it",
+        (
+            f"its newest checkpoint is {folder}/checkpoints/update-000002; the same recipe with"
+            f" checkpoint.resume={folder} and a larger trainer.updates goes on with it"
+        ),
     ]
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -168,10 +184,15 @@ def test_a_run_that_failed_says_why(tmp_path, capsys):
     folder = left(tmp_path / "run", summary=over("failed", "the judge is \x1b[2J down"), checkpoint=False)
     assert main(["status", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates") and "it left no checkpoint to go on from" in said
+    assert (
+        said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates")
+        and "it left no checkpoint to go on from" in said
+    )
 
 
-@pytest.mark.parametrize(("numbers", "shown"), [({}, "reward 0.2"), ({"accuracy": 0.9375, "margin": 24.7}, "accuracy 0.938, margin 24.7")])
+@pytest.mark.parametrize(
+    ("numbers", "shown"), [({}, "reward 0.2"), ({"accuracy": 0.9375, "margin": 24.7}, "accuracy 0.938, margin 24.7")]
+)
 def test_a_run_that_was_killed_is_told_from_its_metrics(tmp_path, capsys, numbers, shown):
     folder = left(tmp_path / "run", **numbers)
     assert main(["status", str(folder)]) == 0

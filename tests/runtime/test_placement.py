@@ -26,7 +26,9 @@ GPUS = {"rollout": {"cpus": 2, "gpus": 1}, "reward": {"cpus": 4}, "trainer": {"c
 
 
 def config(placement: dict[str, Any], **sections: Any) -> Config:
-    return msgspec.convert({"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement} | sections, Config)
+    return msgspec.convert(
+        {"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement} | sections, Config
+    )
 
 
 def test_every_actor_has_a_bundle_of_its_own() -> None:
@@ -92,5 +94,7 @@ def test_one_emulated_rank_stands_for_all() -> None:
 def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
     inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
     rank = build_rank(0, inputs, LocalStore())
-    with pytest.raises(RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"):
+    with pytest.raises(
+        RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
+    ):
         asyncio.run(rank.setup(None, None))

@@ -47,7 +47,9 @@ def one_pair(folder: Path, chosen: Any, rejected: Any = None) -> PreferencePairs
         good = "good.png"
     elif isinstance(chosen, dict):
         good = {"bytes": good, "path": None}
-    return PreferencePairs(write(folder, {"prompt": ["a cat"], "chosen": [chosen], "rejected": [good if rejected is None else rejected]}))
+    return PreferencePairs(
+        write(folder, {"prompt": ["a cat"], "chosen": [chosen], "rejected": [good if rejected is None else rejected]})
+    )
 
 
 def refusal(folder: Path, chosen: Any) -> str:
@@ -74,9 +76,15 @@ def of_header(width: int, height: int) -> bytes:
 def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_dictionary, monkeypatch):
     monkeypatch.setattr("omni_async.runtime.preferences._DICTIONARY_ROWS", 4)
     chosen, rejected = [picture(i) for i in range(10)], [picture(100 + i, 4, 4) for i in range(10)]
-    columns = {"prompt": [f"prompt {i}" for i in range(10)], "chosen": [*map(encoded, chosen)], "rejected": [*map(encoded, rejected)]}
+    columns = {
+        "prompt": [f"prompt {i}" for i in range(10)],
+        "chosen": [*map(encoded, chosen)],
+        "rejected": [*map(encoded, rejected)],
+    }
     if as_dictionary:
-        columns["prompt"], columns["chosen"] = (pa.array(columns[name]).dictionary_encode() for name in ("prompt", "chosen"))
+        columns["prompt"], columns["chosen"] = (
+            pa.array(columns[name]).dictionary_encode() for name in ("prompt", "chosen")
+        )
     pairs = PreferencePairs(write(tmp_path, columns, row_group_size=rows_per_group))
     assert len(pairs) == 10
     assert pairs.prompts() == [Prompt(i, f"prompt {i}") for i in range(10)]
@@ -113,13 +121,18 @@ def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
     image = {"bytes": encoded(picture(2))} if pa.types.is_struct(kind) else encoded(picture(2))
     images = pa.array([image], kind)
     pairs = PreferencePairs(
-        write(tmp_path, {"prompt": pa.array(["x"]).dictionary_encode(), "chosen": images, "rejected": images, "extra": [1.0]})
+        write(
+            tmp_path,
+            {"prompt": pa.array(["x"]).dictionary_encode(), "chosen": images, "rejected": images, "extra": [1.0]},
+        )
     )
     assert pairs.prompts() == [Prompt(0, "x")]
     assert np.array_equal(pairs.images(0)[1], picture(2))
 
 
-@pytest.mark.parametrize(("kind", "how"), [("JPEG", {"quality": 95}), ("WEBP", {"lossless": True}), ("WEBP", {"quality": 95})])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("JPEG", {"quality": 95}), ("WEBP", {"lossless": True}), ("WEBP", {"quality": 95})]
+)
 def test_jpeg_and_webp_are_decoded(tmp_path, kind, how):
     flat = np.full((16, 24, 3), (200, 40, 90), np.uint8)
     found, _ = one_pair(tmp_path, encoded(flat, kind, **how)).images(0)
@@ -173,7 +186,9 @@ def test_what_is_no_image_is_refused_with_its_row_and_column(tmp_path, image, wh
 
 def test_a_missing_image_is_refused(tmp_path):
     image = encoded(picture(0))
-    pairs = PreferencePairs(write(tmp_path, {"prompt": ["a", "b"], "chosen": [image, image], "rejected": [image, None]}))
+    pairs = PreferencePairs(
+        write(tmp_path, {"prompt": ["a", "b"], "chosen": [image, image], "rejected": [image, None]})
+    )
     pairs.images(0)
     with pytest.raises(ConfigError, match="row 1, column rejected: there is no image"):
         pairs.images(1)
@@ -237,15 +252,34 @@ IMAGES = [encoded(picture(0))]
 @pytest.mark.parametrize(
     ("columns", "why"),
     [
-        ({"prompt": ["x"], "chosen": IMAGES}, "column rejected is missing; expected prompt, chosen and rejected, got prompt, chosen"),
-        ({"prompt": [1], "chosen": IMAGES, "rejected": IMAGES}, "column prompt: expected text, got int64"),
-        ({"prompt": ["x"], "chosen": [1.5], "rejected": IMAGES}, "column chosen: expected encoded images .*, got double"),
-        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [[1, 2]]}, "column rejected: expected encoded images"),
-        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [{"path": "x.png"}]}, "column rejected: expected encoded images"),
-        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [{"bytes": b"x", "n": [1]}]}, "column rejected: expected encoded images"),
-        ({"prompt": ["x"], "chosen": [{"bytes": "text"}], "rejected": IMAGES}, "column chosen: expected encoded images"),
         (
-            {"prompt": pa.array([], pa.string()), "chosen": pa.array([], pa.binary()), "rejected": pa.array([], pa.binary())},
+            {"prompt": ["x"], "chosen": IMAGES},
+            "column rejected is missing; expected prompt, chosen and rejected, got prompt, chosen",
+        ),
+        ({"prompt": [1], "chosen": IMAGES, "rejected": IMAGES}, "column prompt: expected text, got int64"),
+        (
+            {"prompt": ["x"], "chosen": [1.5], "rejected": IMAGES},
+            "column chosen: expected encoded images .*, got double",
+        ),
+        ({"prompt": ["x"], "chosen": IMAGES, "rejected": [[1, 2]]}, "column rejected: expected encoded images"),
+        (
+            {"prompt": ["x"], "chosen": IMAGES, "rejected": [{"path": "x.png"}]},
+            "column rejected: expected encoded images",
+        ),
+        (
+            {"prompt": ["x"], "chosen": IMAGES, "rejected": [{"bytes": b"x", "n": [1]}]},
+            "column rejected: expected encoded images",
+        ),
+        (
+            {"prompt": ["x"], "chosen": [{"bytes": "text"}], "rejected": IMAGES},
+            "column chosen: expected encoded images",
+        ),
+        (
+            {
+                "prompt": pa.array([], pa.string()),
+                "chosen": pa.array([], pa.binary()),
+                "rejected": pa.array([], pa.binary()),
+            },
             "holds no pairs; expected one a row",
         ),
     ],
@@ -256,7 +290,9 @@ def test_a_file_with_other_columns_is_refused(tmp_path, columns, why):
 
 
 def test_a_column_that_occurs_twice_is_refused(tmp_path):
-    table = pa.Table.from_arrays([pa.array(["x"]), *(pa.array(IMAGES) for _ in range(3))], ["prompt", "chosen", "rejected", "chosen"])
+    table = pa.Table.from_arrays(
+        [pa.array(["x"]), *(pa.array(IMAGES) for _ in range(3))], ["prompt", "chosen", "rejected", "chosen"]
+    )
     pq.write_table(table, tmp_path / "pairs.parquet")
     with pytest.raises(ConfigError, match="column chosen occurs 2 times"):
         PreferencePairs(str(tmp_path / "pairs.parquet"))
@@ -286,7 +322,11 @@ def test_a_file_that_is_not_there_is_refused(tmp_path, name, why):
 
 @pytest.mark.parametrize(
     ("prompt", "why"),
-    [(None, "expected a non-empty prompt, got None"), (" \n", "expected a non-empty prompt"), ("x" * 51, "the prompt has 51 characters")],
+    [
+        (None, "expected a non-empty prompt, got None"),
+        (" \n", "expected a non-empty prompt"),
+        ("x" * 51, "the prompt has 51 characters"),
+    ],
 )
 def test_a_row_without_a_usable_prompt_is_refused(tmp_path, prompt, why):
     pairs = PreferencePairs(write(tmp_path, {"prompt": ["fine", prompt], "chosen": IMAGES * 2, "rejected": IMAGES * 2}))
@@ -310,7 +350,12 @@ def test_a_path_that_is_not_utf8_is_refused(tmp_path):
 
 def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
     images = [encoded(picture(i)) for i in range(6)]
-    path = write(tmp_path, {"prompt": list("abcdef"), "chosen": images, "rejected": images}, row_group_size=2, use_dictionary=False)
+    path = write(
+        tmp_path,
+        {"prompt": list("abcdef"), "chosen": images, "rejected": images},
+        row_group_size=2,
+        use_dictionary=False,
+    )
     damaged = pq.ParquetFile(path).metadata.row_group(1).column(1)
     with Path(path).open("r+b") as file:
         file.seek(damaged.data_page_offset)
@@ -325,7 +370,8 @@ def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
             assert np.array_equal(pairs.images(row)[0], picture(row))
 
 
-# Its peak can be asked for. Never freed: what was read through it frees its memory there when it is collected, be that long after the test.
+# Its peak can be asked for. Never freed: what was read through it frees its memory there when it is collected, be that
+# long after the test.
 COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
 
 
@@ -373,7 +419,9 @@ def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_
     with counted():
         pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
         assert np.array_equal(pairs.images(200)[1], picture(0))
-        with pytest.raises(ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"):
+        with pytest.raises(
+            ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"
+        ):
             pairs.prompts(max_chars=1000)
         assert 2**19 < COUNTED.max_memory() < 16 * 2**20
 
@@ -381,7 +429,9 @@ def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_
 def test_prompts_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("omni_async.runtime.preferences._MAX_PROMPT_BYTES", 25)
     pairs = PreferencePairs(write(tmp_path, {"prompt": ["x" * 10] * 3, "chosen": IMAGES * 3, "rejected": IMAGES * 3}))
-    with pytest.raises(ConfigError, match="row 2, column prompt: the prompts up to here have more than 25 bytes; split the file"):
+    with pytest.raises(
+        ConfigError, match="row 2, column prompt: the prompts up to here have more than 25 bytes; split the file"
+    ):
         pairs.prompts()
 
 
@@ -393,7 +443,9 @@ def test_an_encoded_image_and_a_path_of_any_length_are_refused_unread(tmp_path, 
 
 def test_a_missing_prompt_or_image_of_a_dictionary_is_refused(tmp_path):
     columns = {"prompt": [None, "x"], "chosen": [IMAGES[0], None], "rejected": IMAGES * 2}
-    pairs = PreferencePairs(write(tmp_path, {name: pa.array(values).dictionary_encode() for name, values in columns.items()}))
+    pairs = PreferencePairs(
+        write(tmp_path, {name: pa.array(values).dictionary_encode() for name, values in columns.items()})
+    )
     with pytest.raises(ConfigError, match="row 0, column prompt: expected a non-empty prompt, got None"):
         pairs.prompts()
     with pytest.raises(ConfigError, match="row 1, column chosen: there is no image"):

@@ -49,7 +49,11 @@ def test_a_checkpoint_of_another_architecture_is_refused_with_both_names(tmp_pat
     [
         ({"kl_coef": 0.1}, {}, "a loss that does not scale with the advantage"),
         ({}, {"steps_per_update": 2}, "several optimizer steps need the whole update"),
-        ({"correction": {"mode": "decoupled", "weights": "tempered"}}, {}, "the off-policy correction looks at the whole update"),
+        (
+            {"correction": {"mode": "decoupled", "weights": "tempered"}},
+            {},
+            "the off-policy correction looks at the whole update",
+        ),
         ({"advantage": {"track_prompts": True}}, {}, "prompts are tracked across groups"),
     ],
 )
@@ -84,7 +88,10 @@ def test_an_unreadable_model_index_is_refused(tmp_path, content):
 
 
 def test_an_unknown_model_family_is_refused_with_the_known_ones(tmp_path):
-    assert refusal(write_world(tmp_path, model={"pipeline": "qwen"})) == "model.pipeline: expected one of ['qwen_image'], got 'qwen'"
+    assert (
+        refusal(write_world(tmp_path, model={"pipeline": "qwen"}))
+        == "model.pipeline: expected one of ['qwen_image'], got 'qwen'"
+    )
 
 
 def test_an_unknown_objective_is_refused_with_the_known_ones(tmp_path):
@@ -148,10 +155,13 @@ def test_a_missing_prompt_file_is_refused_under_its_key(tmp_path, section):
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
-    assert "is not a whole checkpoint: it has no manifest.json" in refusal(write_world(tmp_path, checkpoint={"resume": "model"}))
+    assert "is not a whole checkpoint: it has no manifest.json" in refusal(
+        write_world(tmp_path, checkpoint={"resume": "model"})
+    )
 
 
-# ---- emulated jobs ----------------------------------------------------------------------------------------------------------------
+# ---- emulated jobs
+# ----------------------------------------------------------------------------------------------------------------
 
 _PROFILE = Profile(
     name="small",
@@ -185,7 +195,10 @@ def test_an_emulated_job_needs_a_profile_and_nothing_else(tmp_path):
     assert len({prompt.text for prompt in inputs.prompts}) == 1000
     assert inputs.config.validation is None and inputs.validation_prompts == ()
     assert inputs.notes == (
-        "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and validation are ignored",
+        (
+            "emulated: every device replays profile small at 0.5 times its seconds; model, prompts, scorers and"
+            " validation are ignored"
+        ),
         "profile small has no time for step, export, publish, swap: counted as 0 s",
     )
 
@@ -217,7 +230,9 @@ def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
 
 
 def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_path):
-    message = refusal(emulated(tmp_path, "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000"))
+    message = refusal(
+        emulated(tmp_path, "rollout.group_size=1024", "trainer.groups_per_update=4096", "emulation.payload_scale=1000")
+    )
     assert message.startswith("emulation.payload_scale: the payloads of 12582912 live samples")
     assert message.endswith("lower it")
 
@@ -229,13 +244,18 @@ def test_emulated_ranks_divide_a_group_as_real_ones_do(tmp_path):
 
 def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
     assert "needs at least 2" in refusal(emulated(tmp_path, "rollout.group_size=1"))
-    assert "'on' cannot be had here" in refusal(emulated(tmp_path, "trainer.streaming=on", "trainer.steps_per_update=2"))
+    assert "'on' cannot be had here" in refusal(
+        emulated(tmp_path, "trainer.streaming=on", "trainer.steps_per_update=2")
+    )
 
 
 def test_accelerators_are_shared_one_at_a_time(tmp_path):
     placement = {"colocated": True, "trainer": {"gpus": 2}}
     message = refusal(write_world(tmp_path, placement=placement, staleness={"max_updates": 0}))
-    assert message == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    assert (
+        message
+        == "placement.trainer.gpus: with placement.colocated an actor shares one accelerator, got 2; use more workers"
+    )
     assert preflight(emulated(tmp_path, placement=placement, staleness={"max_updates": 0})).profile is not None
 
 
@@ -261,7 +281,13 @@ def test_more_accelerators_than_there_are_is_refused_with_the_sum_by_role(tmp_pa
     message = refusal(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world))
     assert "(rollout 3 x 0.5, trainer 1 x 1), but this machine has 2 (/dev has so many)" in message
     preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.25}, "trainer": {"gpus": 1}}, **world))
-    preflight(write_world(tmp_path, placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}}, **world | {"rollout": {"workers": 2}}))
+    preflight(
+        write_world(
+            tmp_path,
+            placement={"rollout": {"gpus": 0.5}, "trainer": {"gpus": 1}},
+            **world | {"rollout": {"workers": 2}},
+        )
+    )
 
 
 def test_roles_of_one_process_share_an_accelerator(tmp_path, monkeypatch):
@@ -304,11 +330,17 @@ def test_looking_imports_no_torch(tmp_path):
 
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_every_scorer_sees_every_prompt(tmp_path, section):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x", "target": "7"}\n\n{"prompt": "a cat", "note": {"target": "7"}}\n')
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "x", "target": "7"}\n\n{"prompt": "a cat", "note": {"target": "7"}}\n'
+    )
     (tmp_path / "fine.txt").write_text('a sign that says "open"\n')
-    sections = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {section: {"prompts": "p.jsonl"}}
+    sections = {"data": {"prompts": "fine.txt"}, "validation": {"prompts": "fine.txt"}} | {
+        section: {"prompts": "p.jsonl"}
+    }
     message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "jpeg_size"}, {"name": "ocr"}]}, **sections))
-    assert message.startswith(f"{section}.prompts: ") and "p.jsonl:3: scorer 'ocr': the prompt has no `target`" in message
+    assert (
+        message.startswith(f"{section}.prompts: ") and "p.jsonl:3: scorer 'ocr': the prompt has no `target`" in message
+    )
 
 
 def test_a_scorer_module_that_exits_is_one_line_under_its_key(tmp_path, monkeypatch):
@@ -328,12 +360,16 @@ def test_a_folder_for_runs_that_cannot_be_made_is_refused_by_looking(tmp_path, m
         ("locked/a/runs", "locked is not writable"),
     ):
         message = refusal(write_world(tmp_path, run={"dir": str(tmp_path / folder)}))
-        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ") and message.endswith(why)
+        assert message.startswith(f"run.dir: cannot make a run folder in {tmp_path / folder}: ") and message.endswith(
+            why
+        )
     preflight(write_world(tmp_path, run={"dir": str(tmp_path / "new" / "runs")}))
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("key", ["model.path", "data.prompts", "validation.prompts", "checkpoint.resume", "emulation.profile"])
+@pytest.mark.parametrize(
+    "key", ["model.path", "data.prompts", "validation.prompts", "checkpoint.resume", "emulation.profile"]
+)
 @pytest.mark.parametrize("name", ["", "x" * 300, "prompts.txt/below", "a/" * 300 + "b.json"])
 def test_a_path_that_leads_nowhere_is_one_line_under_its_key(tmp_path, key, name):
     with pytest.raises(ConfigError, match=f"^{key}: ") as refused:

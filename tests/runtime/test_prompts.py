@@ -34,11 +34,17 @@ def nested(levels: int) -> str:
 
 
 def test_a_text_file_is_a_prompt_a_line_without_the_empty_ones(tmp_path):
-    assert read(tmp_path, "a cat\n\n   \n  a dog \r\na cat") == [Prompt(0, "a cat"), Prompt(1, "a dog"), Prompt(2, "a cat")]
+    assert read(tmp_path, "a cat\n\n   \n  a dog \r\na cat") == [
+        Prompt(0, "a cat"),
+        Prompt(1, "a dog"),
+        Prompt(2, "a cat"),
+    ]
 
 
 def test_a_json_line_has_a_prompt_a_target_and_whatever_else(tmp_path):
-    [prompt, plain] = read(tmp_path, '{"prompt": "the digit 7", "target": "7", "font": "serif", "n": 1}\n{"prompt": "x"}\n', "p.jsonl")
+    [prompt, plain] = read(
+        tmp_path, '{"prompt": "the digit 7", "target": "7", "font": "serif", "n": 1}\n{"prompt": "x"}\n', "p.jsonl"
+    )
     assert prompt == Prompt(0, "the digit 7", "7", {"font": "serif", "n": 1})
     assert plain == Prompt(1, "x", None, {})
 
@@ -98,7 +104,9 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path):
 def test_metadata_may_be_nested_and_hold_colons(tmp_path):
     [deep] = read(tmp_path, nested(49), "p.jsonl")
     assert deep.metadata.keys() == {"note"}
-    assert read(tmp_path, '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")[0].metadata == {"of": {"a": {"a": 1}}}
+    assert read(tmp_path, '{"prompt": "at 10:30", "of": {"a": {"a": 1}}}', "p.jsonl")[0].metadata == {
+        "of": {"a": {"a": 1}}
+    }
 
 
 @pytest.mark.parametrize("name", ["UPPER.JSONL", "Mixed.JsonL"])
@@ -107,7 +115,9 @@ def test_suffixes_are_read_in_any_case(tmp_path, name):
     assert read(tmp_path, "a cat", "PROMPTS.TXT")[0].text == "a cat"
 
 
-@pytest.mark.parametrize(("name", "got"), [("p.csv", ".csv"), ("p.json", ".json"), ("p.txt.gz", ".gz"), ("prompts", "no suffix")])
+@pytest.mark.parametrize(
+    ("name", "got"), [("p.csv", ".csv"), ("p.json", ".json"), ("p.txt.gz", ".gz"), ("prompts", "no suffix")]
+)
 def test_a_format_without_a_reader_is_refused_with_those_that_have_one(tmp_path, name, got):
     message = refusal(tmp_path, "prompt\na cat\n", name)
     assert message.endswith(f"{name}: expected a .txt file (a prompt a line) or .jsonl (an object a line), got {got}")
@@ -138,14 +148,17 @@ def test_only_a_line_feed_ends_a_line(tmp_path, separator):
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "target", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "target", "x"]), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.binary(max_size=200) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")), st.sampled_from([".txt", ".jsonl"])
+    st.binary(max_size=200) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")),
+    st.sampled_from([".txt", ".jsonl"]),
 )
 @example(b'{"prompt": "\\ud800"}', ".jsonl")
 @example(b"\xef\xbb\xbf", ".txt")

@@ -1,4 +1,5 @@
-"""The Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves, references travel."""
+"""The Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves,
+references travel."""
 
 from __future__ import annotations
 
@@ -181,7 +182,9 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
             "none": torch.zeros(0, 3, dtype=torch.int64),
             "scalar": torch.tensor(2.5, dtype=torch.float64),
             "transposed": torch.arange(6.0).reshape(2, 3).T,
-            "conditioning": TensorDict({"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()}, []),
+            "conditioning": TensorDict(
+                {"mask": torch.ones(2, dtype=torch.bool), "embeds": torch.randn(2, 3).bfloat16()}, []
+            ),
         },
         batch_size=[],
     )
@@ -190,7 +193,9 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         store = RayStore()
         back = await store.get(await store.put(trajectory))
         assert back.batch_size == torch.Size([])
-        assert set(back.keys(include_nested=True, leaves_only=True)) == set(trajectory.keys(include_nested=True, leaves_only=True))
+        assert set(back.keys(include_nested=True, leaves_only=True)) == set(
+            trajectory.keys(include_nested=True, leaves_only=True)
+        )
         for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
             assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
         assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
@@ -212,7 +217,9 @@ def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_alon
             async with asyncio.timeout(60):
                 while True:  # until its death is known
                     await store.get(gone)
-        lost, kept, again = await asyncio.gather(store.get(gone), store.get(mine), store.get(gone), return_exceptions=True)
+        lost, kept, again = await asyncio.gather(
+            store.get(gone), store.get(mine), store.get(gone), return_exceptions=True
+        )
         assert isinstance(lost, LookupError) and isinstance(again, LookupError)
         assert f"object {gone.object.hex()} is gone" in str(lost)
         assert kept.tolist() == [0, 1, 2]
@@ -285,7 +292,9 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
     async def main(number: int) -> None:
         run = RunDirectory(tmp_path / f"run-{number}")
         run.path.mkdir()
-        config = write_world(tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1})
+        config = write_world(
+            tmp_path, run={"runtime": "ray"}, emulation={"profile": "profile.json"}, trainer={"updates": 1}
+        )
         cluster = RayCluster(preflight(config), run)
         try:
             await cluster.connect()

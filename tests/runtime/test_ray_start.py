@@ -1,4 +1,5 @@
-"""Starting a local Ray: how often it is tried, what is said when it does not come up. What stands for Ray are scripts of a few lines."""
+"""Starting a local Ray: how often it is tried, what is said when it does not come up. What stands for Ray are scripts
+of a few lines."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def instead(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
     """Run `script` where Ray would be started. A file with a line for each start."""
     starts = folder / "starts"
-    (folder / "fake.py").write_text(f"import json, sys, time\nprint(file=open({str(starts)!r}, 'a'))\n{script}\nsys.stdout.flush()\n")
+    (folder / "fake.py").write_text(
+        f"import json, sys, time\nprint(file=open({str(starts)!r}, 'a'))\n{script}\nsys.stdout.flush()\n"
+    )
     monkeypatch.setattr(ray_local, "ray_head", SimpleNamespace(__file__=str(folder / "fake.py")))
     return starts
 
@@ -67,7 +70,10 @@ def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then
         connect(None, 1, 25.0)
     assert len(starts.read_text().splitlines()) == 3
     text = str(failed.value)
-    assert text.startswith(f"Ray did not start within run.startup_timeout_s = 25, tried 3 times: {TIMED_OUT}") and "\n" not in text
+    assert (
+        text.startswith(f"Ray did not start within run.startup_timeout_s = 25, tried 3 times: {TIMED_OUT}")
+        and "\n" not in text
+    )
     assert "is the machine overloaded?" in text
     assert f"Ray did not start ({TIMED_OUT}); trying again" in caplog.text
 
@@ -82,14 +88,18 @@ def test_a_start_that_hangs_ends_when_the_time_is_over(
 
 def test_what_another_try_would_not_change_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
-    with pytest.raises(StartError, match=r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: ") as failed:
+    with pytest.raises(
+        StartError, match=r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
+    ) as failed:
         connect(None, 1, 60.0)
     assert len(starts.read_text().splitlines()) == 1
     folder = Path(str(failed.value).rpartition(" ")[2])
     assert folder.stat().st_mode & 0o777 == 0o700, "nobody else may look into it"
 
 
-def test_a_start_that_is_not_wanted_any_more_ends_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_process_stays: None) -> None:
+def test_a_start_that_is_not_wanted_any_more_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_process_stays: None
+) -> None:
     starts, stop = instead(monkeypatch, tmp_path, "sys.stdin.read()"), threading.Event()
 
     def when_started() -> None:
@@ -105,7 +115,10 @@ def test_a_start_that_is_not_wanted_any_more_ends_soon(tmp_path: Path, monkeypat
 def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' + os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
+    told = (
+        "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' +"
+        " os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
+    )
     instead(monkeypatch, tmp_path, told + "\nprint(json.dumps({'lost': 'its raylet ended'}))")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     local = LocalRay(1)
@@ -146,7 +159,9 @@ def test_the_loss_is_told_with_its_reason_and_a_process_that_went_without_a_word
 
 def test_an_address_where_nobody_listens_is_refused_at_once(unused_port: int) -> None:
     began = time.monotonic()
-    with pytest.raises(StartError, match=rf"^run\.ray_address: nobody answers at 127\.0\.0\.1:{unused_port}: .*refused"):
+    with pytest.raises(
+        StartError, match=rf"^run\.ray_address: nobody answers at 127\.0\.0\.1:{unused_port}: .*refused"
+    ):
         connect(f"127.0.0.1:{unused_port}", 1)
     assert time.monotonic() - began < 5
 
@@ -161,15 +176,21 @@ def unused_port() -> int:
     return port
 
 
-@pytest.mark.parametrize(("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")])
-def test_a_cluster_that_cannot_be_joined_is_told_with_what_a_token_asks_for(monkeypatch: pytest.MonkeyPatch, mode: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
+)
+def test_a_cluster_that_cannot_be_joined_is_told_with_what_a_token_asks_for(
+    monkeypatch: pytest.MonkeyPatch, mode: str, said: str
+) -> None:
     def refuse(**_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster")
 
     monkeypatch.setattr(ray_connection.ray, "init", refuse)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(StartError, match=r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; ") as failed:
+    with pytest.raises(
+        StartError, match=r"^run\.ray_address: cannot join Ray at auto: Failed to connect to Ray cluster; "
+    ) as failed:
         connect("auto", 1)
     assert said in str(failed.value)
 

@@ -1,4 +1,5 @@
-"""What a run has left is changed only by an attempt that has something to record: emulated runs in this process, resumed."""
+"""What a run has left is changed only by an attempt that has something to record: emulated runs in this process,
+resumed."""
 
 from __future__ import annotations
 
@@ -73,18 +74,25 @@ class Job:
     def files(self) -> dict[str, bytes]:
         """Everything but the line that says who was there."""
         found = {path: path.read_bytes() for path in self.run.path.rglob("*") if path.is_file()}
-        return {str(path.relative_to(self.run.path)): content for path, content in found.items() if path != self.run.attempts}
+        return {
+            str(path.relative_to(self.run.path)): content
+            for path, content in found.items()
+            if path != self.run.attempts
+        }
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run.path / name).read_bytes().splitlines()]
 
     def require_whole(self, updates: int, groups: int = 8) -> None:
-        """Every group ended in one line, every update was made once of its groups, and the metrics have a line of each."""
+        """Every group ended in one line, every update was made once of its groups, and the metrics have a line of
+        each."""
         ledger = self.lines("ledger.jsonl")
         assert sorted(line["group"] for line in ledger) == [*range(len(ledger))]
         trained = [line["trained_version"] for line in ledger if line["event"] == "trained"]
         assert sorted(trained) == sorted([*range(1, updates + 1)] * groups)
-        assert [line["update"] for line in self.lines("metrics.jsonl") if "finished" in line] == [*range(1, updates + 1)]
+        assert [line["update"] for line in self.lines("metrics.jsonl") if "finished" in line] == [
+            *range(1, updates + 1)
+        ]
 
 
 @pytest.fixture
@@ -118,12 +126,18 @@ def test_an_attempt_that_is_interrupted_while_it_loads_leaves_a_line_and_changes
     assert interrupted.files() == before
     ended, was_there = read_attempts(interrupted.run.attempts)
     assert (ended.from_update, ended.to_update, ended.status) == (0, first.updates, "interrupted")
-    assert (was_there.from_update, was_there.to_update, was_there.reason) == (first.updates, first.updates, "before the first update")
+    assert (was_there.from_update, was_there.to_update, was_there.reason) == (
+        first.updates,
+        first.updates,
+        "before the first update",
+    )
     assert ended.began < ended.ended <= was_there.began < was_there.ended
     assert any("made no update" in note and "is as it was" in note for note in interrupted.console.notes)
 
 
-def test_an_attempt_that_fails_while_it_loads_changes_nothing_either(interrupted: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_fails_while_it_loads_changes_nothing_either(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = interrupted.files()
     loading(monkeypatch, RuntimeError("no room"))
     assert interrupted.attempt().status == "failed"
@@ -216,11 +230,18 @@ def test_a_finished_run_says_so_at_once_and_how_to_go_on(
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
-def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(interrupted: Job, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(
+    interrupted: Job, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     path = interrupted.run.path / name
     path.unlink()
     path.mkdir()
-    assert cli.main(["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]) == 2
+    assert (
+        cli.main(
+            ["train", str(interrupted.recipe), *interrupted.overrides, f"checkpoint.resume={interrupted.run.path}"]
+        )
+        == 2
+    )
     assert capsys.readouterr().err == (
         f"omni-async: checkpoint.resume: cannot go on in {interrupted.run.path}: it is a folder, not a file ({path})\n"
     )
@@ -268,12 +289,14 @@ def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(t
     again = job.attempt()
     assert read_summary(job.run.summary) == again
     assert (again.status, again.updates, again.counters) == ("done", 6, done.counters)
-    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), "of the attempt that made the updates"
+    assert (job.run.trace.read_bytes(), job.run.profile.read_bytes()) == (trace, profile), (
+        "of the attempt that made the updates"
+    )
 
 
 def killed_at(moment: int, *overrides: str, job: Job) -> bool:
-    """An attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the folder; whether it came to
-    that."""
+    """An attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the
+    folder; whether it came to that."""
     child = os.fork()
     if child == 0:
         try:
@@ -311,7 +334,8 @@ def killed_at(moment: int, *overrides: str, job: Job) -> bool:
 
 
 def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(tmp_path: Path) -> None:
-    """The folder is of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be made void."""
+    """The folder is of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be made
+    void."""
     job = Job(tmp_path, "trainer.groups_per_update=2")
     assert killed_at(25, "checkpoint.every=1", job=job)
     assert [path.name for path in job.run.checkpoints.glob("update-*")], "there is something to go on from"
@@ -348,7 +372,9 @@ class Recorder:
         self._calls.append(status)
 
 
-def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update(interrupted: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update(
+    interrupted: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: Recorder(calls))
     with monkeypatch.context() as patched:
@@ -357,7 +383,13 @@ def test_mlflow_hears_of_an_attempt_only_when_it_has_made_an_update(interrupted:
     assert calls == []
     calls.clear()
     interrupted.attempt("tracking.mlflow.enabled=true")
-    assert calls[:2] == ["begin", "metrics"] and calls[-5:] == ["config.yaml", "summary.json", "profile.json", "trace.json", "done"]
+    assert calls[:2] == ["begin", "metrics"] and calls[-5:] == [
+        "config.yaml",
+        "summary.json",
+        "profile.json",
+        "trace.json",
+        "done",
+    ]
 
 
 def test_an_mlflow_that_cannot_be_used_changes_nothing_of_a_run_that_is_gone_on_with(

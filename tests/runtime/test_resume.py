@@ -36,7 +36,9 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
     run = Path(config.run.dir) / f"{config.run.name}-{stamp}"
     (run / "checkpoints").mkdir(parents=True)
     for version in versions:
-        checkpoint_of(run, State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm))
+        checkpoint_of(
+            run, State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm)
+        )
     if status is not None:
         (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
     return run
@@ -86,7 +88,11 @@ def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_pat
     config = recipe(tmp_path)
     run_of(config, "20260101-000000", 3)
     newest = run_of(config, "20260102-000000", 1, 2)
-    run_of(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=f"{config.run.name}-other")), "20270101-000000", 3)
+    run_of(
+        msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=f"{config.run.name}-other")),
+        "20270101-000000",
+        3,
+    )
     point = find_resume_point(config)
     assert point is not None
     assert (point.run, point.folder, point.state.version) == (newest, newest / "checkpoints" / "update-000002", 2)
@@ -113,8 +119,12 @@ def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over
     runs, nothing, broken, done = passed
     assert runs == "passed over test-20260106-000000: it is running"
     assert nothing == "passed over test-20260104-000000: it has no checkpoint"
-    assert broken.startswith("warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed from update-000003: ")
-    assert done.startswith("passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<its folder>")
+    assert broken.startswith(
+        "warning: passed over test-20260103-000000: has no checkpoint to go on from (not resumed from update-000003: "
+    )
+    assert done.startswith(
+        "passed over, because done: test-20260107-000000, test-20260105-000000 (checkpoint.resume=<its folder>"
+    )
 
 
 def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path: Path) -> None:
@@ -128,7 +138,10 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
     assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, Continuation())
     damaged, done = inputs.notes
     assert damaged.startswith("warning: passed over test-20260101-000000: ")
-    assert done.startswith("passed over, because done: test-20250101-000006, ") and "test-20250101-000002 and 2 others" in done
+    assert (
+        done.startswith("passed over, because done: test-20250101-000006, ")
+        and "test-20250101-000002 and 2 others" in done
+    )
 
 
 def test_of_ten_runs_of_one_second_the_tenth_is_the_newest(tmp_path: Path) -> None:
@@ -144,10 +157,15 @@ def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path:
     run = run_of(config, "20260101-000000", 2, 12)
     for resume in ("auto", str(run)):
         said = refusal(recipe(tmp_path, resume))
-        assert f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it" in said
+        assert (
+            f"{run} is at update 12, beyond trainer.updates = 4; trainer.updates=N with N above 12 goes on with it"
+            in said
+        )
     said = refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000012")))
     assert "update-000012 is at update 12 already, trainer.updates is 4; trainer.updates=N with N above 12" in said
-    assert find_resume_point(recipe(tmp_path, trainer={"updates": 12})) is not None, "its last checkpoint is written before its end"
+    assert find_resume_point(recipe(tmp_path, trainer={"updates": 12})) is not None, (
+        "its last checkpoint is written before its end"
+    )
 
 
 def test_a_run_that_starts_again_by_itself_goes_back_to_no_checkpoint_beyond_its_last_update(tmp_path: Path) -> None:
@@ -191,14 +209,21 @@ def test_a_run_without_a_usable_checkpoint_is_refused_rather_than_begun_anew(tmp
 
 
 def test_a_wrong_path_is_told_for_what_it_is(tmp_path: Path) -> None:
-    assert refusal(recipe(tmp_path, str(tmp_path / "gone"))) == f"checkpoint.resume: no such folder: {tmp_path / 'gone'}"
-    assert refusal(recipe(tmp_path, str(tmp_path / "recipe.yaml"))) == f"checkpoint.resume: {tmp_path / 'recipe.yaml'} is not a folder"
+    assert (
+        refusal(recipe(tmp_path, str(tmp_path / "gone"))) == f"checkpoint.resume: no such folder: {tmp_path / 'gone'}"
+    )
+    assert (
+        refusal(recipe(tmp_path, str(tmp_path / "recipe.yaml")))
+        == f"checkpoint.resume: {tmp_path / 'recipe.yaml'} is not a folder"
+    )
     run = tmp_path / "world-20260101-000000"
     run.mkdir()
     (run / "latest").symlink_to(tmp_path)
     assert "is not a whole checkpoint: it has no manifest.json" in refusal(recipe(tmp_path, str(run)))
     (run / "config.yaml").touch()
-    assert f"{run} has no checkpoint to go on from (it has none)" in refusal(recipe(tmp_path, str(run))), "its checkpoints were removed"
+    assert f"{run} has no checkpoint to go on from (it has none)" in refusal(recipe(tmp_path, str(run))), (
+        "its checkpoints were removed"
+    )
 
 
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -239,24 +264,30 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     point = find_resume_point(config)
     assert point is not None and point.state.version == 1
     assert (
-        "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is line 3" in point.notes[0]
+        "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is"
+        " line 3" in point.notes[0]
     )
     double_line(run / "ledger.jsonl", 1)
     said = refusal(recipe(tmp_path, str(run)))
     assert "line 2 is of group 0, and so is line 1; and 1 older cannot be used either)" in said
     assert said.endswith(
-        f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a new run"
+        f"{run / 'checkpoints' / 'update-000002'} starts a new run from its weights; checkpoint.resume=null starts a"
+        " new run"
     )
     passed: list[str] = []
     assert find_resume_point(config, passed) is None and "line 2 is of group 0" in passed[0]
-    assert find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000002"))) is not None, "a new run has a ledger of its own"
+    assert find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000002"))) is not None, (
+        "a new run has a ledger of its own"
+    )
 
 
 def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000")
     checkpoint_of(run, State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
-    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(recipe(tmp_path, str(run)))
+    assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(
+        recipe(tmp_path, str(run))
+    )
     assert find_resume_point(recipe(tmp_path, trainer={"steps_per_update": 2, "groups_per_update": 2})) is not None
 
 
@@ -266,7 +297,10 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
     said = refusal(recipe(tmp_path, str(trained), emulation=emulation))
     assert "it holds trained weights, and the recipe's devices are emulated" in said
     passed: list[str] = []
-    assert find_resume_point(recipe(tmp_path, emulation=emulation), passed) is None and "it holds trained weights" in passed[0]
+    assert (
+        find_resume_point(recipe(tmp_path, emulation=emulation), passed) is None
+        and "it holds trained weights" in passed[0]
+    )
     emulated = run_of(config, "20260102-000000")
     folder = checkpoint_of(emulated, State(Continuation(3), config.model.pipeline, "flow_grpo"), emulated=True)
     for place in (emulated, folder):
@@ -284,11 +318,17 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
     same = find_resume_point(config)
     assert same is not None and same.state.control.ready == (ready,)
-    for other in (recipe(tmp_path, rollout={"num_inference_steps": 7}), recipe(tmp_path, folder, rollout={"num_inference_steps": 7})):
+    for other in (
+        recipe(tmp_path, rollout={"num_inference_steps": 7}),
+        recipe(tmp_path, folder, rollout={"num_inference_steps": 7}),
+    ):
         point = find_resume_point(other)
         assert point is not None and point.state.control.ready == ()
         assert [one.group for one in point.state.control.unfinished] == [3]
-        assert point.notes[0] == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
+        assert (
+            point.notes[0]
+            == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
+        )
 
 
 def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:
@@ -301,7 +341,9 @@ def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path:
 
 def test_a_checkpoint_at_the_last_update_leaves_a_new_run_nothing_to_do(tmp_path: Path) -> None:
     run = run_of(recipe(tmp_path), "20260101-000000", 4)
-    assert "is at update 4 already, trainer.updates is 4" in refusal(recipe(tmp_path, str(run / "checkpoints" / "update-000004")))
+    assert "is at update 4 already, trainer.updates is 4" in refusal(
+        recipe(tmp_path, str(run / "checkpoints" / "update-000004"))
+    )
 
 
 def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
@@ -319,5 +361,7 @@ def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:
     assert [(line["update"], "finished" in line) for line in again.read_metrics(2, 0)] == expected
     assert run.metrics.read_bytes() == before, "nothing changes before there is something to record"
     again.take_over(config, 2, 0)
-    assert [(line["update"], "finished" in line) for line in map(msgspec.json.decode, run.metrics.read_bytes().splitlines())] == expected
+    assert [
+        (line["update"], "finished" in line) for line in map(msgspec.json.decode, run.metrics.read_bytes().splitlines())
+    ] == expected
     assert (run.path / "metrics.jsonl.void").read_bytes().count(b"\n") == 2

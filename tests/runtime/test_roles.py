@@ -21,7 +21,9 @@ def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_proc
     """Whoever resumes a run may have edited its scorer; a process that begins again after a loss has not."""
 
     async def main() -> None:
-        start = Continuation(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
+        start = Continuation(
+            version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0})
+        )
         inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
         coordinator = build_coordinator(inputs, "run", str(tmp_path / "ledger.jsonl"))
         assert await coordinator.scorer_wrong("scorer 'x': AttributeError: y") is wrong

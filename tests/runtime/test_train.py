@@ -50,7 +50,8 @@ def run_loop(main: Any) -> Any:
     return result
 
 
-# ---- the first cause --------------------------------------------------------------------------------------------------------------
+# ---- the first cause
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_cause_of_an_ending_stays():
@@ -67,7 +68,8 @@ def test_every_status_has_its_exit_code():
     assert runtime.EXIT_CODES == {"done": 0, "failed": 1, "interrupted": 130}
 
 
-# ---- signals ----------------------------------------------------------------------------------------------------------------------
+# ---- signals
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -166,7 +168,8 @@ def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
     run_loop(main())
 
 
-# ---- a whole run ------------------------------------------------------------------------------------------------------------------
+# ---- a whole run
+# ------------------------------------------------------------------------------------------------------------------
 
 
 async def forever(control: Control) -> None:
@@ -182,7 +185,11 @@ async def ends_well(control: Control) -> None:
 
 
 def play(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, work: dict[str, Role], services: dict[str, Role] | None = None, **sections: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    work: dict[str, Role],
+    services: dict[str, Role] | None = None,
+    **sections: Any,
 ) -> tuple[Summary, RememberingConsole]:
     """A run of these roles, and its summary, which must also be the one on disk."""
     inputs = preflight(write_world(folder, **sections))
@@ -200,7 +207,9 @@ def play(
 
 
 def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypatch):
-    summary, console = play(tmp_path, monkeypatch, {"trainer": ends_well, "rollout-0": until_the_end}, {"publisher": forever})
+    summary, console = play(
+        tmp_path, monkeypatch, {"trainer": ends_well, "rollout-0": until_the_end}, {"publisher": forever}
+    )
     assert (summary.status, summary.reason) == ("done", None)
     folder = tmp_path / "runs" / summary.run
     assert {path.name for path in folder.iterdir()} >= {
@@ -221,17 +230,24 @@ def test_the_last_words_have_the_numbers_of_the_rounds_under_the_same_names(tmp_
 
     async def validates(control: Control) -> None:
         for version, exact in ((0, 0.125), (4, 0.875)):
-            control.log.add("validation", {"version": version, "parts": {"reward": exact / 2, "ocr_exact": exact, "sharp": 1.0}})
+            control.log.add(
+                "validation", {"version": version, "parts": {"reward": exact / 2, "ocr_exact": exact, "sharp": 1.0}}
+            )
         control.end("done")
 
     _, console = play(tmp_path, monkeypatch, {"trainer": validates})
     assert console.validations == [(0, 0.0625), (4, 0.4375)]
-    said = "validation of versions 0 to 4 (2 rounds): reward 0.062 -> 0.438, ocr_exact 0.125 -> 0.875, sharp 1.000 -> 1.000"
+    said = (
+        "validation of versions 0 to 4 (2 rounds): reward 0.062 -> 0.438, ocr_exact 0.125 -> 0.875, sharp 1.000 ->"
+        " 1.000"
+    )
     assert said in console.notes
 
 
 def test_a_run_on_preferences_neither_loads_engines_nor_generates(tmp_path, monkeypatch):
-    pq.write_table(pa.table({"prompt": ["a cat"], "chosen": [b"png"], "rejected": [b"png"]}), tmp_path / "pairs.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["a cat"], "chosen": [b"png"], "rejected": [b"png"]}), tmp_path / "pairs.parquet"
+    )
     _, console = play(
         tmp_path,
         monkeypatch,
@@ -306,7 +322,9 @@ def test_a_role_that_does_not_finish_is_cancelled_and_a_failure(tmp_path, monkey
             cancelled.append("trainer")
             raise
 
-    summary, _ = play(tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well}, run={"closing_timeout_s": 0.01})
+    summary, _ = play(
+        tmp_path, monkeypatch, {"trainer": hangs, "rollout-0": ends_well}, run={"closing_timeout_s": 0.01}
+    )
     assert summary.status == "failed"
     assert summary.reason == "the roles were not done run.closing_timeout_s = 0.01 after the run was over"
     assert cancelled == ["trainer"]

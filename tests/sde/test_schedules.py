@@ -5,7 +5,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.sde.schedules import dynamic_shift, linear, qwen_image_sigmas, resolution_mu, static_shift, stretch_to_terminal
+from omni_async.sde.schedules import (
+    dynamic_shift,
+    linear,
+    qwen_image_sigmas,
+    resolution_mu,
+    static_shift,
+    stretch_to_terminal,
+)
 from omni_async.sde.transitions import ode_step
 
 torch.set_num_threads(1)

@@ -87,7 +87,9 @@ def test_log_prob_is_torchs_normal_density_averaged_over_elements(kind, dtype, t
     x_next, value, mean = take_step(kind, *inputs, noise)
     scale = transition(kind, *inputs).scale
     normal = torch.distributions.Normal(mean.double(), scale.double()[:, None, None])
-    torch.testing.assert_close(value.double(), normal.log_prob(x_next.double()).mean(dim=(1, 2)), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        value.double(), normal.log_prob(x_next.double()).mean(dim=(1, 2)), atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

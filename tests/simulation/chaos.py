@@ -23,8 +23,9 @@ class ScheduleFailed(AssertionError):
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """What is there already is left out of collections, which would walk through all of torch each time. To the end of the process it must not be:
-    libraries whose objects are never collected report them as leaks, a hundred lines of them."""
+    """What is there already is left out of collections, which would walk through all of torch each time. To the end of
+    the process it must not be: libraries whose objects are never collected report them as leaks, a hundred lines of
+    them."""
     gc.freeze()
     try:
         yield
@@ -40,7 +41,8 @@ def play(seed: int, trace: bool = False) -> World:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ScheduleFailed(
-            f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python tests/simulation/chaos.py --seed {seed} --trace"
+            f"seed {seed}: {type(error).__name__}: {error}\nreplay it with: python tests/simulation/chaos.py --seed"
+            f" {seed} --trace"
         ) from error
 
 

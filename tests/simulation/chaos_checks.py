@@ -33,7 +33,8 @@ class Checks:
         self._rounds: list[int] = []  # validated versions, of all lives
         self._lives = 0
 
-    # ---- after each message -------------------------------------------------------------------------------------------------------------
+    # ---- after each message
+    # -------------------------------------------------------------------------------------------------------------
 
     def message(self, coordinator: Coordinator, call: str, args: tuple[Any, ...], answer: Any) -> None:
         """`call` was made with `args` and is about to be answered."""
@@ -53,7 +54,8 @@ class Checks:
             case "samples_done" if not coordinator.versions.knows(args[0]):
                 for result in args[1]:
                     require(
-                        _result(coordinator, result.sample_id) is not result, f"{result.sample_id}: {args[0]} was lost, and is believed"
+                        _result(coordinator, result.sample_id) is not result,
+                        f"{result.sample_id}: {args[0]} was lost, and is believed",
                     )
             case "scored" if args[0] in coordinator._samples._lost_scorers:
                 for result in args[2]:
@@ -68,7 +70,10 @@ class Checks:
         require(slots["live"] + slots["awaiting_publication"] <= slots["capacity"], f"slots over capacity: {slots}")
         for name in ("replay", "trajectories"):
             buffer = statistics[name]
-            require(0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], f"{name} buffer over capacity: {buffer}")
+            require(
+                0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"],
+                f"{name} buffer over capacity: {buffer}",
+            )
         coordinator._groups.check()
 
     def _group(self, coordinator: Coordinator, version: int, group: ReadyGroup) -> None:
@@ -80,17 +85,30 @@ class Checks:
             f"group {group.group} is {staleness} updates old, S = {config.staleness.max_updates}",
         )
         # Groups that the trainer gave back do not count: they were taken before.
-        overtaken = [older for older in coordinator._groups.live if older < group.group and older not in coordinator._groups._returned]
-        require(len(overtaken) < config.buffer.window, f"group {group.group} overtook {overtaken}, window = {config.buffer.window}")
-        require(len(group.samples) == config.rollout.group_size, f"group {group.group} has {len(group.samples)} samples")
+        overtaken = [
+            older
+            for older in coordinator._groups.live
+            if older < group.group and older not in coordinator._groups._returned
+        ]
+        require(
+            len(overtaken) < config.buffer.window,
+            f"group {group.group} overtook {overtaken}, window = {config.buffer.window}",
+        )
+        require(
+            len(group.samples) == config.rollout.group_size, f"group {group.group} has {len(group.samples)} samples"
+        )
         for number, sample in enumerate(group.samples):
             made = sample.trajectory.value
             require(
-                made.request.sample_id == sample.sample_id == f"g{group.group}.s{number}", f"{sample.sample_id} is {made.request.sample_id}"
+                made.request.sample_id == sample.sample_id == f"g{group.group}.s{number}",
+                f"{sample.sample_id} is {made.request.sample_id}",
             )
             self.request(made.request)
             trained = tuple(made.versions[step] for step in group.window.steps) if group.window else made.versions
-            require(sample.step_versions == trained, f"{sample.sample_id} says {sample.step_versions}, its engine used {made.versions}")
+            require(
+                sample.step_versions == trained,
+                f"{sample.sample_id} says {sample.step_versions}, its engine used {made.versions}",
+            )
 
     def request(self, request: SampleRequest) -> None:
         """Prompt, seed and window follow from the group's number alone, in every life."""
@@ -104,32 +122,52 @@ class Checks:
 
     def _continuation(self, coordinator: Coordinator, kept: Continuation) -> None:
         complete = {group.group for group in coordinator._groups.live.values() if group.complete}
-        require(complete <= {group.group for group in kept.ready}, f"groups {complete} are ready, {len(kept.ready)} are kept")
+        require(
+            complete <= {group.group for group in kept.ready},
+            f"groups {complete} are ready, {len(kept.ready)} are kept",
+        )
         rounds = coordinator._validation.rounds
-        require(kept.validated is None or all(version > kept.validated for version in rounds), f"rounds {[*rounds]} would not be repeated")
+        require(
+            kept.validated is None or all(version > kept.validated for version in rounds),
+            f"rounds {[*rounds]} would not be repeated",
+        )
 
     def _update(self, report: UpdateReport) -> None:
         number = self._config.trainer.groups_per_update
-        require(len(set(report.groups)) == len(report.groups) == number, f"update {report.version} trained groups {report.groups}")
+        require(
+            len(set(report.groups)) == len(report.groups) == number,
+            f"update {report.version} trained groups {report.groups}",
+        )
 
-    # ---- of a life, and of all --------------------------------------------------------------------------------------------------------
+    # ---- of a life, and of all
+    # --------------------------------------------------------------------------------------------------------
 
     def life(self, start: int, events: Iterable[Any]) -> None:
         """`events` of one life, which began at version `start`."""
         updates = [event.data["version"] for event in events if event.kind == "update"]
-        require(updates == [*range(start + 1, start + 1 + len(updates))], f"from version {start} on updates {updates} were made")
+        require(
+            updates == [*range(start + 1, start + 1 + len(updates))],
+            f"from version {start} on updates {updates} were made",
+        )
         rounds = [event.data["version"] for event in events if event.kind == "validation"]
         require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
         self._rounds += rounds
         self._lives += 1
 
     def goes_on(self, start: Continuation, lines: list[LedgerEntry]) -> None:
-        """With `lines`, those of the ledger that the checkpoint counts: they must be the ones that it counted, as in a file."""
+        """With `lines`, those of the ledger that the checkpoint counts: they must be the ones that it counted, as in a
+        file."""
         size, digest = 0, ""
         for line in map(encode_line, lines):
             size, digest = size + len(line), extend(digest, line)
-        require((size, digest) == (start.ledger.size, start.ledger.digest), "the ledger's lines are not those that the checkpoint counts")
-        require(len(start.rewards) == start.version, f"the checkpoint of update {start.version} tells of {len(start.rewards)} rewards")
+        require(
+            (size, digest) == (start.ledger.size, start.ledger.digest),
+            "the ledger's lines are not those that the checkpoint counts",
+        )
+        require(
+            len(start.rewards) == start.version,
+            f"the checkpoint of update {start.version} tells of {len(start.rewards)} rewards",
+        )
 
     def ledger(self, lines: list[LedgerEntry]) -> None:
         """Of a job that is done: the lines that count, of all lives."""
@@ -141,14 +179,19 @@ class Checks:
         require(trained == expected, f"groups by update: {dict(trained)}")
         for line in lines:
             require((line.event == "trained") == (line.reason is None), f"{line.event} because {line.reason}")
-            require(not (line.reason or "").startswith("run "), f"group {line.group} was admitted for nothing: {line.reason}")
+            require(
+                not (line.reason or "").startswith("run "),
+                f"group {line.group} was admitted for nothing: {line.reason}",
+            )
             if line.staleness is not None:
                 require(
                     0 <= line.staleness <= self._config.staleness.max_updates,
                     f"group {line.group} was trained {line.staleness} updates old",
                 )
         if self._config.validation is not None:
-            expected_rounds = {0, trainer.updates} if self._lives == 1 else {trainer.updates}  # the first may have been cut short
+            expected_rounds = (
+                {0, trainer.updates} if self._lives == 1 else {trainer.updates}
+            )  # the first may have been cut short
             require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")
 
 

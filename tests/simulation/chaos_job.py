@@ -1,4 +1,5 @@
-"""What a seed stands for: a small job, how the world around its roles behaves, and what breaks when. Draws everything, runs nothing."""
+"""What a seed stands for: a small job, how the world around its roles behaves, and what breaks when. Draws everything,
+runs nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import msgspec
 
 from omni_async.config import Config, check
 
-# What breaks, and how often relative to the rest. `kill` is everything at once, `stop` an orderly interruption; both are followed by a resume.
+# What breaks, and how often relative to the rest. `kill` is everything at once, `stop` an orderly interruption; both
+# are followed by a resume.
 FAULTS = {
     "engine crash": 6,
     "engine hang": 2,
@@ -26,8 +28,8 @@ FAULTS = {
 class Temper:
     """Longest times in seconds (drawn anew each time), and the odds of what may happen to a message or a sample.
 
-    `grain`: times are multiples of it, so that things happen in the same instant; 0 for any time. `shuffled`: what is ready together runs in
-    any order. Some groups fail, are slow, or have equal rewards, each time they are made.
+    `grain`: times are multiples of it, so that things happen in the same instant; 0 for any time. `shuffled`: what is
+    ready together runs in any order. Some groups fail, are slow, or have equal rewards, each time they are made.
     """
 
     message_s: float
@@ -98,11 +100,20 @@ def draw(seed: int) -> Job:
 
 def _config(dice: random.Random, seed: int) -> Config | None:
     """Buffers may be the smallest that are legal."""
-    max_updates, per_update, size = dice.choice([0, 0, 1, 1, 2, 3]), dice.choice([1, 1, 2, 2, 3]), dice.choice([2, 2, 3])
+    max_updates, per_update, size = (
+        dice.choice([0, 0, 1, 1, 2, 3]),
+        dice.choice([1, 1, 2, 2, 3]),
+        dice.choice([2, 2, 3]),
+    )
     exact, in_step = dice.random() < 0.15, dice.random() < 0.25
     slots = (max_updates + 1) * per_update
     places = dice.choice([1, 2, 4, 64])
-    rounds = {"prompts": "validation.txt", "every": dice.randint(1, 3), "share": dice.choice([0.1, 0.5, 1.0]), "num_inference_steps": 2}
+    rounds = {
+        "prompts": "validation.txt",
+        "every": dice.randint(1, 3),
+        "share": dice.choice([0.1, 0.5, 1.0]),
+        "num_inference_steps": 2,
+    }
     return make_config(
         run__seed=seed % 2**31,
         rollout__workers=dice.choice([1, 1, 2, 2, 3, 4]),

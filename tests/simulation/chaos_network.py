@@ -1,7 +1,8 @@
-"""The network between simulated roles: every call takes a random time there and back, may be delivered twice, and outlives its caller.
+"""The network between simulated roles: every call takes a random time there and back, may be delivered twice, and
+outlives its caller.
 
-Owns the messages under way. A call of a dead process hangs for ever; what it had sent before may still arrive. Calls the world's `delivered` after
-each message that its target has dealt with.
+Owns the messages under way. A call of a dead process hangs for ever; what it had sent before may still arrive. Calls
+the world's `delivered` after each message that its target has dealt with.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from omni_async.types import WeightManifest, WeightReport
 
 # A second delivery, however late, must change nothing.
 _ANY_TIME = {"samples_done", "scored", "engine_lost", "scorer_lost"}
-# A second delivery right after the first must change nothing. Later there may be another lease of the same sample, or another version.
+# A second delivery right after the first must change nothing. Later there may be another lease of the same sample, or
+# another version.
 _AT_ONCE = {"sample_failed", "engine_holds"}
 
 
 class Process:
-    """What dies at once: the tasks in it, the calls it would make. `hung` ones do nothing any more and do not say so."""
+    """What dies at once: the tasks in it, the calls it would make. `hung` ones do nothing any more and do not say
+    so."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +79,9 @@ class Owner(Protocol):
 class Network:
     """`delay()` draws how long a message is under way."""
 
-    def __init__(self, owner: Owner, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float) -> None:
+    def __init__(
+        self, owner: Owner, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float
+    ) -> None:
         self._owner = owner
         self._dice = dice
         self._delay = delay
@@ -105,7 +110,12 @@ class Network:
             self._owner.broken(error)
 
     async def _carry(
-        self, caller: Process, name: str, answer: asyncio.Future[Any], target: Callable[..., Awaitable[Any]], args: tuple[Any, ...]
+        self,
+        caller: Process,
+        name: str,
+        answer: asyncio.Future[Any],
+        target: Callable[..., Awaitable[Any]],
+        args: tuple[Any, ...],
     ) -> None:
         await self._travel()
         if caller.dead:

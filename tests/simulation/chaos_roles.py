@@ -1,6 +1,8 @@
-"""What the real roles of a simulated job hold: an engine, a scorer, a trainer rank, a store, checkpoints in memory. Small, and working.
+"""What the real roles of a simulated job hold: an engine, a scorer, a trainer rank, a store, checkpoints in memory.
+Small, and working.
 
-Each lives in a `Process`, takes random times through it, and checks what it is given. `World` is what they share: see chaos_world.
+Each lives in a `Process`, takes random times through it, and checks what it is given. `World` is what they share: see
+chaos_world.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
-from omni_async.types import Prompt, SampleDrift, SampleRequest, Score, ScoreJob, TensorSpec, TrainGroup, WeightManifest, WeightReport
+from omni_async.types import (
+    Prompt,
+    SampleDrift,
+    SampleRequest,
+    Score,
+    ScoreJob,
+    TensorSpec,
+    TrainGroup,
+    WeightManifest,
+    WeightReport,
+)
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
 
@@ -88,7 +100,9 @@ class Engine:
         world = self._world
         world.check_request(request)
         self.running += 1
-        world.require(self.running <= world.config.rollout.max_inflight, f"{self.name} has {self.running} samples at once")
+        world.require(
+            self.running <= world.config.rollout.max_inflight, f"{self.name} has {self.running} samples at once"
+        )
         try:
             versions = []
             for _ in range(request.num_inference_steps):
@@ -99,7 +113,10 @@ class Engine:
         finally:
             self.running -= 1
         if world.config.weights.swap != "step":
-            world.require(len(set(versions)) == 1, f"{request.sample_id} was made by {versions} although weights.swap waits for it")
+            world.require(
+                len(set(versions)) == 1,
+                f"{request.sample_id} was made by {versions} although weights.swap waits for it",
+            )
         picture = np.array([request.group, request.sample, request.prompt.index], np.int64)
         return Trajectory(Made(request, tuple(versions)), picture, tuple(versions))  # type: ignore[arg-type]
 
@@ -114,7 +131,9 @@ class Engine:
     async def swap(self, version: int) -> WeightReport:
         self.doing.add("swapping")
         await self._process.pause(self._world.swap_s())
-        self._world.require(version == self._staged.version, f"{self.name} swaps to {version}, staged is {self._staged.version}")
+        self._world.require(
+            version == self._staged.version, f"{self.name} swaps to {version}, staged is {self._staged.version}"
+        )
         self._version = version
         self.doing.discard("swapping")
         return WeightReport(self.name, version, self._staged.digest)
@@ -138,7 +157,8 @@ class Scorer:
 
 
 class SimulatedRewarder(Rewarder):
-    """The real one, but that its scorer has no threads, which virtual time has not either: what is done about scorers' faults is not in here."""
+    """The real one, but that its scorer has no threads, which virtual time has not either: what is done about scorers'
+    faults is not in here."""
 
     def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
         super().__init__(name, config, WeightedScorer.alone(scorer), *args)
@@ -181,7 +201,9 @@ class Rank:
         self.doing.add("fetching")
         try:
             for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
-                self._world.require(trajectory.request.group == group, f"group {group} was given {trajectory.request.sample_id}")
+                self._world.require(
+                    trajectory.request.group == group, f"group {group} was given {trajectory.request.sample_id}"
+                )
             self._fetched.add(group)
         finally:
             self.doing.discard("fetching")
@@ -214,7 +236,13 @@ class Rank:
         bucket[:] = np.frombuffer(version.to_bytes(8, "little"), np.uint8)
         await self._process.pause(self._world.train_s())
         self.doing.discard("exporting")
-        return Snapshot(version, "full", (TensorSpec("w", "uint8", (8,), 0, 0, 8),), [bucket], release=lambda: self._free.append(bucket))
+        return Snapshot(
+            version,
+            "full",
+            (TensorSpec("w", "uint8", (8,), 0, 0, 8),),
+            [bucket],
+            release=lambda: self._free.append(bucket),
+        )
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         self.doing.add("saving")
@@ -251,7 +279,9 @@ class MemoryCheckpointer(Checkpointer):
             except ObjectLost:
                 gone.append(Unfinished(group.group))
                 continue
-            samples = [replace(sample, trajectory=made, media=None) for sample, made in zip(group.samples, found, strict=True)]
+            samples = [
+                replace(sample, trajectory=made, media=None) for sample, made in zip(group.samples, found, strict=True)
+            ]
             ready.append(replace(group, samples=tuple(samples)))
         self.keep(replace(control, ready=tuple(ready), unfinished=(*control.unfinished, *gone)))
 
@@ -259,7 +289,9 @@ class MemoryCheckpointer(Checkpointer):
         groups = []
         for group in control.ready:
             references = await self._store.put_all([sample.trajectory for sample in group.samples])
-            samples = [replace(sample, trajectory=there) for sample, there in zip(group.samples, references, strict=True)]
+            samples = [
+                replace(sample, trajectory=there) for sample, there in zip(group.samples, references, strict=True)
+            ]
             groups.append(replace(group, samples=tuple(samples)))
         if groups:
             await self._coordinator.take_up(groups)

@@ -1,8 +1,9 @@
-"""A job of real roles in a hostile world, from one seed: coordinator, producers, reward workers, trainer and publisher on virtual time, over a
-network that delays and repeats messages, with processes that crash, hang and are replaced, until the job is done.
+"""A job of real roles in a hostile world, from one seed: coordinator, producers, reward workers, trainer and publisher
+on virtual time, over a network that delays and repeats messages, with processes that crash, hang and are replaced,
+until the job is done.
 
-A *life* is what runs between two kills of everything: an event loop and all roles of its own. `World` owns what outlives it: the newest
-checkpoint, the ledger's lines, the dice.
+A *life* is what runs between two kills of everything: an event loop and all roles of its own. `World` owns what
+outlives it: the newest checkpoint, the ledger's lines, the dice.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class World:
         }
         return [kind for kind, there in kinds.items() if there]
 
-    # ---- chance ---------------------------------------------------------------------------------------------------------------------
+    # ---- chance
+    # ---------------------------------------------------------------------------------------------------------------------
 
     def seconds(self, longest: float) -> float:
         """Rarely much longer than `longest`."""
@@ -132,7 +134,8 @@ class World:
     def reward(self, group: int, sample: int) -> float:
         return 0.5 if self._always("equal", group, self.temper.equal_rewards) else float(sample)
 
-    # ---- what the roles tell --------------------------------------------------------------------------------------------------------
+    # ---- what the roles tell
+    # --------------------------------------------------------------------------------------------------------
 
     def require(self, holds: bool, what: str) -> None:
         """Roles may swallow what is raised in them, this is not swallowed."""
@@ -238,7 +241,8 @@ class Life:
             self.world.seen["checkpoint with ready groups"] += bool(control.ready)
             self.world.checkpoint = control
 
-    # ---- the roles ------------------------------------------------------------------------------------------------------------------
+    # ---- the roles
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _work(self) -> str:
         await self.trainer.start_from(self.start)
@@ -273,7 +277,9 @@ class Life:
     async def _keep_engine(self, slot: int) -> None:
         """An engine, and its replacements."""
         for incarnation in count():
-            process, producer, line = self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
+            process, producer, line = (
+                self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
+            )
             name = process.name
             reason = await self._admitted(name, line) if incarnation else None
             reason = reason or await self._end_of(process, producer.run())
@@ -307,7 +313,9 @@ class Life:
             name = f"reward-{slot}" + (f".{incarnation}" if incarnation else "")
             process = self._process(name)
             store = Store(process, self.world)
-            rewarder = SimulatedRewarder(name, self.config, Scorer(self.world), self._line(process), store, VirtualClock())
+            rewarder = SimulatedRewarder(
+                name, self.config, Scorer(self.world), self._line(process), store, VirtualClock()
+            )
             self.scorers[name] = process
             self._ends[name] = self._loop.create_future()
             reason = await self._end_of(process, rewarder.run())
@@ -324,7 +332,9 @@ class Life:
         """Why it is gone; None if it came home because the run is over."""
         given_up = self._ends[process.name]
         task = process.start(work, process.name)
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may have been given up before it failed
+        task.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # it may have been given up before it failed
         await asyncio.wait([task, given_up], return_when=asyncio.FIRST_COMPLETED)
         if given_up.done():
             return given_up.result()
@@ -365,7 +375,8 @@ class Life:
         if not (end := self._ends[name]).done():
             end.set_result(reason)
 
-    # ---- what happens to them -------------------------------------------------------------------------------------------------------
+    # ---- what happens to them
+    # -------------------------------------------------------------------------------------------------------
 
     def delivered(self, caller: Process, call: str, args: tuple[Any, ...], answer: Any) -> None:
         world = self.world

@@ -1,9 +1,10 @@
-"""A day of a large cluster around the real coordinator: engines, reward workers, a trainer and a publisher that take realistic times and do nothing
-else, with everything breaking all the time.
+"""A day of a large cluster around the real coordinator: engines, reward workers, a trainer and a publisher that take
+realistic times and do nothing else, with everything breaking all the time.
 
-The roles are stand-ins, so that a million samples fit into minutes: an engine makes one sample at a time, weights arrive at a random time, calls
-take no time but are made again, or arrive late from the dead. The real roles are simulated in chaos_world. `Fleet` owns what outlives a restart of
-everything: the ledger's lines, the newest checkpoint, the dice.
+The roles are stand-ins, so that a million samples fit into minutes: an engine makes one sample at a time, weights
+arrive at a random time, calls take no time but are made again, or arrive late from the dead. The real roles are
+simulated in chaos_world. `Fleet` owns what outlives a restart of everything: the ledger's lines, the newest checkpoint,
+the dice.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Times:
-    """Mean seconds, drawn within a factor of two around; `*_lost_s` is the time between two losses in the whole fleet."""
+    """Mean seconds, drawn within a factor of two around; `*_lost_s` is the time between two losses in the whole
+    fleet."""
 
     sample_s: float = 90.0
     score_s: float = 2.0
@@ -62,7 +64,9 @@ class Times:
 
 
 class Fleet:
-    def __init__(self, config: Config, seed: int = 0, times: Times | None = None, end_s: float = DAY_S, rack: int = 100) -> None:
+    def __init__(
+        self, config: Config, seed: int = 0, times: Times | None = None, end_s: float = DAY_S, rack: int = 100
+    ) -> None:
         self.config, self.times, self.end_s, self.rack = config, times or Times(), end_s, rack
         self.dice = random.Random(seed)
         self.prompts = [Prompt(index, "a prompt") for index in range(1000)]
@@ -160,7 +164,8 @@ class Shift:
                 return
             what()
 
-    # ---- engines --------------------------------------------------------------------------------------------------------------------
+    # ---- engines
+    # --------------------------------------------------------------------------------------------------------------------
 
     def _hire(self, engine: Engine) -> None:
         self.engines[engine.name] = engine
@@ -225,7 +230,8 @@ class Shift:
         if (newest := self.coordinator.versions.published) is not None:
             self._send(engine, newest)
 
-    # ---- weights ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights
+    # ----------------------------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
         await self.coordinator.announce(self.version, f"digest {self.version}")
@@ -240,7 +246,8 @@ class Shift:
             engine.version = version
             _at_once(self.coordinator.engine_holds(WeightReport(engine.name, version, f"digest {version}")))
 
-    # ---- reward workers ---------------------------------------------------------------------------------------------------------------
+    # ---- reward workers
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _hire_scorer(self, name: str) -> None:
         self.scorers[name] = self._begin(self._score(name))
@@ -249,7 +256,9 @@ class Shift:
         fleet, coordinator, loop = self.fleet, self.coordinator, self.loop
         while jobs := await coordinator.next_to_score(name, self.config.reward.batch):
             await loop.sleep_until(loop.time() + fleet.about(self.times.score_s))
-            await coordinator.scored(name, {job.sample_id: job.kind for job in jobs}, [self._scored(job) for job in jobs])
+            await coordinator.scored(
+                name, {job.sample_id: job.kind for job in jobs}, [self._scored(job) for job in jobs]
+            )
 
     def _scored(self, job: ScoreJob) -> ScoreResult:
         if self.fleet.chance(0.0005):
@@ -271,7 +280,8 @@ class Shift:
         await asyncio.sleep(self.fleet.about(self.times.start_s))
         self._hire_scorer(f"reward-{next(self._numbers)}.new")
 
-    # ---- the trainer ------------------------------------------------------------------------------------------------------------------
+    # ---- the trainer
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         fleet, trainer = self.fleet, self.config.trainer
@@ -301,7 +311,9 @@ class Shift:
             fleet.updates.append(self.loop.time())
             await self._publish()
             if self.version % self.config.checkpoint.every == 0:
-                self.loop.call_when(self.loop.time() + self.times.checkpoint_s, self._keep, await self.coordinator.continuation())
+                self.loop.call_when(
+                    self.loop.time() + self.times.checkpoint_s, self._keep, await self.coordinator.continuation()
+                )
         self._end()
 
     def _keep(self, checkpoint: Continuation) -> None:

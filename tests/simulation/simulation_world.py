@@ -40,7 +40,9 @@ def make_config(**changes: Any) -> Config:
 def make_profile(**stages: ServiceTime | float | tuple[float, ...]) -> Profile:
     """A number is seconds per job, a pair also seconds per unit, a third its coefficient of variation."""
     times = {"generate": 0.0, "score": 0.0, "train": 0.0, **stages}
-    made = {name: value if isinstance(value, ServiceTime) else ServiceTime(*_tuple(value)) for name, value in times.items()}
+    made = {
+        name: value if isinstance(value, ServiceTime) else ServiceTime(*_tuple(value)) for name, value in times.items()
+    }
     return Profile(name="made", source="a test", **made)
 
 
@@ -68,7 +70,8 @@ def request(sample: int, window: SdeWindow | None, group: int = 0) -> SampleRequ
 
 
 class Desk:
-    """What stations ask of a coordinator, answered by a test: `offer` requests or jobs, `end` the run; what they report is kept with its time."""
+    """What stations ask of a coordinator, answered by a test: `offer` requests or jobs, `end` the run; what they report
+    is kept with its time."""
 
     def __init__(self) -> None:
         self._requests: deque[SampleRequest] = deque()

@@ -1,4 +1,5 @@
-"""Ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as they must, whatever happens."""
+"""Ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as they must,
+whatever happens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
 
 @cache
 def happened(seeds: range) -> Counter[str]:
-    """In how many of the schedules each thing happened; raises with the seed of one that failed, and the command that replays it."""
+    """In how many of the schedules each thing happened; raises with the seed of one that failed, and the command that
+    replays it."""
     seen: Counter[str] = Counter()
     with frozen():
         for seed in seeds:
@@ -58,11 +60,24 @@ def test_everything_that_may_happen_has_happened() -> None:
 
 EXPECTED = [
     *(what for what in FAULTS if what != "every engine crashes"),
-    *(f"engine {how} / {phase}" for how in ("crash", "hang") for phase in ("idle", "generating", "joining", "staging", "swapping")),
+    *(
+        f"engine {how} / {phase}"
+        for how in ("crash", "hang")
+        for phase in ("idle", "generating", "joining", "staging", "swapping")
+    ),
     *(
         f"{fault} / trainer {phase}"
         for fault in ("engine crash", "scorer crash", "kill")
-        for phase in ("accumulating", "stepping", "exporting", "saving", "writing", "before the first version", "closing", "between")
+        for phase in (
+            "accumulating",
+            "stepping",
+            "exporting",
+            "saving",
+            "writing",
+            "before the first version",
+            "closing",
+            "between",
+        )
     ),
     *(
         "engine replaced",
@@ -76,7 +91,14 @@ EXPECTED = [
         "generation failed",
         "score failed",
     ),
-    *("checkpoint with ready groups", "life ended: killed", "life ended: interrupted", "group trained", "group rejected", "group dropped"),
+    *(
+        "checkpoint with ready groups",
+        "life ended: killed",
+        "life ended: interrupted",
+        "group trained",
+        "group rejected",
+        "group dropped",
+    ),
     *("every engine crashes", "a message of the dead", "a message twice", "shuffled"),
     *(f"swap: {how}" for how in ("step", "request", "drain")),
     *(f"S = {budget}" for budget in range(4)),
@@ -96,8 +118,11 @@ def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a lease that is never returned is a failure: the roles wait, no timer is pending, nothing can happen any more."""
+    """And a lease that is never returned is a failure: the roles wait, no timer is pending, nothing can happen any
+    more."""
     monkeypatch.setattr("omni_async.control.leasing.WorkQueue.leases_of", lambda self, engine: [])
     seed = next(seed for seed in range(100) if any(kind == "every engine crashes" for _, kind in draw(seed).faults))
-    with pytest.raises(ScheduleFailed, match=rf"seed {seed}(?s:.*)python tests/simulation/chaos.py --seed {seed} --trace"):
+    with pytest.raises(
+        ScheduleFailed, match=rf"seed {seed}(?s:.*)python tests/simulation/chaos.py --seed {seed} --trace"
+    ):
         play(seed)

@@ -38,7 +38,8 @@ JOB: dict[str, Any] = {"rollout__workers": 2, "rollout__max_batch": 8, "rollout_
 STAGES: dict[str, Any] = {"step": 0.5, "export": 0.4, "publish": 1.5, "swap": 0.2, "switch": 0.7}
 
 
-# ---- exact ----------------------------------------------------------------------------------------------------------------------------
+# ---- exact
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps_per_update", [1, 2])
@@ -56,7 +57,9 @@ def test_sync_is_the_sum_of_its_stages(steps_per_update: int, assesses: bool) ->
 
 
 def test_sync_with_a_last_round_that_is_not_full() -> None:
-    config = scheduled("sync", **{**JOB, "rollout__group_size": 6, "trainer__groups_per_update": 3, "reward__workers": 2})
+    config = scheduled(
+        "sync", **{**JOB, "rollout__group_size": 6, "trainer__groups_per_update": 3, "reward__workers": 2}
+    )
     found = agrees(config, make_profile(generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.1, 0.3), **STAGES), updates=12)
     # 18 samples: 8 and 1 on each engine; 8 and 8, then 2, on two reward workers
     assert found.step_s == pytest.approx(5.0 + 1.5 + 1.0 + 0.4 + 3 * (0.1 + 6 * 0.3) + 0.5 + 0.4 + 1.5 + 0.2)
@@ -97,7 +100,9 @@ def test_async_runs_at_the_pace_of_a_bottleneck_that_is_never_idle(role: str, sw
 def test_publishes_cost_generation_a_pause_and_the_trainer_a_copy(every: int) -> None:
     for role in ("rollout", "trainer"):
         config = make_config(**JOB, staleness__max_updates=5, weights__publish_every=every)
-        profile = msgspec.structs.replace(SATURATED[role], swap=ServiceTime(fixed_s=1.2), export=ServiceTime(fixed_s=0.9))
+        profile = msgspec.structs.replace(
+            SATURATED[role], swap=ServiceTime(fixed_s=1.2), export=ServiceTime(fixed_s=0.9)
+        )
         found = agrees(config, profile, updates=60)
         own = {"rollout": found.times.generate + 1.2 / every, "trainer": found.times.train + 0.9 / every}
         assert found.step_s == pytest.approx(own[role], rel=EXACT)
@@ -110,7 +115,8 @@ def test_a_small_budget_makes_a_step_a_share_of_the_way_from_admission_to_weight
     assert found.step_s == pytest.approx((10.0 + 4 * 0.1 + 10.0) / 2, rel=EXACT)
 
 
-# ---- a bound --------------------------------------------------------------------------------------------------------------------------
+# ---- a bound
+# --------------------------------------------------------------------------------------------------------------------------
 
 seconds = st.one_of(st.just(0.0), st.floats(0.01, 5.0).map(lambda value: round(value, 3)))
 stages = st.builds(ServiceTime, fixed_s=seconds, unit_s=seconds.map(lambda value: value / 3))
@@ -142,14 +148,21 @@ def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
         "max_batch": draw(st.sampled_from([1, 2, 4, 16])),
         "max_inflight": draw(st.sampled_from([1, 2, 8, 32])),
     }
-    tree["reward"] |= {"workers": draw(st.integers(1, 3)), "batch": draw(st.sampled_from([1, 3, 8])), "streaming": streams}
+    tree["reward"] |= {
+        "workers": draw(st.integers(1, 3)),
+        "batch": draw(st.sampled_from([1, 3, 8])),
+        "streaming": streams,
+    }
     tree["trainer"] |= {
         "groups_per_update": groups,
         "steps_per_update": draw(st.sampled_from([1, groups])),
         "streaming": draw(st.sampled_from(["auto", "off"])),
     }
     tree["staleness"]["max_updates"] = budget
-    tree["weights"] |= {"publish_every": draw(st.integers(1, budget + 1)), "swap": draw(st.sampled_from(["step", "request", "drain"]))}
+    tree["weights"] |= {
+        "publish_every": draw(st.integers(1, budget + 1)),
+        "swap": draw(st.sampled_from(["step", "request", "drain"])),
+    }
     tree["buffer"] = {
         "trajectories": draw(st.sampled_from([2, 16, 400] if streams else [groups * size, 400])),
         "groups": draw(st.sampled_from([groups, (budget + 1) * groups])),
@@ -164,7 +177,9 @@ def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
 def longest_job(config: Config, profile: Profile) -> float:
     """What one device does without a break, at most: how much a mean over few updates may be off."""
     rollout, trainer = config.rollout, config.trainer
-    trained = trainer.groups_per_update * (profile.train.mean(rollout.group_size) + profile.assess.mean(rollout.group_size))
+    trained = trainer.groups_per_update * (
+        profile.train.mean(rollout.group_size) + profile.assess.mean(rollout.group_size)
+    )
     made = profile.generate.mean(rollout.max_batch) + profile.score.mean(config.reward.batch)
     return (
         made
@@ -179,7 +194,9 @@ FEW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthChec
 
 @FEW
 @given(configs(), profiles, st.integers(0, 3))
-def test_nothing_is_faster_than_the_law_or_staler_than_allowed_or_lost_or_stuck(config: Config, profile: Profile, seed: int) -> None:
+def test_nothing_is_faster_than_the_law_or_staler_than_allowed_or_lost_or_stuck(
+    config: Config, profile: Profile, seed: int
+) -> None:
     budget = config.staleness.max_updates
     updates = 12 + 2 * (budget + 1) * config.weights.publish_every
     found = simulate(config, profile, updates=updates, seed=seed)  # a deadlock would raise
@@ -206,7 +223,8 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
     )
     rollout = config.rollout
     samples = config.trainer.groups_per_update * rollout.group_size
-    # What an engine may hold beside its batch is leased before the others are done; the last round is shared evenly only without that.
+    # What an engine may hold beside its batch is leased before the others are done; the last round is shared evenly
+    # only without that.
     assume(samples <= rollout.workers * min(rollout.max_batch, rollout.max_inflight) or rollout.workers == 1)
     assume(times_of(config, profile).total > 0)
     agrees(config, profile, updates=6)
@@ -215,7 +233,8 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 @settings(FEW, max_examples=25)
 @given(configs(most_updates=0), profiles, st.integers(0, 3))
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
-    """For service times that do not vary, buffers that do not bind, and enough updates that a period more or less makes no difference."""
+    """For service times that do not vary, buffers that do not bind, and enough updates that a period more or less makes
+    no difference."""
     config = msgspec.structs.replace(
         config,
         placement=msgspec.structs.replace(config.placement, colocated=False),
@@ -226,7 +245,9 @@ def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget
     )
     steps = []
     for allowed in (budget, budget + 1):
-        wider = msgspec.structs.replace(config, staleness=msgspec.structs.replace(config.staleness, max_updates=allowed))
+        wider = msgspec.structs.replace(
+            config, staleness=msgspec.structs.replace(config.staleness, max_updates=allowed)
+        )
         steps.append(simulate(wider, profile, updates=40).step_s)
     rounding = longest_job(config, profile) / 30
     assert steps[1] <= steps[0] * (1 + EXACT) + rounding

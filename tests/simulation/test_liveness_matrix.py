@@ -1,4 +1,5 @@
-"""Lessons, item 2: liveness at the edge. Real roles; every job ends by itself, a deadlock fails at once with who waits where."""
+"""Lessons, item 2: liveness at the edge. Real roles; every job ends by itself, a deadlock fails at once with who waits
+where."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ CALM = Temper(
 )
 
 
-def play(S: int, faults: tuple[tuple[int, str], ...] = (), temper: dict[str, Any] | None = None, prompts: int = 3, **changes: Any) -> World:
+def play(
+    S: int,
+    faults: tuple[tuple[int, str], ...] = (),
+    temper: dict[str, Any] | None = None,
+    prompts: int = 3,
+    **changes: Any,
+) -> World:
     settings = {"rollout__workers": 2, "trainer__updates": 3, "staleness__max_updates": S, **changes}
     config = make_config(**settings)
     assert config is not None

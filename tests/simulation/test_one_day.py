@@ -1,4 +1,5 @@
-"""One day of virtual time: 1,000 engines and 200 reward workers, of which a thousand and two hundred are lost, racks that go dark, four restarts."""
+"""One day of virtual time: 1,000 engines and 200 reward workers, of which a thousand and two hundred are lost, racks
+that go dark, four restarts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def played(*, engines: int, scorers: int, groups: int, times: Times, end_s: floa
     seconds = time.perf_counter() - began
     ended = Counter(line.event for line in fleet.lines)
     sys.stdout.write(
-        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f} samples/s, {seconds:.0f} s\n"
+        f"{dict(fleet.seen)}, {dict(ended)}; {len(fleet.updates)} updates, {fleet.seen['samples'] / seconds:.0f}"
+        f" samples/s, {seconds:.0f} s\n"
     )
     return fleet
 
@@ -46,7 +48,9 @@ def played(*, engines: int, scorers: int, groups: int, times: Times, end_s: floa
 def check(fleet: Fleet, groups: int) -> None:
     """Everything but the number of faults."""
     assert fleet.now >= fleet.end_s
-    assert fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1 and fleet.seen["shift: killed"] == fleet.seen["kill"]
+    assert (
+        fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1 and fleet.seen["shift: killed"] == fleet.seen["kill"]
+    )
     numbers = sorted(line.group for line in fleet.lines)
     assert numbers == [*range(len(numbers))], "each group ended in exactly one line, over all attempts"
     by_update = Counter(line.trained_version for line in fleet.lines if line.event == "trained")
@@ -57,7 +61,9 @@ def check(fleet: Fleet, groups: int) -> None:
     dropped = [line for line in fleet.lines if line.event == "dropped" and line not in unfinished]
     assert len(dropped) < 0.001 * len(fleet.lines), "a lost engine costs a group nothing but time"
     rejected = [line for line in fleet.lines if line.event == "rejected"]
-    assert {line.reason for line in rejected} == {"zero reward variance"} and all(line.group % 50 == 7 for line in rejected)
+    assert {line.reason for line in rejected} == {"zero reward variance"} and all(
+        line.group % 50 == 7 for line in rejected
+    )
     gaps = [later - earlier for earlier, later in zip(fleet.updates, fleet.updates[1:], strict=False)]
     assert max(gaps) < 1800, "progress: at worst a restart, and the longest hang"
 

@@ -1,5 +1,5 @@
-"""The simulator against what it stands for: the real producers, reward workers, trainer and publisher with emulated devices, on the same
-virtual time."""
+"""The simulator against what it stands for: the real producers, reward workers, trainer and publisher with emulated
+devices, on the same virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ from omni_async.tracking.rundir import RunDirectory
 
 UPDATES = 32
 PROFILE = make_profile(
-    generate=(2.0, 0.5), score=(0.5, 0.2), train=(0.1, 0.25), assess=(0.2, 0.1), step=0.5, export=0.6, publish=1.5, swap=0.3, switch=1.0
+    generate=(2.0, 0.5),
+    score=(0.5, 0.2),
+    train=(0.1, 0.25),
+    assess=(0.2, 0.1),
+    step=0.5,
+    export=0.6,
+    publish=1.5,
+    swap=0.3,
+    switch=1.0,
 )
 LONGEST_S = 1e5  # virtual: the roles' periodic flushes hide a deadlock
 
@@ -78,7 +86,9 @@ def measured(config: Config) -> tuple[float, list[int]]:
 
     run(main())
     steady = Steady(config, UPDATES)
-    steps = [b - a for a, b in zip(ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True)]
+    steps = [
+        b - a for a, b in zip(ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True)
+    ]
     return statistics.fmean(steps), staleness
 
 
@@ -116,7 +126,9 @@ def test_it_does_so_with_any_other_key(changes: dict[str, Any], tmp_path: Path) 
 
 
 def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share(tmp_path: Path) -> None:
-    config = job(tmp_path, PROFILE, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1))
+    config = job(
+        tmp_path, PROFILE, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1)
+    )
     assert not config.placement.reward_in_turn
     agree(config, PROFILE)
 
@@ -124,5 +136,7 @@ def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share
 @pytest.mark.parametrize("role", ["generate", "score", "publish"])
 def test_it_does_so_whatever_holds_the_job_up(role: str, tmp_path: Path) -> None:
     slow = {"generate": (6.0, 1.0), "score": (1.0, 1.5), "publish": (60.0,)}[role]
-    profile = make_profile(**{"generate": (2.0, 0.5), "score": (0.5, 0.2), "train": (0.1, 0.25), "export": 0.6, "swap": 0.3, role: slow})
+    profile = make_profile(
+        **{"generate": (2.0, 0.5), "score": (0.5, 0.2), "train": (0.1, 0.25), "export": 0.6, "swap": 0.3, role: slow}
+    )
     agree(job(tmp_path, profile, "async"), profile)

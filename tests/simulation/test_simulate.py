@@ -23,16 +23,26 @@ from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import arms
 
 PROFILE = make_profile(
-    generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.0, 0.3), assess=(0.1, 0.0), step=1.0, export=0.4, publish=1.5, swap=0.2
+    generate=(1.0, 0.5),
+    score=(0.2, 0.1),
+    train=(0.0, 0.3),
+    assess=(0.1, 0.0),
+    step=1.0,
+    export=0.4,
+    publish=1.5,
+    swap=0.2,
 )
-VARIED = make_profile(generate=(1.0, 0.5, 0.3), score=(0.2, 0.1, 0.5), train=(0.0, 0.3, 0.1), step=1.0, publish=1.5, swap=0.2)
+VARIED = make_profile(
+    generate=(1.0, 0.5, 0.3), score=(0.2, 0.1, 0.5), train=(0.0, 0.3, 0.1), step=1.0, publish=1.5, swap=0.2
+)
 
 
 def same(a: Any, b: Any) -> bool:
     return bool(msgspec.structs.replace(a, wall_s=0.0) == msgspec.structs.replace(b, wall_s=0.0))
 
 
-# ---- what is counted ------------------------------------------------------------------------------------------------------------------
+# ---- what is counted
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_group_is_trained_and_nothing_is_lost() -> None:
@@ -54,7 +64,12 @@ def test_shares_of_time_add_up() -> None:
         assert all(0 <= share <= 1 + 1e-9 for share in shares.values()), (role, shares)
         assert sum(shares.values()) <= 1 + 1e-9
     # Engines have no input to wait for, and what comes after a reward worker or the trainer never lacks room.
-    assert found.busy["rollout"]["starved"] == found.busy["reward"]["backpressured"] == found.busy["trainer"]["backpressured"] == 0
+    assert (
+        found.busy["rollout"]["starved"]
+        == found.busy["reward"]["backpressured"]
+        == found.busy["trainer"]["backpressured"]
+        == 0
+    )
     assert sum(found.busy["trainer"].values()) == pytest.approx(1.0)
     assert sum(found.busy["reward"].values()) == pytest.approx(1.0)
 
@@ -81,7 +96,9 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
         async def scored(self, *args: Any) -> None:
             await super().scored(*args)
             places = worlds[0].meters.places
-            asyncio.get_running_loop().call_soon(lambda: seen.append(({name: g.value for name, g in places.items()}, self._books())))
+            asyncio.get_running_loop().call_soon(
+                lambda: seen.append(({name: g.value for name, g in places.items()}, self._books()))
+            )
 
         def _books(self) -> dict[str, int]:
             buffers = self._buffer_statistics()
@@ -110,7 +127,8 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
     assert 0 < found.buffers["slots"].mean <= 12
 
 
-# ---- reproducible, steady, in lots ----------------------------------------------------------------------------------------------------
+# ---- reproducible, steady, in lots
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -166,14 +184,18 @@ def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> No
 
 
 def test_a_configuration_in_lots_has_the_same_proportions() -> None:
-    config = in_lots(make_config(rollout__group_size=16, rollout__max_inflight=32, reward__batch=8, buffer__trajectories=64), 4)
+    config = in_lots(
+        make_config(rollout__group_size=16, rollout__max_inflight=32, reward__batch=8, buffer__trajectories=64), 4
+    )
     assert (config.rollout.group_size, config.rollout.max_batch, config.rollout.max_inflight) == (4, 4, 8)
     assert (config.reward.batch, config.buffer.trajectories) == (2, 16)
     with pytest.raises(ValueError, match="lot: 3 samples do not divide"):
         in_lots(make_config(), 3)
     for key in ("reward__batch", "rollout__max_batch", "rollout__max_inflight"):
         with pytest.raises(ValueError, match=f"lot: 4 samples do not divide {key.replace('__', '.')} = 2"):
-            in_lots(make_config(**{"rollout__group_size": 16, "rollout__max_inflight": 32, "reward__batch": 8, key: 2}), 4)
+            in_lots(
+                make_config(**{"rollout__group_size": 16, "rollout__max_inflight": 32, "reward__batch": 8, key: 2}), 4
+            )
 
 
 def test_validation_and_rejections_are_left_out() -> None:
@@ -201,7 +223,8 @@ def test_only_time_in_the_window_counts() -> None:
     assert gauge.largest == 4
 
 
-# ---- the sweep ------------------------------------------------------------------------------------------------------------------------
+# ---- the sweep
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() -> None:
@@ -218,7 +241,8 @@ def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() 
     assert [arm.config.weights.publish_every for arm in found[4:]] == [1, 2, 2, 2, 2]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------------------------
+# ---- the command
+# ----------------------------------------------------------------------------------------------------------------------
 
 RECIPE = """\
 model: {path: nowhere/checkpoint}
@@ -251,7 +275,9 @@ def test_the_command_predicts_a_job_whose_files_do_not_exist(recipe: Path, capsy
         assert words in shown, words
 
 
-def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = recipe.with_name("found") / "sweep.json"
     profile = str(recipe.with_name("profile.json"))
     assert main(["simulate", str(recipe), "--profile", profile, "--updates", "20", "--sweep", "--json", str(out)]) == 0
@@ -267,18 +293,33 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(recipe: Path, cap
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of qwen_image"),
+        (
+            [],
+            (
+                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
+                " qwen_image"
+            ),
+        ),
         (["--profile", "nobody"], "--profile: no profile 'nobody'; shipped are"),
         (["--profile", "missing.json"], "cannot be read: No such file"),
-        (["--profile", "P", "--updates", "4"], "--updates: a simulation with a budget of 2 updates needs at least 7, got 4"),
-        (["--profile", "P", "--updates", "12", "--sweep"], "--updates: a simulation with a budget of 8 updates needs at least 19, got 12"),
+        (
+            ["--profile", "P", "--updates", "4"],
+            "--updates: a simulation with a budget of 2 updates needs at least 7, got 4",
+        ),
+        (
+            ["--profile", "P", "--updates", "12", "--sweep"],
+            "--updates: a simulation with a budget of 8 updates needs at least 19, got 12",
+        ),
         (["--profile", "P", "--lot", "3"], "--lot: 3 samples do not divide rollout.group_size = 8"),
         (["--profile", "P", "--lot", "8", "reward.batch=4"], "--lot: 8 samples do not divide reward.batch = 4"),
         (["--profile", "P", "rollout.workers=0"], "rollout.workers: expected"),
         (["--profile", "P", "trainer.workers=3"], "trainer.workers: 3 ranks do not divide"),
         (["--profile", "P", "algorithm.name=nonsense"], "algorithm.name: expected one of"),
         (["--profile", "P", "data.preferences=pairs.parquet"], "leave out data.preferences"),
-        (["--profile", "P", "trainer.streaming=on", "trainer.steps_per_update=2"], "trainer.streaming: 'on' cannot be had here"),
+        (
+            ["--profile", "P", "trainer.streaming=on", "trainer.steps_per_update=2"],
+            "trainer.streaming: 'on' cannot be had here",
+        ),
         (["--profile", "P", "--json", "/proc/nothing/here.json"], "--json: cannot write /proc/nothing/here.json"),
     ],
 )
@@ -300,6 +341,9 @@ def test_wrong_options_are_usage_errors(recipe: Path, arguments: list[str]) -> N
 
 
 def test_simulating_needs_neither_torch_nor_ray() -> None:
-    code = "import sys, omni_async.simulation.simulate, omni_async.simulation.command; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    code = (
+        "import sys, omni_async.simulation.simulate, omni_async.simulation.command; print([m for m in ('torch', 'ray')"
+        " if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

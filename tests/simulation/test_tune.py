@@ -57,7 +57,9 @@ def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
     tree = yaml.safe_load(out.read_text())
     assert tree.pop("extends") == "recipe.yaml"
     assert {f"{section}.{key}" for section, keys in tree.items() for key in keys} == set(tuned.keys)
-    comments = " ".join(line.strip().removeprefix("#").strip() for line in out.read_text().splitlines() if line.strip().startswith("#"))
+    comments = " ".join(
+        line.strip().removeprefix("#").strip() for line in out.read_text().splitlines() if line.strip().startswith("#")
+    )
     assert all(tuned.reasons[path] in comments for path in tuned.keys)
 
 
@@ -103,7 +105,11 @@ def test_what_was_given_on_the_command_line_goes_into_the_file(recipe, tmp_path)
     out = tmp_path / "tuned.yaml"
     write_tuned(out, recipe, config, overrides, tuned)
     written = load(out)
-    assert (written.trainer.groups_per_update, written.reward.scorers[0].weight, written.model.dtype) == (8, 2.0, "bfloat16")
+    assert (written.trainer.groups_per_update, written.reward.scorers[0].weight, written.model.dtype) == (
+        8,
+        2.0,
+        "bfloat16",
+    )
     assert written.staleness.max_updates == tuned.keys[S] != 7
 
 
@@ -138,7 +144,11 @@ def test_whatever_the_recipes_schedule_the_written_one_overlaps(recipe, tmp_path
 
 def test_keys_that_take_turns_without_a_schedule_get_one():
     assert overlapped(job()) == job()
-    for section, keys in (("reward", {"streaming": False}), ("trainer", {"streaming": "off"}), ("placement", {"colocated": True})):
+    for section, keys in (
+        ("reward", {"streaming": False}),
+        ("trainer", {"streaming": "off"}),
+        ("placement", {"colocated": True}),
+    ):
         assert overlapped(job(**{section: keys})).schedule == "async"
 
 
@@ -160,15 +170,23 @@ def test_every_key_has_a_reason_with_its_value_and_numbers():
         assert tuned.reasons[path].startswith(f"{value}")
         assert "nothing else" not in tuned.reasons[path]
     assert "4 engines then take 8.1 s per update" in tuned.reasons[ENGINES]
-    assert "the nearest other split, 5 engines + 1 rank, needs 16 s for training and loses 49 %" in tuned.reasons[ENGINES]
-    assert "1 reward worker then takes 8 s per update, generation 8.1 s; takes none of the 6 gpus" in tuned.reasons[REWARDERS]
+    assert (
+        "the nearest other split, 5 engines + 1 rank, needs 16 s for training and loses 49 %" in tuned.reasons[ENGINES]
+    )
+    assert (
+        "1 reward worker then takes 8 s per update, generation 8.1 s; takes none of the 6 gpus"
+        in tuned.reasons[REWARDERS]
+    )
 
 
 def test_the_budgets_reason_is_the_wave_and_its_neighbours():
     slow = replace(PROFILE, publish=ServiceTime(fixed_s=20.0))
     tuned = by_law(job(), profile=slow)
     wave, bottleneck = tuned.times.latency, tuned.times.bottleneck[1]
-    assert f"takes {wave / bottleneck:.2f} times what generation takes per update ({wave:.3g} s / {bottleneck:.3g} s)" in tuned.reasons[S]
+    assert (
+        f"takes {wave / bottleneck:.2f} times what generation takes per update ({wave:.3g} s / {bottleneck:.3g} s)"
+        in tuned.reasons[S]
+    )
     assert tuned.keys[S] == 2
     loss = 1 - bottleneck / (wave / 2)  # with one update fewer a step is half the wave
     assert f"; 1 loses {100 * loss:.0f} %" in tuned.reasons[S]
@@ -179,8 +197,17 @@ def test_the_report_compares_with_the_recipe_and_marks_one_row():
     tuned = by_law(job(), devices=3)
     told = text(tuned)
     assert sum(line.startswith("| * |") for line in told.splitlines()) == 1
-    rows = {cells[0]: cells[1:] for line in told.splitlines() if (cells := [cell.strip() for cell in line.strip("| ").split("|")])}
-    assert (rows["tuned"][3], rows["recipe as it is"][0], rows["schedule: sync"][0], rows["schedule: sync_colocated"][7]) == (
+    rows = {
+        cells[0]: cells[1:]
+        for line in told.splitlines()
+        if (cells := [cell.strip() for cell in line.strip("| ").split("|")])
+    }
+    assert (
+        rows["tuned"][3],
+        rows["recipe as it is"][0],
+        rows["schedule: sync"][0],
+        rows["schedule: sync_colocated"][7],
+    ) == (
         "1.00 x",
         "3",
         "3",
@@ -197,9 +224,14 @@ def test_more_devices_than_the_recipes_are_compared_per_device():
 
 def test_what_the_schedules_without_overlap_would_make_is_shown_unless_the_schema_refuses_them():
     tuned = by_law(job(), devices=6)
-    assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == {"sync": 0, "sync_colocated": 0}
+    assert {name: point.simulated.staleness_max for name, point in tuned.in_step.items()} == {
+        "sync": 0,
+        "sync_colocated": 0,
+    }
     colocated = tuned.in_step["sync_colocated"].keys
-    assert (colocated[ENGINES], colocated[RANKS], job().rollout.group_size) == (6, 4, 8), "six ranks could not deal a group"
+    assert (colocated[ENGINES], colocated[RANKS], job().rollout.group_size) == (6, 4, 8), (
+        "six ranks could not deal a group"
+    )
     one_rank = by_law(job(run={"runtime": "inprocess"}, rollout={"engine": "diffusers"}), devices=3)
     assert one_rank.in_step.keys() == {"sync"}
 
@@ -218,7 +250,12 @@ def test_a_spent_budget_is_said():
 
 def test_the_picture_shows_the_front_the_choice_and_the_recipe():
     axes = picture(by_law(job(), devices=3)).axes[0]
-    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == ["simulated", "front", "recommended", "recipe as it is"]
+    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == [
+        "simulated",
+        "front",
+        "recommended",
+        "recipe as it is",
+    ]
     other = picture(by_law(job(), devices=6)).axes[0]
     assert "recipe as it is" not in [entry.get_text() for entry in other.get_legend().get_texts()]
 
@@ -226,7 +263,11 @@ def test_the_picture_shows_the_front_the_choice_and_the_recipe():
 @pytest.mark.parametrize(
     ("config", "arguments", "said"),
     [
-        (replace(job(), data=replace(job().data, preferences="pairs.parquet")), {}, "data.preferences: nothing is generated"),
+        (
+            replace(job(), data=replace(job().data, preferences="pairs.parquet")),
+            {},
+            "data.preferences: nothing is generated",
+        ),
         (job(), {"devices": 1}, "--devices: 1 gpus are fewer"),
         (job(trainer={"workers": 3}), {"keep": [RANKS], "devices": 5}, r"trainer\.workers: 3 ranks do not divide"),
         (job(algorithm={"name": "ppo"}), {}, r"algorithm\.name: expected one of"),

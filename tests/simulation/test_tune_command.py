@@ -58,7 +58,8 @@ def test_json_holds_everything(folder, by_law, capsys):
 
 
 def test_a_recipe_that_nothing_beats_is_left_as_it_is(folder, capsys):
-    """Two devices that take turns waste less than a split of them, which leaves one waiting for the other: then there is nothing to write."""
+    """Two devices that take turns waste less than a split of them, which leaves one waiting for the other: then there
+    is nothing to write."""
     (folder / "recipe.yaml").write_text("schedule: sync_colocated\n" + RECIPE)
     arguments = ["--profile", "steady.json", "--devices", "2", "rollout.workers=1", "reward.workers=8"]
     assert cli.main(["tune", "recipe.yaml", *arguments]) == 0
@@ -104,7 +105,10 @@ def test_overrides_come_first_and_are_kept(folder, by_law, capsys):
     [
         (["recipe.yaml", "--profile", "steady.json"], "--devices: required"),
         (["recipe.yaml", "--profile", "steady.json", "--devices", "0"], "--devices: expected at least 1, got 0"),
-        (["recipe.yaml", "--profile", "steady.json", "--devices", "1"], "--devices: 1 gpus are fewer than the roles take at least"),
+        (
+            ["recipe.yaml", "--profile", "steady.json", "--devices", "1"],
+            "--devices: 1 gpus are fewer than the roles take at least",
+        ),
         (["recipe.yaml", "--devices", "4"], "--profile: required, because the recipe has no emulation.profile"),
         (["recipe.yaml", "--devices", "4", "--profile", "nowhere.json"], "--profile: nowhere.json: cannot be read"),
         (["recipe.yaml", "--devices", "4", "--profile", "recipe"], "--profile: no profile 'recipe'; shipped are"),
@@ -113,8 +117,14 @@ def test_overrides_come_first_and_are_kept(folder, by_law, capsys):
             ["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--keep", "rollout.seed"],
             "--keep: rollout.seed is not tuned; keys that are",
         ),
-        (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--budget", "1"], "--budget: expected at least 12 simulations"),
-        (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--out", "recipe.yaml"], "--out: recipe.yaml is the recipe itself"),
+        (
+            ["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--budget", "1"],
+            "--budget: expected at least 12 simulations",
+        ),
+        (
+            ["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--out", "recipe.yaml"],
+            "--out: recipe.yaml is the recipe itself",
+        ),
         (["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--json", "."], "--json: cannot write .: "),
         (
             ["recipe.yaml", "--devices", "4", "--profile", "steady.json", "--out", "recipe.yaml/t.yaml"],
@@ -144,7 +154,10 @@ def test_the_help_shows_it_being_used_and_names_the_keys(capsys):
     shown = capsys.readouterr().out
     assert "  omni-async tune recipes/" in shown
     assert all(key in shown for key in TUNED)
-    assert all(option in shown for option in ("--devices", "--profile", "--keep", "--budget", "--seed", "--out", "--plot", "--json"))
+    assert all(
+        option in shown
+        for option in ("--devices", "--profile", "--keep", "--budget", "--seed", "--out", "--plot", "--json")
+    )
 
 
 def test_neither_torch_nor_ray_is_imported(folder):
@@ -155,6 +168,11 @@ def test_neither_torch_nor_ray_is_imported(folder):
         "print(code, [name for name in ('torch', 'ray', 'mlflow', 'tensordict', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, env={"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.splitlines()[-1] == "0 []"

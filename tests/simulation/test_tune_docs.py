@@ -27,7 +27,11 @@ def rows(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in table if not re.fullmatch(r"[|\-: ]+", line)]
+    return [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in table
+        if not re.fullmatch(r"[|\-: ]+", line)
+    ]
 
 
 def test_the_table_of_schedules_is_the_codes():

@@ -15,11 +15,19 @@ ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, lot=1)
 
 
 def point(images_per_s, mean, largest):
-    return Point({"staleness.max_updates": largest}, images_per_s, replace(ANY, staleness_mean=mean, staleness_max=largest))
+    return Point(
+        {"staleness.max_updates": largest}, images_per_s, replace(ANY, staleness_mean=mean, staleness_max=largest)
+    )
 
 
 def test_slower_points_that_are_no_fresher_are_left_out():
-    sync, half, good, stale, slow = point(1.0, 0.0, 0), point(1.5, 0.5, 1), point(2.0, 1.0, 1), point(2.0, 3.0, 4), point(1.2, 1.0, 2)
+    sync, half, good, stale, slow = (
+        point(1.0, 0.0, 0),
+        point(1.5, 0.5, 1),
+        point(2.0, 1.0, 1),
+        point(2.0, 3.0, 4),
+        point(1.2, 1.0, 2),
+    )
     assert front([slow, stale, good, half, sync], good) == [sync, half, good]
 
 

@@ -34,7 +34,9 @@ def trials_of(config, profile=PROFILE, simulate=simulate_by_law, budget=200, **m
 
 
 def searched(trials, devices=3):
-    return search(trials, worth_simulating(trials.config, ranked_splits(trials.config, trials.profile, devices, trials.kept)))
+    return search(
+        trials, worth_simulating(trials.config, ranked_splits(trials.config, trials.profile, devices, trials.kept))
+    )
 
 
 @pytest.mark.parametrize("publish_s", [0.5, 8.0, 20.0, 60.0, 200.0])
@@ -60,7 +62,9 @@ def test_nothing_is_larger_than_it_has_to_be():
     chosen = searched(trials)
     assert (chosen.keys[WINDOW], chosen.keys[PUBLISH], chosen.keys[SWAP]) == (1, 1, "step")
     assert chosen.keys[INFLIGHT] == job().rollout.max_inflight
-    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(job(), chosen.keys)  # this simulator does not care about more
+    assert chosen.keys[TRAJECTORIES] == fewest_trajectories(
+        job(), chosen.keys
+    )  # this simulator does not care about more
     reference = fastest([point for point in trials.points if point.keys[S] == chosen.keys[S]]).images_per_s
     assert chosen.images_per_s >= (1 - MODEST) * reference
     fewer = trials.moved(chosen, GROUPS, chosen.keys[GROUPS] - 1)
@@ -173,7 +177,11 @@ def test_large_jobs_are_simulated_in_lots_that_no_batch_has_to_split():
         return simulate_by_law(config, profile, lot=lot, **more)
 
     trials_of(job(), simulate=asked).run(job(), {})
-    large = job(rollout={"group_size": 24, "max_batch": 12, "max_inflight": 36}, reward={"batch": 8}, trainer={"groups_per_update": 512})
+    large = job(
+        rollout={"group_size": 24, "max_batch": 12, "max_inflight": 36},
+        reward={"batch": 8},
+        trainer={"groups_per_update": 512},
+    )
     trials_of(large, simulate=asked).run(large, {})
     assert lots == {1, 4}
 

@@ -22,7 +22,9 @@ def keys(split):
 
 def test_every_split_uses_all_devices_and_ranks_divide_a_group():
     found = {keys(split) for split in ranked_splits(job(placement={"reward": GPU}), PROFILE, 7, {})}
-    assert found == {(7 - ranks - rewarders, rewarders, ranks) for ranks in (1, 2, 4) for rewarders in range(1, 7 - ranks)}
+    assert found == {
+        (7 - ranks - rewarders, rewarders, ranks) for ranks in (1, 2, 4) for rewarders in range(1, 7 - ranks)
+    }
 
 
 def test_reward_workers_beside_the_devices_are_as_many_as_stay_below_the_bottleneck():

@@ -21,7 +21,8 @@ def loop_of_this() -> VirtualTimeLoop:
     return loop
 
 
-# ---- time -----------------------------------------------------------------------------------------------------------------------------
+# ---- time
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_year_of_sleep_is_a_jump() -> None:
@@ -143,7 +144,8 @@ def test_the_same_program_runs_the_same_way_twice() -> None:
     assert run(main()) == run(main())
 
 
-# ---- asyncio itself -------------------------------------------------------------------------------------------------------------------
+# ---- asyncio itself
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_queues_conditions_and_task_groups_work() -> None:
@@ -263,7 +265,8 @@ def test_a_closed_loop_takes_nothing_more() -> None:
             schedule()
 
 
-# ---- what only this loop has ----------------------------------------------------------------------------------------------------------
+# ---- what only this loop has
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_sleep_until_the_past_returns_without_moving_time() -> None:
@@ -306,7 +309,9 @@ def test_what_settles_comes_after_everything_else_of_the_instant_and_before_the_
 
 
 @pytest.mark.parametrize(
-    "schedule", [lambda loop, fails: loop.call_when(3, fails), lambda loop, fails: loop.when_settled(fails)], ids=["timer", "settled"]
+    "schedule",
+    [lambda loop, fails: loop.call_when(3, fails), lambda loop, fails: loop.when_settled(fails)],
+    ids=["timer", "settled"],
 )
 def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any], None]) -> None:
     def fails() -> None:
@@ -320,7 +325,8 @@ def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any
         run(main())
 
 
-# ---- deadlocks ------------------------------------------------------------------------------------------------------------------------
+# ---- deadlocks
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
@@ -339,7 +345,9 @@ def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "all 2 tasks wait and no timer is pending:"
     assert any(
-        line.startswith("  producer-0: ") and "producer (test_virtual_time.py:" in line and "> Bell.wait (waiting.py:" in line
+        line.startswith("  producer-0: ")
+        and "producer (test_virtual_time.py:" in line
+        and "> Bell.wait (waiting.py:" in line
         for line in lines
     )
     assert not any("sleeper" in line for line in lines)

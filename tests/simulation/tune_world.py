@@ -1,4 +1,5 @@
-"""A job to tune, and a simulator that knows nothing but the law: fast, and exact about what S and the groups' places allow."""
+"""A job to tune, and a simulator that knows nothing but the law: fast, and exact about what S and the groups' places
+allow."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.config.algorithm import Algorithm, Correction
 from omni_async.config.schedule import num_devices
-from omni_async.config.schema import Buffer, Data, Model, Placement, Resources, Reward, Rollout, Scorer, Staleness, Trainer
+from omni_async.config.schema import (
+    Buffer,
+    Data,
+    Model,
+    Placement,
+    Resources,
+    Reward,
+    Rollout,
+    Scorer,
+    Staleness,
+    Trainer,
+)
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.performance.stages import stage_times
@@ -59,8 +71,8 @@ def job(**sections: object) -> Config:
 def simulate_by_law(
     config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None, progress: object = None
 ) -> Simulated:
-    """As fast as the law says, if there are places for as many groups; engines that may hold fewer samples than they compute together, or that
-    exchange weights only when they are idle, lose a tenth each."""
+    """As fast as the law says, if there are places for as many groups; engines that may hold fewer samples than they
+    compute together, or that exchange weights only when they are idle, lose a tenth each."""
     times, per_update = stage_times(config, profile, streams=True, assesses=False), config.trainer.groups_per_update
     ahead = min(config.staleness.max_updates + 1, config.buffer.groups / per_update)
     step = max(times.bottleneck[1], times.latency * config.weights.publish_every / ahead)

@@ -41,8 +41,10 @@ def test_a_pipe_sees_one_flushed_line_per_update() -> None:
         console.validation(12, 0.52, {"ocr_exact": 0.5})
         console.update({"update": 13})
         console.note("two\nlines")
-        assert os.read(read, 10_000).decode() == (
-            "validation of version 12: reward 0.520, ocr_exact 0.500\nupdate 13/120 validation reward 0.520\ntwo lines\n"
+        assert (
+            os.read(read, 10_000).decode()
+            == "validation of version 12: reward 0.520, ocr_exact 0.500\nupdate 13/120 validation reward 0.520\ntwo"
+            " lines\n"
         )
         console.close()
         console.note("after the end")
@@ -73,7 +75,16 @@ def test_a_terminal_gets_a_live_display() -> None:
     console.close()
     console.close()
     shown = terminal.getvalue()
-    for text in ("starting ray", "13/120", "0.431", "3/16", "97%", "21.3", "validation of version 12: reward 0.520", "[not markup]"):
+    for text in (
+        "starting ray",
+        "13/120",
+        "0.431",
+        "3/16",
+        "97%",
+        "21.3",
+        "validation of version 12: reward 0.520",
+        "[not markup]",
+    ):
         assert text in shown
 
 
@@ -106,12 +117,18 @@ def test_the_time_left_is_that_at_this_attempts_pace() -> None:
 
 
 def test_the_last_words_say_the_same_numbers_as_the_rounds_did() -> None:
-    first, last = ValidationPoint(0, 0.253, {"ocr_exact": 0.278, "old": 1.0}), ValidationPoint(100, 0.9, {"ocr_exact": 0.956})
-    assert validation_curve([first, ValidationPoint(50, 0.5, {}), last]) == (
-        "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
+    first, last = (
+        ValidationPoint(0, 0.253, {"ocr_exact": 0.278, "old": 1.0}),
+        ValidationPoint(100, 0.9, {"ocr_exact": 0.956}),
     )
     assert (
-        validation_curve([last]) == validated(100, 0.9, {"ocr_exact": 0.956}) == "validation of version 100: reward 0.900, ocr_exact 0.956"
+        validation_curve([first, ValidationPoint(50, 0.5, {}), last])
+        == "validation of versions 0 to 100 (3 rounds): reward 0.253 -> 0.900, ocr_exact 0.278 -> 0.956"
+    )
+    assert (
+        validation_curve([last])
+        == validated(100, 0.9, {"ocr_exact": 0.956})
+        == "validation of version 100: reward 0.900, ocr_exact 0.956"
     )
 
 
@@ -130,7 +147,15 @@ def test_ages_in_words(mean: float, counts: dict[int, int], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.4, "0 s"), (59.6, "1 min"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (3600, "1 h"), (3.2 * 86400, "3 d 4 h"), (-1, "0 s")],
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (3600, "1 h"),
+        (3.2 * 86400, "3 d 4 h"),
+        (-1, "0 s"),
+    ],
 )
 def test_seconds_in_words(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -82,7 +82,9 @@ def test_a_failing_store_is_one_warning_and_never_an_error(runs: Path, caplog: p
     assert len(warnings) == 1 and "MLflow logging stops here" in warnings[0]
 
 
-def test_callers_never_wait_for_the_store(runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_never_wait_for_the_store(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from mlflow import MlflowClient
 
     release = threading.Event()
@@ -115,7 +117,12 @@ def test_a_deleted_experiment_is_refused(runs: Path) -> None:
 
 
 def test_parameters_become_dotted_names() -> None:
-    assert flatten({"a": {"b": None, "c": []}, "d": [{"e": 1}], "f": {}}) == {"a.b": "None", "a.c": "[]", "d.0.e": "1", "f": "{}"}
+    assert flatten({"a": {"b": None, "c": []}, "d": [{"e": 1}], "f": {}}) == {
+        "a.b": "None",
+        "a.c": "[]",
+        "d.0.e": "1",
+        "f": "{}",
+    }
 
 
 def test_a_run_that_goes_on_is_the_same_run(runs: Path) -> None:
@@ -146,7 +153,9 @@ def test_a_run_that_goes_on_is_running_once_it_has_begun_and_otherwise_stays_as_
     nobody.finish("failed")
     store = client(runs)
     experiment = store.get_experiment_by_name("e")
-    assert experiment is not None and not store.search_runs([experiment.experiment_id], "attributes.run_name = 'run-of-nobody'")
+    assert experiment is not None and not store.search_runs(
+        [experiment.experiment_id], "attributes.run_name = 'run-of-nobody'"
+    )
     again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
     again.begin()
     again._queue.put(None)

@@ -57,7 +57,11 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
         rewards=[0.0] * 5 + [0.5] + [1.0] * 5,
         staleness=[0, 1, 1],
         counters=Counters(admitted=6, trained=3, rejected=1, dropped=1, live=1),
-        spans=[Span("rollout-0", "generate", 10, 20), Span("trainer", "train", 15, 25), Span("reward-0", "score", 15, 16)],
+        spans=[
+            Span("rollout-0", "generate", 10, 20),
+            Span("trainer", "train", 15, 25),
+            Span("reward-0", "score", 15, 16),
+        ],
         devices=2,
         reject_reasons={"zero variance": 1},
         validation=[ValidationPoint(5, 0.5), ValidationPoint(0, 0.1, {"ocr": 0.1})],
@@ -76,7 +80,9 @@ def test_a_summary_goes_through_its_file(tmp_path: Path) -> None:
 def test_images_per_second_are_those_of_attempts_whose_time_is_known() -> None:
     nothing = Counters(admitted=0, trained=0, rejected=0, dropped=0, live=0)
     known = {"rewards": [], "staleness": [], "counters": nothing, "spans": [], "devices": 2}
-    summary = summarise(run="r", status="done", started=10, finished=20, images=90, wall_before=5.0, untimed_images=60, **known)
+    summary = summarise(
+        run="r", status="done", started=10, finished=20, images=90, wall_before=5.0, untimed_images=60, **known
+    )
     assert (summary.images, summary.wall_s) == (90, 15.0)
     assert (summary.images_per_s, summary.images_per_s_per_device) == (2.0, 1.0)
 
@@ -96,7 +102,12 @@ def test_a_run_that_never_trained_has_a_summary() -> None:
         spans=[],
         devices=0,
     )
-    assert summary.first_reward is None and summary.staleness_max is None and not summary.conserved and summary.images_per_s == 0.0
+    assert (
+        summary.first_reward is None
+        and summary.staleness_max is None
+        and not summary.conserved
+        and summary.images_per_s == 0.0
+    )
 
 
 def test_a_grid_enlarges_small_images_and_writes_captions_below() -> None:
@@ -116,7 +127,9 @@ def test_captions_in_other_scripts_are_drawn_and_nothing_is_a_box() -> None:
     face = Typeface(12)
     for text in ("größe, naïve", "Ελλάδα", "Привет, мир", "שלום", "→ ☃"):
         assert face.text(text) == text
-        drawn = [bytes(font.getmask(character)) for font, run in face._runs(text) for character in run if character != " "]
+        drawn = [
+            bytes(font.getmask(character)) for font, run in face._runs(text) for character in run if character != " "
+        ]
         missing = {bytes(font.getmask("\U0010ffff")) for font, _ in face._runs(text)}
         assert drawn and missing.isdisjoint(drawn)
 

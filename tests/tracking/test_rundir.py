@@ -79,10 +79,18 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:
     """Or the next line that fits would be lost with it."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))"
-    append = "from pathlib import Path; from omni_async.tracking.rundir import append_jsonl; append_jsonl(Path('x.jsonl'), {'a': 'b' * 9})"
+    append = (
+        "from pathlib import Path; from omni_async.tracking.rundir import append_jsonl; append_jsonl(Path('x.jsonl'),"
+        " {'a': 'b' * 9})"
+    )
     append_jsonl(tmp_path / "x.jsonl", {"update": 1, "b": 2})
     done = subprocess.run(
-        [sys.executable, "-c", f"{limit}; {append}"], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+        [sys.executable, "-c", f"{limit}; {append}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=60,
     )
     assert "cannot append to x.jsonl: File too large" in done.stderr
     append_jsonl(tmp_path / "x.jsonl", {"update": 2})

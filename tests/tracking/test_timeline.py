@@ -57,7 +57,9 @@ def test_concurrent_spans_of_an_actor_lie_on_lanes_without_overlap(tmp_path: Pat
     assert sorted(names.values()) == ["reward-0", "rollout-0", "trainer-0"]
     complete = [e for e in events if e["ph"] == "X"]
     assert len(complete) == 19
-    assert min(e["ts"] for e in complete) == 0 and all(isinstance(e[k], int) and e[k] >= 0 for e in complete for k in ("ts", "dur"))
+    assert min(e["ts"] for e in complete) == 0 and all(
+        isinstance(e[k], int) and e[k] >= 0 for e in complete for k in ("ts", "dur")
+    )
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for e in complete:
         lanes.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
@@ -124,15 +126,23 @@ def test_who_takes_anothers_place_is_the_same_actor_and_an_outage_is_no_work() -
         Span("reward-1", "outage", 0, 10),
         Span("trainer", "train", 0, 10),
     ]
-    assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx({"busy": 0.4, "backpressured": 0.0, "starved": 0.0})
+    assert timeline.busy_fractions(spans, 0, 10)["reward"] == pytest.approx(
+        {"busy": 0.4, "backpressured": 0.0, "starved": 0.0}
+    )
     assert timeline.overlap_fraction(spans, 0, 10) == pytest.approx(0.8)
 
 
 def test_two_actors_of_one_role_are_no_overlap() -> None:
-    spans = [Span("rollout-0", "generate", 0, 10), Span("rollout-1", "generate", 0, 10), Span("publisher", "publish", 0, 10)]
+    spans = [
+        Span("rollout-0", "generate", 0, 10),
+        Span("rollout-1", "generate", 0, 10),
+        Span("publisher", "publish", 0, 10),
+    ]
     assert timeline.overlap_fraction(spans, 0, 10) == 0.0
 
 
-@pytest.mark.parametrize(("actor", "role"), [("rollout-0", "rollout"), ("reward12", "reward"), ("trainer", "trainer"), ("0", "0")])
+@pytest.mark.parametrize(
+    ("actor", "role"), [("rollout-0", "rollout"), ("reward12", "reward"), ("trainer", "trainer"), ("0", "0")]
+)
 def test_roles(actor: str, role: str) -> None:
     assert timeline.role_of(actor) == role

@@ -9,16 +9,20 @@ from omni_async.tracking.vanishing import GradientWatch
 
 def told(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
     watch = GradientWatch()
-    said = [(version, watch.take(version, {"grad_norm": norm, **metrics})) for version, norm in enumerate(norms, start=1)]
+    said = [
+        (version, watch.take(version, {"grad_norm": norm, **metrics})) for version, norm in enumerate(norms, start=1)
+    ]
     return [(version, text) for version, text in said if text is not None]
 
 
 def test_it_is_said_when_most_of_the_newest_updates_have_none() -> None:
     [(version, text)] = told([80, 70, 90, 75, 60, 40, 0.01, 0.02, 0.0, 0.01], accuracy=1.0, margin=24.7)
     assert version == 9, "the median of five"
-    assert text == (
-        "warning: update 9: the gradient has vanished (median norm of the last 5 updates 0.02, where it began at 75): the preferences are satisfied "
-        "(accuracy 1.00, margin 24.7), so these pairs teach nothing more; stop here, give other pairs, or lower algorithm.dpo.beta"
+    assert (
+        text
+        == "warning: update 9: the gradient has vanished (median norm of the last 5 updates 0.02, where it began at"
+        " 75): the preferences are satisfied (accuracy 1.00, margin 24.7), so these pairs teach nothing more; stop"
+        " here, give other pairs, or lower algorithm.dpo.beta"
     )
 
 

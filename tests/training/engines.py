@@ -53,7 +53,9 @@ def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, flo
     return metrics, seen
 
 
-def assert_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7) -> None:
+def assert_gradients(
+    got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7
+) -> None:
     """Equal gradients of the same parameters. `expected` may be float64."""
     assert got.keys() == expected.keys()
     assert max(grad.abs().max().item() for grad in expected.values()) > 100 * atol

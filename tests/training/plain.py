@@ -1,4 +1,5 @@
-"""Objectives and corrections by their definition, for comparison: one row at a time, all in one graph, float64, straight from the formulas."""
+"""Objectives and corrections by their definition, for comparison: one row at a time, all in one graph, float64,
+straight from the formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian (std without the step size), and what was recorded of it."""
+    """A trained denoising step of a sample under some model: its mean log-prob (with gradient), the Gaussian (std
+    without the step size), and what was recorded of it."""
 
     sample: int
     position: int
@@ -53,9 +55,14 @@ class Step:
 
 
 def steps_of(
-    model: nn.Module, config: Config, group: GroupBatch, positions: list[list[int]] | None = None, detached_uncond: bool = False
+    model: nn.Module,
+    config: Config,
+    group: GroupBatch,
+    positions: list[list[int]] | None = None,
+    detached_uncond: bool = False,
 ) -> Iterator[Step]:
-    """Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of the window that are trained."""
+    """Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of the
+    window that are trained."""
     policy, r = TinyPolicy(), config.rollout
     dtype = next(model.parameters()).dtype
     assert r.sde is not None
@@ -87,9 +94,16 @@ def steps_of(
 
 
 def guided(
-    model: nn.Module, policy: TinyPolicy, config: Config, sample: object, x: Tensor, sigma: Tensor, detached: bool = False
+    model: nn.Module,
+    policy: TinyPolicy,
+    config: Config,
+    sample: object,
+    x: Tensor,
+    sigma: Tensor,
+    detached: bool = False,
 ) -> Tensor:
-    """Velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through the unconditional branch."""
+    """Velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through the
+    unconditional branch."""
     r = config.rollout
     conditioning = policy.stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]

@@ -63,7 +63,9 @@ def test_resuming_continues_bit_for_bit(
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_what_is_trained_while_it_is_written_is_not_in_it(make_config: MakeConfig, tmp_path: Path, backend: str) -> None:
+def test_what_is_trained_while_it_is_written_is_not_in_it(
+    make_config: MakeConfig, tmp_path: Path, backend: str
+) -> None:
     engine = started(make_config(**{"trainer.backend": backend}))
     update(engine, 0)
     digest = engine.export(1)[0].digest

@@ -1,5 +1,5 @@
-"""Off-policy correction in the engine: which policy the ratio is taken to, weights, masks and their normaliser. The gradient that the
-optimizer gets is compared with the definition."""
+"""Off-policy correction in the engine: which policy the ratio is taken to, weights, masks and their normaliser. The
+gradient that the optimizer gets is compared with the definition."""
 
 from __future__ import annotations
 
@@ -49,14 +49,19 @@ def mean(values: list[Tensor]) -> Tensor:
     return torch.stack(values).mean()
 
 
-# ---- the policy that the ratio is taken to ----------------------------------------------------------------------------------------
+# ---- the policy that the ratio is taken to
+# ----------------------------------------------------------------------------------------
 
 
 def test_bypass_takes_the_ratio_to_the_recorded_log_probs(make_config: MakeConfig) -> None:
     engine, groups = moved(make_config, **{"algorithm.clip_range": 0.02, "trainer.micro_batch_size": 3})
     for t in groups[0].trajectories:  # an engine whose log-probs are not even those of any weights
         t["log_probs"] = t["log_probs"] + 0.01
-    expected = plain(engine, groups, lambda steps: mean([surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.02) for s in steps]))
+    expected = plain(
+        engine,
+        groups,
+        lambda steps: mean([surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.02) for s in steps]),
+    )
     metrics, got = trained(engine, groups)
     assert_gradients(got, expected)
     assert 0 < metrics["clip_fraction"] < 1
@@ -84,7 +89,9 @@ def test_without_a_step_between_the_ratio_to_the_proximal_policy_is_one(make_con
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(make_config: MakeConfig, weighted: bool) -> None:
+def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(
+    make_config: MakeConfig, weighted: bool
+) -> None:
     correction = {"mode": "decoupled", "weights": "importance", "cap": 1.1} if weighted else {"mode": "none"}
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.steps_per_update": 2})
     start = model_of(engine)
@@ -121,7 +128,9 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(make
 
 
 def test_interpolation_estimates_the_proximal_policy_from_staleness(make_config: MakeConfig) -> None:
-    engine, groups = moved(make_config, **{"algorithm.correction": {"mode": "interpolated", "weights": "importance", "cap": None}})
+    engine, groups = moved(
+        make_config, **{"algorithm.correction": {"mode": "interpolated", "weights": "importance", "cap": None}}
+    )
     groups = [replace(g, staleness=[[0, 1], [1, 3], [0, 0], [2, 2]]) for g in groups]
 
     def row(s: Step) -> Tensor:
@@ -135,7 +144,11 @@ def test_interpolation_estimates_the_proximal_policy_from_staleness(make_config:
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make_config: MakeConfig, mode: str) -> None:
     """GRPO-Guard, rho = exp((Delta + <(mean - old mean)^2> / (2 S^2)) S), on the second step of an update."""
-    changes = {"algorithm.name": "grpo_guard", "algorithm.guard": {"scale": "sample"}, "algorithm.correction": {"mode": mode}}
+    changes = {
+        "algorithm.name": "grpo_guard",
+        "algorithm.guard": {"scale": "sample"},
+        "algorithm.correction": {"mode": mode},
+    }
     engine, groups = moved(make_config, **changes, **{"trainer.steps_per_update": 2})
     start = model_of(engine)
     if mode == "decoupled":
@@ -148,9 +161,14 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
         losses = []
         recorded = [m for t in groups[1].trajectories for m in t["means"]]
         for s, old, behaviour in zip(steps, steps_of(start, engine.config, groups[1]), recorded, strict=True):
-            old_log_prob, old_mean = (s.recorded, behaviour) if mode == "bypass" else (old.log_prob.detach(), old.mean.detach())
+            old_log_prob, old_mean = (
+                (s.recorded, behaviour) if mode == "bypass" else (old.log_prob.detach(), old.mean.detach())
+            )
             bias = (s.mean - old_mean).square().mean() / (2 * s.scale**2)
-            losses.append(surrogate(((s.log_prob - old_log_prob + bias) * s.scale).exp(), s.advantage, 0.2) / (s.scale / s.std) ** 2)
+            losses.append(
+                surrogate(((s.log_prob - old_log_prob + bias) * s.scale).exp(), s.advantage, 0.2)
+                / (s.scale / s.std) ** 2
+            )
         return mean(losses)
 
     expected = plain(engine, groups[1:], loss)
@@ -160,11 +178,19 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
 
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
-def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(make_config: MakeConfig, kind: str, name: str) -> None:
-    """L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo, averaged over a sample's."""
+def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
+    make_config: MakeConfig, kind: str, name: str
+) -> None:
+    """L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo, averaged
+    over a sample's."""
     clip, noise = (0.5 if kind == "dance" else 0.15), 0.8
     sde = {"kind": kind, "noise_level": noise, "window": {"size": 2, "range": [1, 3]}}
-    changes = {"rollout.sde": sde, "algorithm.name": name, "algorithm.clip_range": None, "algorithm.clip_range_nats": clip}
+    changes = {
+        "rollout.sde": sde,
+        "algorithm.name": name,
+        "algorithm.clip_range": None,
+        "algorithm.clip_range_nats": clip,
+    }
     engine, groups = moved(make_config, **changes, **{"trainer.micro_batch_size": 4})
     model = model_of(engine)
     nats: list[float] = []
@@ -192,14 +218,18 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     assert 0 < metrics["clip_fraction"] < 1
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------------------------
+# ---- weights
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cap", [None, 1.1])
 @pytest.mark.parametrize(
-    ("level", "log_ratio"), [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")]
+    ("level", "log_ratio"),
+    [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")],
 )
-def test_importance_weights_multiply_the_gradient(make_config: MakeConfig, cap: float | None, level: str, log_ratio: str) -> None:
+def test_importance_weights_multiply_the_gradient(
+    make_config: MakeConfig, cap: float | None, level: str, log_ratio: str
+) -> None:
     correction = {"mode": "decoupled", "weights": "importance", "cap": cap, "level": level, "log_ratio": log_ratio}
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
 
@@ -243,7 +273,9 @@ def test_normalised_weights_are_divided_by_their_mean_over_the_rows_that_the_den
     expected = plain(engine, groups, loss)
     metrics, got = trained(engine, groups)
     assert_gradients(got, expected)
-    assert metrics["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(
+        math.sqrt(sum(g.square().sum().item() for g in expected.values())), rel=1e-5
+    )
 
 
 def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: MakeConfig) -> None:
@@ -270,12 +302,19 @@ def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: Make
     assert "masked/kappa_nats" not in metrics
 
 
-# ---- masks ------------------------------------------------------------------------------------------------------------------------
+# ---- masks
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_steps_that_drifted_too_far_are_masked(make_config: MakeConfig, denominator: str) -> None:
-    correction = {"mode": "decoupled", "weights": "importance", "cap": None, "kappa_nats": 0.2, "denominator": denominator}
+    correction = {
+        "mode": "decoupled",
+        "weights": "importance",
+        "cap": None,
+        "kappa_nats": 0.2,
+        "denominator": denominator,
+    }
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": 3})
     kept = 0
 
@@ -341,7 +380,9 @@ def test_nothing_left_is_no_gradient_and_no_loss(make_config: MakeConfig) -> Non
         {"weights": "importance", "level": "trajectory", "k3": 0.05, "reject_level": "max"},
     ],
 )
-def test_the_normaliser_is_the_updates_however_rows_are_cut(make_config: MakeConfig, correction: dict[str, Any]) -> None:
+def test_the_normaliser_is_the_updates_however_rows_are_cut(
+    make_config: MakeConfig, correction: dict[str, Any]
+) -> None:
     results = []
     for size in (1, 3, 100):
         changes = {"algorithm.correction": {"mode": "decoupled", **correction}, "trainer.micro_batch_size": size}

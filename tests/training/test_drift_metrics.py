@@ -1,4 +1,5 @@
-"""What every update logs of drift, weights and masks, against the definitions; and the alarm for engines that compute something else."""
+"""What every update logs of drift, weights and masks, against the definitions; and the alarm for engines that compute
+something else."""
 
 from __future__ import annotations
 
@@ -116,12 +117,15 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfi
     assert engine.step()["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
 
 
-# ---- engine mismatch --------------------------------------------------------------------------------------------------------------
+# ---- engine mismatch
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
 @pytest.mark.parametrize("assessed", [False, True])
-def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(make_config: MakeConfig, mode: str, assessed: bool) -> None:
+def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(
+    make_config: MakeConfig, mode: str, assessed: bool
+) -> None:
     engine = started(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3}))
     group = tiny_group(TinyPolicy(), engine.config)
     if assessed:

@@ -127,7 +127,14 @@ def test_on_policy_samples_have_ratio_one(make_config: MakeConfig) -> None:
     assert metrics["ess"] == pytest.approx(1, abs=1e-6)
     assert metrics["clip_fraction"] == 0
     assert metrics["lr"] == 1e-2
-    assert {"loss", "ratio_deviation", "approx_kl", "advantage_abs", "grad_norm", "log_ratio_nats/variance/step_02"} <= metrics.keys()
+    assert {
+        "loss",
+        "ratio_deviation",
+        "approx_kl",
+        "advantage_abs",
+        "grad_norm",
+        "log_ratio_nats/variance/step_02",
+    } <= metrics.keys()
 
 
 def test_recomputed_log_probs_are_the_behaviours(make_config: MakeConfig) -> None:
@@ -139,7 +146,9 @@ def test_recomputed_log_probs_are_the_behaviours(make_config: MakeConfig) -> Non
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
-def test_kl_to_the_reference_is_zero_at_the_start_and_grows(make_config: MakeConfig, lora: dict[str, float] | None) -> None:
+def test_kl_to_the_reference_is_zero_at_the_start_and_grows(
+    make_config: MakeConfig, lora: dict[str, float] | None
+) -> None:
     engine = started(make_config(**{"algorithm.kl_coef": 0.1, "model.lora": lora}))
     group = tiny_group(TinyPolicy(), engine.config)
     assert train(engine, [group])["kl_ref"] < 1e-12  # attention kernels differ with and without gradient
@@ -175,7 +184,9 @@ def test_a_step_without_rows_is_an_error(make_config: MakeConfig) -> None:
         ("steps", lambda t: t + 3, r"steps must lie in \[0, 4\]"),
     ],
 )
-def test_unusable_trajectories_are_refused_before_any_gradient(make_config: MakeConfig, field: str, change: object, message: str) -> None:
+def test_unusable_trajectories_are_refused_before_any_gradient(
+    make_config: MakeConfig, field: str, change: object, message: str
+) -> None:
     engine = started(make_config())
     group = tiny_group(TinyPolicy(), engine.config)
     if change is None:
@@ -188,7 +199,9 @@ def test_unusable_trajectories_are_refused_before_any_gradient(make_config: Make
 
 
 def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
-    plain = started(make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1}))
+    plain = started(
+        make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1})
+    )
     fsdp = started(make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "fsdp2", "algorithm.kl_coef": 0.1}))
     for seed in (0, 1):
         group = tiny_group(TinyPolicy(), plain.config, seed)
@@ -206,7 +219,9 @@ def test_plain_refuses_several_ranks(make_config: MakeConfig) -> None:
 
 def test_bfloat16_compute_keeps_float32_master_weights(make_config: MakeConfig) -> None:
     for backend in ("plain", "fsdp2"):
-        engine = started(make_config(**{"model.dtype": "bfloat16", "trainer.backend": backend, "trainer.optimizer.lr": 1e-5}))
+        engine = started(
+            make_config(**{"model.dtype": "bfloat16", "trainer.backend": backend, "trainer.optimizer.lr": 1e-5})
+        )
         metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
         assert {p.dtype for p in engine._trainable.values()} == {torch.float32}
         assert 0 < metrics["log_ratio_nats/absmax"] < 2

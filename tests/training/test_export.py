@@ -38,7 +38,9 @@ def exported(engine: TrainEngine, version: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_version_zero_is_what_an_engine_loads(make_config: MakeConfig, dtype: str, lora: dict[str, object] | None) -> None:
+def test_version_zero_is_what_an_engine_loads(
+    make_config: MakeConfig, dtype: str, lora: dict[str, object] | None
+) -> None:
     engine = trained(make_config(**{"model.dtype": dtype, "model.lora": lora}), updates=0)
     loaded = TinyPolicy().load_transformer(getattr(torch, dtype))
     manifest, buckets = engine.export(0)
@@ -78,11 +80,16 @@ def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(make_config: 
     manifest, buckets = light.export(5)
     adapters = dict(unpack(manifest, buckets))
     assert set(adapters) == {
-        f"transformer_blocks.{i}.attn.{layer}.lora_{half}.weight" for i in (0, 1) for layer in ("to_q", "to_out.0") for half in "AB"
+        f"transformer_blocks.{i}.attn.{layer}.lora_{half}.weight"
+        for i in (0, 1)
+        for layer in ("to_q", "to_out.0")
+        for half in "AB"
     }
     assert manifest.lora == {"rank": 2, "alpha": 8.0, "target_modules": ["to_q", "to_out.0"]}
     base = dict(TinyPolicy().load_transformer(getattr(torch, dtype)).named_parameters())
-    merged = {name: p.detach() for name, p in merged_weights(base, adapters, manifest.lora["alpha"] / manifest.lora["rank"])}
+    merged = {
+        name: p.detach() for name, p in merged_weights(base, adapters, manifest.lora["alpha"] / manifest.lora["rank"])
+    }
     assert digest_tensors(merged.items()) == full.export(5)[0].digest
 
 
@@ -106,7 +113,11 @@ def test_impossible_lora_settings_name_their_key(make_config: MakeConfig) -> Non
 def test_snapshots_in_the_same_memory_are_the_weights_of_their_own_version(
     make_config: MakeConfig, backend: str, lora: dict[str, object] | None, payload: str
 ) -> None:
-    engine = trained(make_config(**{"model.lora": lora, "model.dtype": "bfloat16", "trainer.backend": backend, "weights.payload": payload}))
+    engine = trained(
+        make_config(
+            **{"model.lora": lora, "model.dtype": "bfloat16", "trainer.backend": backend, "weights.payload": payload}
+        )
+    )
     buckets = engine.bucket_set()
     digests = []
     for version in (1, 2):

@@ -1,5 +1,5 @@
-"""Forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies' velocities, whole samples and
-pairs, and gradients equal to the definitions'."""
+"""Forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies' velocities,
+whole samples and pairs, and gradients equal to the definitions'."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def shadow_of(engine: TrainEngine, which: str) -> nn.Module:
     """Another policy of the engine's, apart from it."""
     model = TinyPolicy().load_transformer(torch.float32)
     prefix = f"{which}."
-    model.load_state_dict({k.removeprefix(prefix): v for k, v in engine._model.shadows.tensors().items() if k.startswith(prefix)})
+    model.load_state_dict(
+        {k.removeprefix(prefix): v for k, v in engine._model.shadows.tensors().items() if k.startswith(prefix)}
+    )
     return model.double()
 
 
@@ -80,13 +82,17 @@ def trained(engine: TrainEngine, groups: list[GroupBatch]) -> tuple[dict[str, fl
     return stepped(engine)
 
 
-def plain(engine: TrainEngine, groups: list[GroupBatch], others: dict[str, nn.Module], loss: Callable[..., Tensor]) -> dict[str, Tensor]:
+def plain(
+    engine: TrainEngine, groups: list[GroupBatch], others: dict[str, nn.Module], loss: Callable[..., Tensor]
+) -> dict[str, Tensor]:
     """Gradient of the mean over all draws of `loss(draw, **velocities of the other models there)`."""
     model = model_of(engine)
     losses = []
     for group in groups:
         with torch.no_grad():
-            there = {name: [d.velocity for d in draws_of(other, engine.config, group)] for name, other in others.items()}
+            there = {
+                name: [d.velocity for d in draws_of(other, engine.config, group)] for name, other in others.items()
+            }
         for i, draw in enumerate(draws_of(model, engine.config, group)):
             losses.append(loss(draw, **{name: velocities[i] for name, velocities in there.items()}))
     return gradients_of(torch.stack(losses).mean(), model)
@@ -101,7 +107,8 @@ def moved(make_config: MakeConfig, name: str, **changes: Any) -> tuple[TrainEngi
     return engine, groups
 
 
-# ---- draws ------------------------------------------------------------------------------------------------------------------------
+# ---- draws
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -114,17 +121,27 @@ def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor
 def test_draws_depend_on_the_samples_seed_alone(make_config: MakeConfig, name: str) -> None:
     seen = []
     for size in (1, 4, 100):
-        engine, groups = moved(make_config, name, **{"trainer.micro_batch_size": size, "algorithm.timestep_fraction": 0.6})
+        engine, groups = moved(
+            make_config, name, **{"trainer.micro_batch_size": size, "algorithm.timestep_fraction": 0.6}
+        )
         group = replace(groups[0], seeds=[5, 12, 2**62 + 6, 2**63 - 1])
         seen.append(rows_of(engine, group))
         assert len(seen[-1]) == 4 * 3
         alone = replace(
-            group, trajectories=group.trajectories[2:3], advantages=[0.0], seeds=group.seeds[2:3], staleness=group.staleness[2:3]
+            group,
+            trajectories=group.trajectories[2:3],
+            advantages=[0.0],
+            seeds=group.seeds[2:3],
+            staleness=group.staleness[2:3],
         )
         for got, expected in zip(rows_of(engine, alone), seen[-1][6:9], strict=True):
             assert all(map(torch.equal, got, expected))
     for other in seen[1:]:
-        assert all(torch.equal(a, b) for got, expected in zip(other, seen[0], strict=True) for a, b in zip(got, expected, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for got, expected in zip(other, seen[0], strict=True)
+            for a, b in zip(got, expected, strict=True)
+        )
     assert len({tuple(noise.flatten().tolist()) for _, noise, _ in seen[0]}) == 12
     for sample, t in enumerate(group.trajectories):
         rows = seen[0][3 * sample : 3 * sample + 3]
@@ -137,7 +154,9 @@ def test_draws_depend_on_the_samples_seed_alone(make_config: MakeConfig, name: s
 def test_micro_batches_hold_whole_samples_where_the_objective_wants_them(make_config: MakeConfig) -> None:
     engine, groups = moved(make_config, "awm", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [6, 6]
-    engine, groups = moved(make_config, "diffusion_nft", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6})
+    engine, groups = moved(
+        make_config, "diffusion_nft", **{"trainer.micro_batch_size": 7, "algorithm.timestep_fraction": 0.6}
+    )
     assert [len(rows.sigma) for rows, _ in engine._loss.batches(groups[0])] == [7, 5]
 
 
@@ -183,7 +202,8 @@ def test_there_is_no_behaviour_policy_to_compare_with(make_config: MakeConfig) -
         engine.log_probs(groups[0])
 
 
-# ---- gradients --------------------------------------------------------------------------------------------------------------------
+# ---- gradients
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3])
@@ -211,7 +231,12 @@ def test_diffusion_nft_is_its_definition(make_config: MakeConfig, beta: float, k
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_awm_is_its_definition(make_config: MakeConfig, ratio: str, off_policy: bool) -> None:
     awm = {"ratio": ratio, "off_policy": off_policy, "ema_coef": 0.7, "clip_range": 0.02}
-    changes = {"algorithm.awm": awm, "algorithm.kl_coef": 0.2, "algorithm.timestep_fraction": 0.6, "trainer.ema": {"every": 1}}
+    changes = {
+        "algorithm.awm": awm,
+        "algorithm.kl_coef": 0.2,
+        "algorithm.timestep_fraction": 0.6,
+        "trainer.ema": {"every": 1},
+    }
     engine, groups = moved(make_config, "awm", **changes, **{"trainer.micro_batch_size": 5})
 
     def p(d: Draw, velocity: Tensor) -> Tensor:
@@ -220,10 +245,16 @@ def test_awm_is_its_definition(make_config: MakeConfig, ratio: str, off_policy: 
     model, losses, clipped = model_of(engine), [], 0
     for group in groups:
         draws = draws_of(model, engine.config, group)
-        start = [d.velocity.detach() for d in draws_of(loaded(), engine.config, group)]  # old, reference and average alike
+        start = [
+            d.velocity.detach() for d in draws_of(loaded(), engine.config, group)
+        ]  # old, reference and average alike
         for i in range(0, 12, 3):
             logs = [p(d, d.velocity) for d in draws[i : i + 3]]
-            olds = [p(d, v).detach() for d, v in zip(draws[i : i + 3], start[i : i + 3], strict=True)] if off_policy else []
+            olds = (
+                [p(d, v).detach() for d, v in zip(draws[i : i + 3], start[i : i + 3], strict=True)]
+                if off_policy
+                else []
+            )
             ratios = [a - b for a, b in zip(logs, olds or [x.detach() for x in logs], strict=True)]
             if ratio == "sum_first":
                 ratios = [torch.stack(ratios).mean()] * 3
@@ -240,7 +271,11 @@ def test_awm_is_its_definition(make_config: MakeConfig, ratio: str, off_policy: 
 
 
 def test_the_pull_to_the_average_changes_over_the_run(make_config: MakeConfig) -> None:
-    changes = {"algorithm.awm": {"ema_coef": 1.0, "ema_coef_end": 0.3}, "trainer.ema": {"every": 1}, "trainer.updates": 2}
+    changes = {
+        "algorithm.awm": {"ema_coef": 1.0, "ema_coef_end": 0.3},
+        "trainer.ema": {"every": 1},
+        "trainer.updates": 2,
+    }
     engine, groups = moved(make_config, "awm", **changes, **{"trainer.steps_per_update": 2})
     for coef in (1.0, 1.0, 0.65, 0.65, 0.3):
 
@@ -278,11 +313,17 @@ def test_diffusion_dpo_is_its_definition(make_config: MakeConfig, size: int) -> 
 
 def test_under_lora_the_reference_is_the_model_without_adapters(make_config: MakeConfig) -> None:
     """The chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged weight."""
-    changes = {"algorithm.dpo": {"beta": 20.0}, "algorithm.forward": {"draws": 4}, "model.lora": {"rank": 2, "alpha": 4.0}}
+    changes = {
+        "algorithm.dpo": {"beta": 20.0},
+        "algorithm.forward": {"draws": 4},
+        "model.lora": {"rank": 2, "alpha": 4.0},
+    }
     engine, groups = moved(make_config, "diffusion_dpo", **changes)
     adapters = {name: p.detach().double() for name, p in engine._trainable.items()}
     halves = {
-        name.replace(".lora_A", ""): (p, adapters[name.replace("lora_A", "lora_B")]) for name, p in adapters.items() if "lora_A" in name
+        name.replace(".lora_A", ""): (p, adapters[name.replace("lora_A", "lora_B")])
+        for name, p in adapters.items()
+        if "lora_A" in name
     }
     model = loaded()
     with torch.no_grad():

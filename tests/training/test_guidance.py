@@ -25,7 +25,9 @@ def nudged(config: Config) -> TrainEngine:
 
 
 @pytest.mark.parametrize("through", [True, False])
-def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(make_config: MakeConfig, through: bool) -> None:
+def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(
+    make_config: MakeConfig, through: bool
+) -> None:
     engine = nudged(make_config(**MINE, **{"algorithm.unconditional_gradient": through}))
     group = tiny_group(TinyPolicy(), engine.config)
     model = model_of(engine)
@@ -37,7 +39,9 @@ def test_the_gradient_is_that_of_a_detached_or_whole_unconditional_branch(make_c
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
-def test_detaching_changes_the_gradient_but_no_value(make_config: MakeConfig, backend: str, lora: dict[str, Any] | None) -> None:
+def test_detaching_changes_the_gradient_but_no_value(
+    make_config: MakeConfig, backend: str, lora: dict[str, Any] | None
+) -> None:
     metrics = []
     for through in (True, False):
         changes = {"algorithm.unconditional_gradient": through, "trainer.backend": backend, "model.lora": lora}

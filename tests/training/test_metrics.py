@@ -69,4 +69,6 @@ def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values: 
     metrics.record_by_step("ess", torch.tensor([*values, 5.0], dtype=torch.float64), [1] * len(values) + [3], "ess")
     metrics.record_by_step("beside", torch.tensor([3.0, -3.0]), [1, 1], "mean")
     got = metrics.reduce(4)
-    assert got == pytest.approx({"ess": expected, "beside": 2.0, "ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0})
+    assert got == pytest.approx(
+        {"ess": expected, "beside": 2.0, "ess/step_01": expected, "ess/step_03": 1.0, "beside/step_01": 0.0}
+    )

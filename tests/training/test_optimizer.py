@@ -21,7 +21,9 @@ MakeConfig = Callable[..., Config]
         ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0]),
     ],
 )
-def test_warm_up_then_the_schedule_over_all_optimizer_steps(make_config: MakeConfig, schedule: str, rates: list[float]) -> None:
+def test_warm_up_then_the_schedule_over_all_optimizer_steps(
+    make_config: MakeConfig, schedule: str, rates: list[float]
+) -> None:
     config = make_config(
         **{
             "trainer.updates": 3,
@@ -34,7 +36,9 @@ def test_warm_up_then_the_schedule_over_all_optimizer_steps(make_config: MakeCon
 
 def test_configured_values_reach_the_optimizer(make_config: MakeConfig) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    adamw = make_config(**{"trainer.optimizer": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-9, "weight_decay": 0.3}}).trainer.optimizer
+    adamw = make_config(
+        **{"trainer.optimizer": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-9, "weight_decay": 0.3}}
+    ).trainer.optimizer
     sgd = make_config(**{"trainer.optimizer": {"name": "sgd", "momentum": 0.7, "weight_decay": 0.2}}).trainer.optimizer
     built = build_optimizer(adamw, [weight])
     assert isinstance(built, torch.optim.AdamW)

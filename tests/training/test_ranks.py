@@ -42,16 +42,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer.micro_batch_size": 3,
         "algorithm.correction": {"mode": "bypass", "k1": (math.exp(-0.9), math.exp(-0.4)), "reject_level": "sum"},
     },
-    "share of steps": {"algorithm.timestep_fraction": 0.5, "rollout.true_cfg_scale": 2.0, "algorithm.unconditional_gradient": False},
+    "share of steps": {
+        "algorithm.timestep_fraction": 0.5,
+        "rollout.true_cfg_scale": 2.0,
+        "algorithm.unconditional_gradient": False,
+    },
     "nft": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.timestep_fraction": 0.6},
-    "nft lora": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "model.lora": {"rank": 2, "alpha": 4.0}},
+    "nft lora": {
+        **FORWARD,
+        "algorithm.name": "diffusion_nft",
+        "algorithm.kl_coef": 0.1,
+        "model.lora": {"rank": 2, "alpha": 4.0},
+    },
     "awm": {
         **FORWARD,
         "algorithm.name": "awm",
         "algorithm.awm": {"ratio": "sum_first", "off_policy": True, "ema_coef": 0.5},
         "trainer.ema": {"every": 1},
     },
-    "dpo": {**FORWARD, "algorithm.name": "diffusion_dpo", "algorithm.dpo": {"beta": 2.0}, "algorithm.forward": {"draws": 6}},
+    "dpo": {
+        **FORWARD,
+        "algorithm.name": "diffusion_dpo",
+        "algorithm.dpo": {"beta": 2.0},
+        "algorithm.forward": {"draws": 6},
+    },
 }
 
 
@@ -102,12 +116,15 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     assert (out is None) == (engine.rank > 0)
     if out is not None:
         verify(*out)
-    shadows = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in engine._model.shadows.tensors().items()}
+    shadows = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in engine._model.shadows.tensors().items()
+    }
     return {"updates": [first, second], "export": out, "shadows": shadows, "digest0": engine.digest0}
 
 
 def far_apart(rank: int) -> dict[str, float]:
-    """What two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only the second has rows of."""
+    """What two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only the second
+    has rows of."""
     values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][rank], dtype=torch.float64)
     metrics = Metrics()
     metrics.record("ess", values, "ess")

@@ -55,7 +55,9 @@ def random_group(engine: TrainEngine) -> GroupBatch:
             "conditioning": conditioning,
         }
         samples.append(TensorDict(tensors, []))
-    group = GroupBatch(group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4)
+    group = GroupBatch(
+        group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4
+    )
     if engine.config.rollout.sde is None:
         return group
     for sample, log_probs in zip(samples, engine.log_probs(group), strict=True):
@@ -79,20 +81,32 @@ def test_qwen_image_trains_and_exports_diffusers_names(
     make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str
 ) -> None:
     options = {"model.lora": lora, "trainer.backend": backend, "rollout.height": 32, "rollout.width": 32}
-    config = make_config(**options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"})
+    config = make_config(
+        **options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"}
+    )
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cpu"))
     assert metrics["ratio_deviation"] > 0
     names = {spec.name for spec in engine.export(1)[0].tensors}
     if lora is None:
-        assert names == set(dict(qwen.QwenImagePolicy(str(checkpoint)).load_transformer(torch.float32).named_parameters()))
+        assert names == set(
+            dict(qwen.QwenImagePolicy(str(checkpoint)).load_transformer(torch.float32).named_parameters())
+        )
     else:
         assert "transformer_blocks.0.attn.to_q.lora_A.weight" in names
         assert len(names) == 2 * 4 * 2
 
 
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
-def test_qwen_image_trains_on_final_latents_beside_two_other_policies(make_config: MakeConfig, checkpoint: Path, backend: str) -> None:
-    options = {"trainer.backend": backend, "rollout.height": 32, "rollout.width": 32, "rollout.true_cfg_scale": 3.0, "rollout.sde": None}
+def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
+    make_config: MakeConfig, checkpoint: Path, backend: str
+) -> None:
+    options = {
+        "trainer.backend": backend,
+        "rollout.height": 32,
+        "rollout.width": 32,
+        "rollout.true_cfg_scale": 3.0,
+        "rollout.sde": None,
+    }
     nft = {"algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.unconditional_gradient": False}
     engine, metrics = train_two_steps(
         make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
@@ -117,7 +131,9 @@ def test_qwen_image_trains_in_bfloat16_on_a_gpu(
     make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str, tmp_path: Path
 ) -> None:
     options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
-    config = make_config(**options, **{"rollout.height": 32, "rollout.width": 32, "trainer.gradient_checkpointing": True})
+    config = make_config(
+        **options, **{"rollout.height": 32, "rollout.width": 32, "trainer.gradient_checkpointing": True}
+    )
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cuda", 0))
     assert metrics["ratio_deviation"] > 0
     assert metrics["kl_ref"] > 0

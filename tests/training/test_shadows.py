@@ -1,5 +1,5 @@
-"""Reference, old policy and moving average: what they compute, how they follow, what is published and kept of them, and that the policy in
-training does not notice."""
+"""Reference, old policy and moving average: what they compute, how they follow, what is published and kept of them, and
+that the policy in training does not notice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def policy(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 def shadow(engine: TrainEngine, which: str) -> dict[str, Tensor]:
-    found = {name: whole(t).clone() for name, t in engine._model.shadows.tensors().items() if name.startswith(f"{which}.")}
+    found = {
+        name: whole(t).clone() for name, t in engine._model.shadows.tensors().items() if name.startswith(f"{which}.")
+    }
     return {name.removeprefix(f"{which}."): t for name, t in found.items()}
 
 
@@ -62,12 +64,15 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
     return {name: decay * tensor.double() + (1 - decay) * new[name].double() for name, tensor in old.items()}
 
 
-# ---- what they compute ------------------------------------------------------------------------------------------------------------
+# ---- what they compute
+# ------------------------------------------------------------------------------------------------------------
 
 
 @backends
 @loras
-def test_the_reference_stays_the_model_as_loaded(make_config: MakeConfig, backend: str, lora: dict[str, float] | None) -> None:
+def test_the_reference_stays_the_model_as_loaded(
+    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
+) -> None:
     engine = started(make_config(**{"algorithm.kl_coef": 0.1, "trainer.backend": backend, "model.lora": lora}))
     loaded, before = policy(engine), velocity(engine)
     for seed in (0, 1):
@@ -96,7 +101,8 @@ def test_there_are_only_the_shadows_that_somebody_asked_for(make_config: MakeCon
         velocity(engine, "old")
 
 
-# ---- how they follow --------------------------------------------------------------------------------------------------------------
+# ---- how they follow
+# --------------------------------------------------------------------------------------------------------------
 
 
 @backends
@@ -104,7 +110,12 @@ def test_there_are_only_the_shadows_that_somebody_asked_for(make_config: MakeCon
 def test_the_old_policy_follows_once_an_update_by_the_updates_number(
     make_config: MakeConfig, backend: str, lora: dict[str, float] | None
 ) -> None:
-    changes = {"trainer.backend": backend, "model.lora": lora, "trainer.steps_per_update": 2, "trainer.optimizer.lr": 0.1}
+    changes = {
+        "trainer.backend": backend,
+        "model.lora": lora,
+        "trainer.steps_per_update": 2,
+        "trainer.optimizer.lr": 0.1,
+    }
     engine = started(make_config(**NFT, **changes))
     expected = policy(engine)
     for number in (1, 2, 3):
@@ -128,8 +139,12 @@ def test_the_other_schedules_start_as_the_policy_itself(make_config: MakeConfig,
     assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
 
 
-@pytest.mark.parametrize(("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})])
-def test_the_moving_average_follows_every_so_many_steps(make_config: MakeConfig, warmup: str, decays: dict[int, float]) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "decays"), [("ratio", {2: 2 / 11, 4: 0.3, 6: 0.3}), ("linear", {2: 0.001, 4: 0.003, 6: 0.005})]
+)
+def test_the_moving_average_follows_every_so_many_steps(
+    make_config: MakeConfig, warmup: str, decays: dict[int, float]
+) -> None:
     changes = {"trainer.ema": {"decay": 0.3, "warmup": warmup, "every": 2}, "trainer.optimizer.lr": 0.1}
     engine = started(make_config(**changes))
     expected = policy(engine)
@@ -140,12 +155,15 @@ def test_the_moving_average_follows_every_so_many_steps(make_config: MakeConfig,
         assert_same(shadow(engine, "ema"), expected, atol=1e-6)
 
 
-# ---- the policy does not notice ---------------------------------------------------------------------------------------------------
+# ---- the policy does not notice
+# ---------------------------------------------------------------------------------------------------
 
 
 @backends
 @loras
-def test_using_a_shadow_changes_neither_weights_nor_gradients(make_config: MakeConfig, backend: str, lora: dict[str, float] | None) -> None:
+def test_using_a_shadow_changes_neither_weights_nor_gradients(
+    make_config: MakeConfig, backend: str, lora: dict[str, float] | None
+) -> None:
     config = make_config(**NFT, **{"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 3}})
     engine, quiet = started(config), started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (1, 2)]
@@ -164,14 +182,18 @@ def test_using_a_shadow_changes_neither_weights_nor_gradients(make_config: MakeC
     assert torch.equal(velocity(engine), at)
     for e in (engine, quiet):
         e.accumulate(groups[1], 1 / 20)
-    got, expected = ({name: whole(p.grad) for name, p in e._trainable.items() if p.grad is not None} for e in (engine, quiet))
+    got, expected = (
+        {name: whole(p.grad) for name, p in e._trainable.items() if p.grad is not None} for e in (engine, quiet)
+    )
     assert_same(got, expected)
     assert engine.step() == quiet.step()
     assert_same(policy(engine), policy(quiet))
 
 
 @pytest.mark.parametrize("after", ["load", "step"])
-def test_sharded_parameters_are_gathered_anew_once_they_changed(make_config: MakeConfig, tmp_path: Path, after: str) -> None:
+def test_sharded_parameters_are_gathered_anew_once_they_changed(
+    make_config: MakeConfig, tmp_path: Path, after: str
+) -> None:
     config = make_config(**{"trainer.backend": "fsdp2"})
     group = tiny_group(TinyPolicy(), config)
     other, engine = started(config), started(config)
@@ -189,14 +211,19 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(make_config: Mak
     assert not torch.equal(engine.log_probs(group), before)
 
 
-# ---- what is published and kept ---------------------------------------------------------------------------------------------------
+# ---- what is published and kept
+# ---------------------------------------------------------------------------------------------------
 
 
 @backends
 @pytest.mark.parametrize("decay", ["slow", "none"])
 @pytest.mark.parametrize("payload", ["full", "lora"])
 def test_the_old_policy_is_what_is_published(make_config: MakeConfig, backend: str, decay: str, payload: str) -> None:
-    changes = {"trainer.backend": backend, "weights.payload": payload, "model.lora": LORA if payload == "lora" else None}
+    changes = {
+        "trainer.backend": backend,
+        "weights.payload": payload,
+        "model.lora": LORA if payload == "lora" else None,
+    }
     engine = started(make_config(**NFT, **changes, **{"algorithm.nft": {"decay": decay}}))
     at_start = engine.export(0)  # nothing was computed yet
     assert at_start is not None

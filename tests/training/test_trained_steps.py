@@ -25,14 +25,17 @@ WINDOW = range(0, 4)
 
 
 @pytest.mark.parametrize(
-    ("window", "fraction", "count"), [(4, 1.0, 4), (4, 0.5, 2), (4, 0.74, 2), (4, 0.01, 1), (10, 0.3, 3), (50, 0.58, 29), (3, 1 / 3, 1)]
+    ("window", "fraction", "count"),
+    [(4, 1.0, 4), (4, 0.5, 2), (4, 0.74, 2), (4, 0.01, 1), (10, 0.3, 3), (50, 0.58, 29), (3, 1 / 3, 1)],
 )
 def test_a_share_is_rounded_down_but_at_least_one(window: int, fraction: float, count: int) -> None:
     assert num_trained(window, fraction) == count
 
 
 @given(seed=st.integers(0, 2**63 - 1), window=st.integers(1, 12), data=st.data())
-def test_a_draw_is_without_replacement_in_order_and_the_seeds_alone(seed: int, window: int, data: st.DataObject) -> None:
+def test_a_draw_is_without_replacement_in_order_and_the_seeds_alone(
+    seed: int, window: int, data: st.DataObject
+) -> None:
     fraction = data.draw(st.floats(0.01, 1.0))
     chosen = trained_steps(seed, window, fraction)
     assert chosen == sorted(set(chosen))
@@ -48,8 +51,11 @@ def test_every_step_is_drawn_as_often_as_every_other() -> None:
     assert all(abs(count - 1500) < 5 * (3000 * 0.25) ** 0.5 for count in drawn.values())
 
 
-def fractional(make_config: MakeConfig, size: int = 3, **changes: object) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
-    """An engine that trains half of 4 steps, a group with a staleness of its own for every step, and the positions that are trained."""
+def fractional(
+    make_config: MakeConfig, size: int = 3, **changes: object
+) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
+    """An engine that trains half of 4 steps, a group with a staleness of its own for every step, and the positions that
+    are trained."""
     engine = started(make_config(**{"algorithm.timestep_fraction": 0.5, "trainer.micro_batch_size": size, **changes}))
     group = tiny_group(TinyPolicy(), engine.config, 0, WINDOW)
     group = replace(group, staleness=[[10 * i + k for k in WINDOW] for i in range(4)])
@@ -75,14 +81,23 @@ def test_rows_are_the_chosen_steps_of_every_sample(make_config: MakeConfig, size
 
 def test_a_samples_steps_do_not_depend_on_its_neighbours(make_config: MakeConfig) -> None:
     engine, group, chosen = fractional(make_config)
-    alone = replace(group, trajectories=group.trajectories[3:], advantages=[1.0], seeds=group.seeds[3:], staleness=group.staleness[3:])
+    alone = replace(
+        group,
+        trajectories=group.trajectories[3:],
+        advantages=[1.0],
+        seeds=group.seeds[3:],
+        staleness=group.staleness[3:],
+    )
     assert [step for rows, _ in engine._loss.batches(alone) for step in rows.steps] == chosen[3]
 
 
 def test_the_gradient_is_that_of_the_mean_over_chosen_rows(make_config: MakeConfig) -> None:
     engine, group, chosen = fractional(make_config)
     model = model_of(engine)
-    losses = [surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2) for s in steps_of(model, engine.config, group, chosen)]
+    losses = [
+        surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2)
+        for s in steps_of(model, engine.config, group, chosen)
+    ]
     engine.accumulate(group, 1 / 8)
     metrics, got = stepped(engine)
     assert_gradients(got, gradients_of(torch.stack(losses).mean(), model))
@@ -97,9 +112,13 @@ def test_weights_and_drift_are_of_the_chosen_rows_in_order(make_config: MakeConf
     assert [x for d in drifts for x in d.log_ratio] == pytest.approx([s.nats for s in steps], abs=2e-5)
     values = engine.log_probs(group)
     assert values.shape == (4, 2)
-    torch.testing.assert_close(values.flatten().double(), torch.stack([s.log_prob for s in steps]).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        values.flatten().double(), torch.stack([s.log_prob for s in steps]).detach(), rtol=0, atol=1e-6
+    )
     weight = [[0.5, 1.5], [0.0, 2.0], [1.0, 0.25], [0.75, 3.0]]
     flat = [w for row in weight for w in row]
-    expected = gradients_of(torch.stack([-w * s.advantage * s.log_prob for w, s in zip(flat, steps, strict=True)]).mean(), model)
+    expected = gradients_of(
+        torch.stack([-w * s.advantage * s.log_prob for w, s in zip(flat, steps, strict=True)]).mean(), model
+    )
     engine.accumulate(replace(group, weights=weight), 1 / 8)
     assert_gradients(stepped(engine)[1], expected)

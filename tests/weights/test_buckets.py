@@ -110,7 +110,9 @@ def test_reading_is_without_copy_even_from_read_only_memory() -> None:
 def test_a_flipped_byte_is_found() -> None:
     manifest, buckets = packed(example())
     buckets[0][3] ^= 1
-    with pytest.raises(WeightError, match=rf"version 3: expected digest {manifest.digest}, got [0-9a-f]{{32}}") as caught:
+    with pytest.raises(
+        WeightError, match=rf"version 3: expected digest {manifest.digest}, got [0-9a-f]{{32}}"
+    ) as caught:
         verify(manifest, buckets)
     assert digest(manifest.tensors, buckets) in str(caught.value)
 
@@ -135,7 +137,9 @@ def test_a_wrong_dtype_is_found() -> None:
 
 def test_a_truncated_or_missing_bucket_is_found() -> None:
     manifest, buckets = packed(example())
-    with pytest.raises(WeightError, match="version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"):
+    with pytest.raises(
+        WeightError, match="version 3: tensor 'big' ends at byte 1200 of bucket 2, which has 1192 bytes"
+    ):
         verify(manifest, [*buckets[:2], buckets[2][:-8]])
     with pytest.raises(WeightError, match="which has 0 bytes"):
         list(unpack(manifest, buckets[:1]))
@@ -153,10 +157,13 @@ def test_a_manifest_survives_messagepack() -> None:
     assert received == manifest
 
 
-# ---- memory that is used again ----------------------------------------------------------------------------------------------------
+# ---- memory that is used again
+# ----------------------------------------------------------------------------------------------------
 
 
-def filled(packed: BucketSet, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def filled(
+    packed: BucketSet, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     packed.fill(tensors.items(), dtype)
     snapshot = Snapshot(1, "full", packed.specs, packed.buckets)
     return {name: tensor.clone() for name, tensor in unpack(snapshot.manifest(), snapshot.buckets)}
@@ -238,7 +245,8 @@ def test_a_bucket_holds_at_least_a_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
 )
 def test_every_dtype_has_its_item_size(dtype: torch.dtype) -> None:
     assert item_bytes(dtype_name(dtype)) == dtype.itemsize

@@ -1,4 +1,5 @@
-"""Weights by broadcast, every rank in a thread of this process: what arrives, and what happens when somebody does not."""
+"""Weights by broadcast, every rank in a thread of this process: what arrives, and what happens when somebody does
+not."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def test_every_engine_gets_what_was_sent(engines: int) -> None:
             for manifest, buckets in arrived:
                 verify(manifest, buckets)
                 assert manifest == sent[0]
-                assert all(torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True))
+                assert all(
+                    torch.equal(a, b) for (_, a), (_, b) in zip(unpack(*sent), unpack(manifest, buckets), strict=True)
+                )
 
     asyncio.run(main())
 
@@ -111,7 +114,10 @@ def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() 
         async def absent(invitation: Any) -> None:
             """Never joins."""
 
-        with pytest.raises(TransportError, match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5"):
+        with pytest.raises(
+            TransportError,
+            match=r"joining the 3 ranks at 127\.0\.0\.1:\d+ failed on rank [01].*weights\.timeout_s = 0\.5",
+        ):
             await world.sender.connect({"0": world.receivers[0].connect, "1": absent})
 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
@@ -135,7 +141,8 @@ def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout
         packed = make_packed()
         outcomes: list[BaseException] = []
         with pytest.raises(
-            TransportError, match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within"
+            TransportError,
+            match=r"the broadcast of version 3 failed on rank 0; a participant is gone or did not come within",
         ):
             async with world.sender.sending(*packed) as parcel:
                 outcomes += await asyncio.gather(world.receivers[1].receive(packed[0], parcel), return_exceptions=True)
@@ -147,7 +154,9 @@ def test_an_engine_that_does_not_receive_ends_everybodys_wait_within_the_timeout
 def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout() -> None:
     async def main() -> None:
         world = await World(1, SHORT_S).connect()
-        with pytest.raises(TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"):
+        with pytest.raises(
+            TransportError, match=r"the broadcast of version 3 failed on rank 1.*weights\.timeout_s = 0\.5"
+        ):
             await world.receivers[0].receive(make_packed()[0], (4, 4))
 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
@@ -179,7 +188,8 @@ def test_a_run_without_engines_needs_no_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "backend"), [(0, 0, "gloo"), (1, 0, "gloo"), (0, 1, "gloo"), (0.5, 0.5, "gloo"), (1, 1, "nccl"), (2, 1, "nccl")]
+    ("trainer", "rollout", "backend"),
+    [(0, 0, "gloo"), (1, 0, "gloo"), (0, 1, "gloo"), (0.5, 0.5, "gloo"), (1, 1, "nccl"), (2, 1, "nccl")],
 )
 def test_nccl_is_used_where_every_rank_has_an_accelerator(trainer: float, rollout: float, backend: str) -> None:
     config = make_config(**{"placement": {"trainer": {"gpus": trainer}, "rollout": {"gpus": rollout}}})
@@ -190,7 +200,10 @@ def test_accelerators_that_are_shared_or_emulated_carry_nothing() -> None:
     one_each = {"placement": {"trainer": {"gpus": 1}, "rollout": {"gpus": 1}}}
     config = make_config(**one_each)
     assert backend_of(config) == "nccl"
-    assert backend_of(msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, colocated=True))) == "gloo"
+    assert (
+        backend_of(msgspec.structs.replace(config, placement=msgspec.structs.replace(config.placement, colocated=True)))
+        == "gloo"
+    )
     assert backend_of(msgspec.structs.replace(config, emulation=Emulation(profile="qwen_image_lora_h800"))) == "gloo"
 
 
@@ -222,7 +235,9 @@ def test_nccl_carries_buckets_by_way_of_device_memory(engines: int) -> None:
 
     def take_part(rank: int) -> None:
         torch.cuda.set_device(rank)
-        group = Group(Invitation("127.0.0.1", store.port, rank, engines + 1, "nccl"), LONG_S, store if rank == 0 else None)
+        group = Group(
+            Invitation("127.0.0.1", store.port, rank, engines + 1, "nccl"), LONG_S, store if rank == 0 else None
+        )
         for version in (1, 2):
             buckets = [np.full(size, version if rank == 0 else 0, np.uint8) for size in sizes]
             group.broadcast(buckets, f"version {version}")

@@ -110,7 +110,10 @@ def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_has_arr
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, packed: Packed) -> None:
     (tmp_path / "weights").write_text("in the way")
-    with pytest.raises(TransportError, match=r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: "):
+    with pytest.raises(
+        TransportError,
+        match=r"weights\.transport: disk: version 3 cannot be written to .*version-000003\.safetensors: ",
+    ):
         send(DiskSender(tmp_path / "weights"), packed)
 
 
@@ -149,7 +152,9 @@ def test_the_digest_finds_a_flipped_byte(file: Path, packed: Packed) -> None:
         (lambda data: b"\x02" + b"\0" * 7 + b"{}", "holds version None"),
     ],
 )
-def test_a_truncated_or_foreign_file_is_refused(file: Path, packed: Packed, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_a_truncated_or_foreign_file_is_refused(
+    file: Path, packed: Packed, damage: Callable[[bytes], bytes], message: str
+) -> None:
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(WeightError, match=message) as caught:
         read_version(file, packed[0])
@@ -179,7 +184,9 @@ def test_another_versions_file_is_refused(file: Path, packed: Packed) -> None:
         (b'"flags"', b'"flage"', "expected digest"),
     ],
 )
-def test_a_header_that_lies_about_a_tensor_is_found(file: Path, packed: Packed, true: bytes, false: bytes, message: str) -> None:
+def test_a_header_that_lies_about_a_tensor_is_found(
+    file: Path, packed: Packed, true: bytes, false: bytes, message: str
+) -> None:
     data = file.read_bytes()
     assert true in data
     file.write_bytes(data.replace(true, false, 1))

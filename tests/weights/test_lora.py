@@ -12,7 +12,10 @@ from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_
     ("injected", "diffusers"),
     [
         ("transformer_blocks.0.attn.to_q.lora_A.default.weight", "transformer_blocks.0.attn.to_q.lora_A.weight"),
-        ("transformer_blocks.0.attn.to_out.0.lora_B.default.weight", "transformer_blocks.0.attn.to_out.0.lora_B.weight"),
+        (
+            "transformer_blocks.0.attn.to_out.0.lora_B.default.weight",
+            "transformer_blocks.0.attn.to_out.0.lora_B.weight",
+        ),
         ("transformer_blocks.0.attn.to_q.base_layer.bias", "transformer_blocks.0.attn.to_q.bias"),
         ("proj_out.weight", "proj_out.weight"),
     ],

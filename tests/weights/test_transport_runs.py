@@ -1,4 +1,5 @@
-"""Whole runs: versions as files and what is left of them, how one that can't be written ends the run, every transport between Ray actors."""
+"""Whole runs: versions as files and what is left of them, how one that can't be written ends the run, every transport
+between Ray actors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_the_last_version_stays_as_a_file_and_is_what_was_trained(tmp_path: Path, checkpoint: str, staleness: int) -> None:
+def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
+    tmp_path: Path, checkpoint: str, staleness: int
+) -> None:
     finished = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk", f"staleness.max_updates={staleness}")
     assert finished.summary.status == "done"
     [file] = (finished.path / "weights").iterdir()
@@ -56,7 +59,12 @@ _EMULATED = {
     "run": {"name": "transport", "runtime": "ray"},
     "model": {"path": "none"},
     "data": {},
-    "rollout": {"workers": 2, "group_size": 4, "num_inference_steps": 4, "sde": {"window": {"size": 2, "range": [0, 3]}}},
+    "rollout": {
+        "workers": 2,
+        "group_size": 4,
+        "num_inference_steps": 4,
+        "sde": {"window": {"size": 2, "range": [0, 3]}},
+    },
     "trainer": {"updates": 3, "groups_per_update": 2},
     "algorithm": {"clip_range": 0.1},
     "tracking": {"mlflow": {"enabled": False}},
@@ -77,7 +85,9 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
         for transport in ("object_store", "disk", "collective"):
             finished = run(recipe, f"weights.transport={transport}")
             assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
-            held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
+            held = {
+                (e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"
+            }
             assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
             left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
     assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}

@@ -1,8 +1,9 @@
-"""How far the proximal policy is from the one that made the samples, row by row, and the statistics of it that every run logs.
+"""How far the proximal policy is from the one that made the samples, row by row, and the statistics of it that every
+run logs.
 
-N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the proximal one (the
-trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's log-ratio needs only the log-prob
-recorded when it was taken, even where the engine's weights changed in mid-trajectory.
+N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the
+proximal one (the trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's
+log-ratio needs only the log-prob recorded when it was taken, even where the engine's weights changed in mid-trajectory.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Drift:
-    """`log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of `omni_async.sde`
-    converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in nats, where the behaviour means are known.
+    """`log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
+    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
+    nats, where the behaviour means are known.
 
-    Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode `bypass` has
-    no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or dtypes, values
-    that are not finite, kappa < 0 and tensors with a gradient: a correction is data.
+    Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
+    `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
+    dtypes, values that are not finite, kappa < 0 and tensors with a gradient: a correction is data.
     """
 
     log_ratio: Tensor
@@ -35,7 +37,8 @@ class Drift:
                 continue
             if value.shape != self.log_ratio.shape or value.dtype != torch.float64:
                 raise ValueError(
-                    f"{name} must be float64 of shape {tuple(self.log_ratio.shape)}, got {value.dtype} of shape {tuple(value.shape)}"
+                    f"{name} must be float64 of shape {tuple(self.log_ratio.shape)}, got {value.dtype} of shape"
+                    f" {tuple(value.shape)}"
                 )
             if value.requires_grad:
                 raise ValueError(f"{name} requires a gradient, but a correction is data: detach it")
@@ -43,24 +46,31 @@ class Drift:
             if not good.all():
                 sample, step = good.logical_not().nonzero()[0].tolist()
                 wanted = "finite and >= 0" if name == "kappa" else "finite"
-                raise ValueError(f"{name} must be {wanted}, got {value[sample, step].item()} in sample {sample}, step {step}")
+                raise ValueError(
+                    f"{name} must be {wanted}, got {value[sample, step].item()} in sample {sample}, step {step}"
+                )
 
 
 def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """(mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N in (0, 1].
+    """(mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N in (0,
+    1].
 
-    Exact, and relative to the largest weight, so that weights may be beyond what exp can represent. -inf is a weight of 0; all of them 0 give 0.
+    Exact, and relative to the largest weight, so that weights may be beyond what exp can represent. -inf is a weight of
+    0; all of them 0 give 0.
     """
     values = log_weights.to(torch.float64)
     top = values.amax(dim=0)
     weights = (values - top).exp()
-    return torch.where(top == -math.inf, 0.0, (weights.mean(dim=0).square() / weights.square().mean(dim=0)).clamp(max=1.0))
+    return torch.where(
+        top == -math.inf, 0.0, (weights.mean(dim=0).square() / weights.square().mean(dim=0)).clamp(max=1.0)
+    )
 
 
 def drift_statistics(drift: Drift) -> dict[str, Tensor]:
-    """What is logged whatever the settings, float64. Shape (W,), for the j-th trained step of every sample: `ess_step` of exact weights
-    exp(L), `log_ratio_variance_step`. Shape (): `ess_trajectory` and `log_ratio_variance_trajectory` of L summed over a sample's steps,
-    `log_ratio_max` the largest |L| of a row and, where known, `kappa_nats` the mean D kappa.
+    """What is logged whatever the settings, float64. Shape (W,), for the j-th trained step of every sample: `ess_step`
+    of exact weights exp(L), `log_ratio_variance_step`. Shape (): `ess_trajectory` and `log_ratio_variance_trajectory`
+    of L summed over a sample's steps, `log_ratio_max` the largest |L| of a row and, where known, `kappa_nats` the mean
+    D kappa.
 
     Variances have ddof 0. For small drift Var(L) estimates 2 D kappa, and the effective sample size is exp(-Var(L)).
     """
@@ -80,12 +90,13 @@ def drift_statistics(drift: Drift) -> dict[str, Tensor]:
 def engine_mismatch(drift: Drift, staleness: Tensor) -> tuple[float, float] | None:
     """(largest, mean) |L| over the rows with `staleness` (N, W) integers equal to 0; None where there are none.
 
-    Such rows were made by the very weights that are trained, so L is what engine and trainer compute differently. Above 1 nat the two
-    do not run the same model.
+    Such rows were made by the very weights that are trained, so L is what engine and trainer compute differently. Above
+    1 nat the two do not run the same model.
     """
     if staleness.shape != drift.log_ratio.shape or staleness.is_floating_point() or staleness.dtype == torch.bool:
         raise ValueError(
-            f"staleness must be integers of shape {tuple(drift.log_ratio.shape)}, got {staleness.dtype} of shape {tuple(staleness.shape)}"
+            f"staleness must be integers of shape {tuple(drift.log_ratio.shape)}, got {staleness.dtype} of shape"
+            f" {tuple(staleness.shape)}"
         )
     own = drift.log_ratio[staleness == 0].abs()
     return (own.max().item(), own.mean().item()) if own.numel() else None

@@ -1,9 +1,9 @@
 """Rules that leave rows out of the loss. Each takes (N, W) float64 and returns (N, W) bool, True where the row is kept.
 
-k1, k2, k3 are three estimators of KL(b || p) from one sample of b (Schulman, "Approximating KL divergence"), -L, L^2 / 2 and
-exp(L) - 1 - L, used as rejection statistics by VeRL. kappa is the KL itself, known in closed form for Gaussians; unlike L it does not
-depend on the noise that was drawn, so it rejects real drift and not bad luck. M2PO (arXiv 2510.01161) bounds the second moment of L over
-a batch.
+k1, k2, k3 are three estimators of KL(b || p) from one sample of b (Schulman, "Approximating KL divergence"), -L, L^2 /
+2 and exp(L) - 1 - L, used as rejection statistics by VeRL. kappa is the KL itself, known in closed form for Gaussians;
+unlike L it does not depend on the noise that was drawn, so it rejects real drift and not bad luck. M2PO (arXiv
+2510.01161) bounds the second moment of L over a batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def k1_mask(log_ratio: Tensor, band: tuple[float, float], level: Level) -> Tenso
     """Keep where the ratio exp(L) lies in band = [lo, hi], both ends included; a symmetric bound t is (1 / t, t).
     (VeRL bounds b / p instead, so its lo_hi is (1 / hi, 1 / lo) here.)
 
-    `sum` and `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band; the maximum of a
-    signed quantity would test one side alone.
+    `sum` and `mean`: the ratio of the sample and its geometric mean over steps. `max`: all steps must lie in the band;
+    the maximum of a signed quantity would test one side alone.
     """
     low, high = math.log(band[0]), math.log(band[1])
     if level == "max":
@@ -48,10 +48,11 @@ def kappa_mask(kappa: Tensor, bound: float) -> Tensor:
 
 
 def m2po_mask(log_ratio: Tensor, bound: float) -> Tensor:
-    """Leave out the largest L^2, one by one, until the mean of the others is < bound: the most rows that can be kept under it.
+    """Leave out the largest L^2, one by one, until the mean of the others is < bound: the most rows that can be kept
+    under it.
 
-    A batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If even the smallest L^2
-    is >= bound nothing is kept.
+    A batch statistic over all N W rows. Among equal L^2 the rows that come first (sample-major) stay. If even the
+    smallest L^2 is >= bound nothing is kept.
     """
     squares = log_ratio.square().flatten()
     ascending, order = squares.sort(stable=True)

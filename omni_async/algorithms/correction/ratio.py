@@ -7,16 +7,19 @@ from torch import Tensor
 
 
 def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
-    """log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions (AReaL's approximation of the decoupled loss):
-    with v the version being made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
+    """log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions (AReaL's approximation of
+    the decoupled loss): with v the version being made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v -
+    v_b) = s / (s + 1), s = `staleness`.
 
-    Shape and dtype of `behaviour`, detached from both. `behaviour` are recorded log-probs, `current` those of the policy in training, of the
-    same shape and unit; `staleness` integers >= 0 of that shape, a step's own where versions changed in mid-trajectory. Steps of staleness
-    0 get behaviour: how engine and trainer differ stays in the ratio.
+    Shape and dtype of `behaviour`, detached from both. `behaviour` are recorded log-probs, `current` those of the
+    policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a step's own where versions
+    changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer differ stays in the ratio.
     """
     for name, value in (("current", current), ("staleness", staleness)):
         if value.shape != behaviour.shape:
-            raise ValueError(f"{name} must have shape {tuple(behaviour.shape)} like behaviour, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} must have shape {tuple(behaviour.shape)} like behaviour, got {tuple(value.shape)}"
+            )
     if staleness.is_floating_point() or staleness.dtype == torch.bool:
         raise ValueError(f"staleness must be integers, got {staleness.dtype}")
     if (staleness < 0).any():

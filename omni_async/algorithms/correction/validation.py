@@ -33,10 +33,14 @@ def problems(settings: Correction) -> Iterator[str]:
     if settings.weights == "none":
         if settings.band is not None:
             yield _problem(
-                "band", "it is a rule on importance weights and weights is none", "k1, which needs no weights, or weights: importance"
+                "band",
+                "it is a rule on importance weights and weights is none",
+                "k1, which needs no weights, or weights: importance",
             )
         if settings.normalise:
-            yield _problem("normalise", "weights is none, so there is nothing to normalise", "denominator: kept, or weights")
+            yield _problem(
+                "normalise", "weights is none, so there is nothing to normalise", "denominator: kept, or weights"
+            )
 
 
 def _of_mode(settings: Correction) -> Iterator[str]:
@@ -44,30 +48,40 @@ def _of_mode(settings: Correction) -> Iterator[str]:
     if mode == "auto":
         for name in settings.__struct_fields__:
             if name != "mode" and getattr(settings, name) != getattr(Correction(), name):
-                yield _problem(name, "mode auto decides on weights and masks itself", "mode: decoupled, or mode: bypass")
+                yield _problem(
+                    name, "mode auto decides on weights and masks itself", "mode: decoupled, or mode: bypass"
+                )
     elif mode == "none":
         if settings.weights != "none":
-            yield _problem("weights", "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none")
+            yield _problem(
+                "weights", "mode none takes samples as if they were fresh", "mode: decoupled, or weights: none"
+            )
         for name in ("kappa_nats", "m2", *_KS):
             if getattr(settings, name) is not None:
-                yield _problem(name, "mode none takes samples as if they were fresh and masks nothing", "mode: decoupled, or null")
+                yield _problem(
+                    name, "mode none takes samples as if they were fresh and masks nothing", "mode: decoupled, or null"
+                )
     elif mode == "bypass":
         if settings.weights != "none":
             yield _problem(
                 "weights",
-                "with mode bypass the ratio is taken to the behaviour policy already, whose distance a weight would count twice",
+                "with mode bypass the ratio is taken to the behaviour policy already, whose distance a weight would"
+                " count twice",
                 "mode: decoupled, or weights: none",
             )
         for name in ("kappa_nats", "m2"):
             if getattr(settings, name) is not None:
                 yield _problem(
                     name,
-                    "it measures the proximal policy against the behaviour policy, and mode bypass knows no proximal policy",
+                    "it measures the proximal policy against the behaviour policy, and mode bypass knows no proximal"
+                    " policy",
                     "mode: decoupled, or k1, k2 or k3",
                 )
     elif mode == "interpolated" and settings.kappa_nats is not None:
         yield _problem(
-            "kappa_nats", "mode interpolated estimates the proximal log-prob and has no proximal mean", "mode: decoupled, or k1, k2 or k3"
+            "kappa_nats",
+            "mode interpolated estimates the proximal log-prob and has no proximal mean",
+            "mode: decoupled, or k1, k2 or k3",
         )
 
 

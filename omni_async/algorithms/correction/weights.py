@@ -1,7 +1,7 @@
 """Importance weights w = p / b from log-ratios: exact or tempered, truncated, or 0 outside a band.
 
-Whole-sample log-ratios (`sum`) make exact weights. The mean over D latent elements (`mean`, published code) makes their D-th root, which
-differs from 1 by about 1e-5 at image sizes and corrects nothing.
+Whole-sample log-ratios (`sum`) make exact weights. The mean over D latent elements (`mean`, published code) makes their
+D-th root, which differs from 1 by about 1e-5 at image sizes and corrects nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from omni_async.config.algorithm import Correction
 MAX_EXPONENT = 20.0
 
 
-def importance_weights(log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None) -> tuple[Tensor, float]:
+def importance_weights(
+    log_ratio: Tensor, settings: Correction, num_elements: int, kept: Tensor | None = None
+) -> tuple[Tensor, float]:
     """(weights (N, W) float64, gamma) of L = `log_ratio` (N, W) in nats; w = exp(clamp(gamma e, +-20)).
 
-    The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the `tempering_exponent` of the rows that
-    reach the loss, those where `kept` (N, W) bool is True (all without it), so give a whole update; with none left it is 1. First weights
-    outside `band` become 0 (IcePop), then the others are truncated at `cap`. `weights: none` gives ones. Rows that are not kept have
-    weights like any other.
+    The exponent e is by row (`exponents`). gamma is 1 unless weights are `tempered`: then it is the
+    `tempering_exponent` of the rows that reach the loss, those where `kept` (N, W) bool is True (all without it), so
+    give a whole update; with none left it is 1. First weights outside `band` become 0 (IcePop), then the others are
+    truncated at `cap`. `weights: none` gives ones. Rows that are not kept have weights like any other.
 
-    Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective sample size.
+    Clamping and truncating keep the order of weights and shrink large ones most, which cannot lower the effective
+    sample size.
     """
     if settings.weights == "none":
         return torch.ones_like(log_ratio), 1.0
@@ -42,10 +45,11 @@ def importance_weights(log_ratio: Tensor, settings: Correction, num_elements: in
 
 
 def exponents(log_ratio: Tensor, settings: Correction, num_elements: int) -> Tensor:
-    """(N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps as `level` says; its steps share the result.
+    """(N, W): L, or L / D with log_ratio `mean`, aggregated over a sample's steps as `level` says; its steps share the
+    result.
 
-    `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D. `sequence`: the sum over steps of
-    either; VeRL-Omni's level of that name is the one of L / D.
+    `step` leaves it as it is. `trajectory`: the sum over steps of L, but the mean over steps of L / D. `sequence`: the
+    sum over steps of either; VeRL-Omni's level of that name is the one of L / D.
     """
     values = per_element(log_ratio, settings, num_elements)
     if settings.level == "step":

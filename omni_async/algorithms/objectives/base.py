@@ -1,4 +1,5 @@
-"""What objectives take and give: pure data, so that objectives are pure functions (inputs, `Algorithm` settings) -> `ObjectiveOutput`."""
+"""What objectives take and give: pure data, so that objectives are pure functions (inputs, `Algorithm` settings) ->
+`ObjectiveOutput`."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TransitionInputs:
-    """R rows, a row being one trained step of one sample; rows are sample-major, `steps_per_sample` of them for each sample.
-    Log-probs are means over D = `num_elements` latent elements.
+    """R rows, a row being one trained step of one sample; rows are sample-major, `steps_per_sample` of them for each
+    sample. Log-probs are means over D = `num_elements` latent elements.
 
-    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*` belong to the policy
-    the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale, nats_per_log_prob are (R,), the last three as
-    `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob - old_log_prob) is the log-ratio of the whole sample. weight (R,)
-    is the off-policy correction; it multiplies the policy-gradient part of the loss and nothing else.
+    log_prob (R,) and mean (R, ...) are the current policy's and carry the gradient; everything else is data. `old_*`
+    belong to the policy the ratio is taken to, `ref_mean` to the reference policy. advantage, std, scale,
+    nats_per_log_prob are (R,), the last three as `omni_async.sde` defines them for `kind`: nats_per_log_prob (log_prob
+    - old_log_prob) is the log-ratio of the whole sample. weight (R,) is the off-policy correction; it multiplies the
+    policy-gradient part of the loss and nothing else.
     """
 
     log_prob: Tensor
@@ -41,7 +43,9 @@ class TransitionInputs:
             if value is not None and value.shape != rows:
                 raise ValueError(f"{name} must have shape {tuple(rows)} like log_prob, got {tuple(value.shape)}")
         if self.mean.ndim < 2 or self.mean.shape[0] != rows[0] or self.mean[0].numel() != self.num_elements:
-            raise ValueError(f"mean must be {rows[0]} rows of {self.num_elements} elements, got shape {tuple(self.mean.shape)}")
+            raise ValueError(
+                f"mean must be {rows[0]} rows of {self.num_elements} elements, got shape {tuple(self.mean.shape)}"
+            )
         for name in ("old_mean", "ref_mean"):
             other = getattr(self, name)
             if other is not None and other.shape != self.mean.shape:
@@ -52,12 +56,12 @@ class TransitionInputs:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """R rows, a row being one noise draw of one sample's final latents; rows are sample-major, `draws` for each sample. For pairs, rows
-    alternate (winner, loser) with the same draw, and `draws` counts pairs of rows.
+    """R rows, a row being one noise draw of one sample's final latents; rows are sample-major, `draws` for each sample.
+    For pairs, rows alternate (winner, loser) with the same draw, and `draws` counts pairs of rows.
 
-    velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient; `old_`, `ref_` and
-    `ema_velocity` are other policies' there. final, noise (R, ...); sigma, advantage (R,). `progress` in [0, 1] is the share of the run's
-    updates that is done.
+    velocity (R, ...) is the current policy's at x_sigma = (1 - sigma) final + sigma noise, and carries the gradient;
+    `old_`, `ref_` and `ema_velocity` are other policies' there. final, noise (R, ...); sigma, advantage (R,).
+    `progress` in [0, 1] is the share of the run's updates that is done.
     """
 
     velocity: Tensor
@@ -89,8 +93,9 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """`loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a pair, each of its rows
-    carries the same, so that the mean over rows is the mean over samples. `metrics`: names to (R,), detached."""
+    """`loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a
+    pair, each of its rows carries the same, so that the mean over rows is the mean over samples. `metrics`: names to
+    (R,), detached."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

@@ -1,4 +1,5 @@
-"""DanceGRPO (arXiv 2505.07818): PPO's clipped surrogate per denoising step and nothing else; its own part is the transition "dance"."""
+"""DanceGRPO (arXiv 2505.07818): PPO's clipped surrogate per denoising step and nothing else; its own part is the
+transition "dance"."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ def dance_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     ValueError for kl_coef > 0: there is no KL in DanceGRPO. Metrics as `flow_grpo`.
     """
     if algorithm.kl_coef > 0:
-        raise ValueError(f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss with one")
+        raise ValueError(
+            f"algorithm.kl_coef: dance_grpo has no KL term, got {algorithm.kl_coef}; flow_grpo is the same loss"
+            " with one"
+        )
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
     return objective_output(inputs, algorithm, loss, metrics)

@@ -1,5 +1,5 @@
-"""Diffusion-DPO (arXiv 2311.12908) for flow matching: of a pair, the winner's error shall fall below the reference's by more than the
-loser's does."""
+"""Diffusion-DPO (arXiv 2311.12908) for flow matching: of a pair, the winner's error shall fall below the reference's by
+more than the loser's does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from omni_async.config.algorithm import Algorithm
 def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
     """Rows alternate winner, loser; both rows of a pair have the same noise and sigma, and carry the pair's loss.
 
-    With e = <(v - (noise - final))^2>, e_ref the same of ref_velocity, d = (e - e_ref) of the winner minus (e - e_ref) of the loser and
-    b = dpo.beta / 2 (dpo.beta if not dpo.halved): `sigmoid` -log sigmoid(-b d); `hinge` max(1 + b d, 0); `ipo` (d + 1 / (2 b))^2.
-    The advantage is not used.
+    With e = <(v - (noise - final))^2>, e_ref the same of ref_velocity, d = (e - e_ref) of the winner minus (e - e_ref)
+    of the loser and b = dpo.beta / 2 (dpo.beta if not dpo.halved): `sigmoid` -log sigmoid(-b d); `hinge` max(1 + b d,
+    0); `ipo` (d + 1 / (2 b))^2. The advantage is not used.
 
     ValueError without ref_velocity, for an odd number of rows, and where noise or sigma differ within a pair.
 
-    Metrics, the pair's in both rows: margin -b d, the implicit reward of the winner minus the loser's; accuracy, 1 where d < 0;
-    winner_error, loser_error: e.
+    Metrics, the pair's in both rows: margin -b d, the implicit reward of the winner minus the loser's; accuracy, 1
+    where d < 0; winner_error, loser_error: e.
     """
     if inputs.ref_velocity is None:
         raise ValueError("diffusion_dpo needs ref_velocity: it compares with the reference policy")
@@ -65,4 +65,7 @@ def _check_pairs(inputs: ForwardInputs) -> None:
         if not torch.equal(value[0::2], value[1::2]):
             differs = (value[0::2] != value[1::2]).reshape(rows // 2, -1).any(dim=1)
             pair = int(differs.nonzero()[0])
-            raise ValueError(f"{name} must be the same for winner and loser, but differs in pair {pair} (rows {2 * pair}, {2 * pair + 1})")
+            raise ValueError(
+                f"{name} must be the same for winner and loser, but differs in pair {pair} (rows {2 * pair},"
+                f" {2 * pair + 1})"
+            )

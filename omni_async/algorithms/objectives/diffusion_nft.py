@@ -1,7 +1,8 @@
-"""DiffusionNFT (arXiv 2509.16117): regression of two implicit policies, one towards good samples and one away from bad ones.
+"""DiffusionNFT (arXiv 2509.16117): regression of two implicit policies, one towards good samples and one away from bad
+ones.
 
-Needs final latents alone: no trajectory, no log-probs, any solver. The samples are meant to come from the old policy, a slow copy of the
-current one; see `omni_async.algorithms.decay.nft_decay`.
+Needs final latents alone: no trajectory, no log-probs, any solver. The samples are meant to come from the old policy, a
+slow copy of the current one; see `omni_async.algorithms.decay.nft_decay`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
     """Per row a [r <(x+ - x0)^2> / w+ + (1 - r) <(x- - x0)^2> / w-] / beta + kl_coef <(v - v_ref)^2>.
 
     x+ and x- are the final latents that v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v predict, a is
-    advantage.clip_max, r = `preference`. w+ = max(<|x+ - x0|>, 1e-5), likewise w-, without gradient: it makes rows of every sigma count
-    alike. At v = v_old the gradient is the advantage times that of <(x - x0)^2> / w, whatever beta.
+    advantage.clip_max, r = `preference`. w+ = max(<|x+ - x0|>, 1e-5), likewise w-, without gradient: it makes rows of
+    every sigma count alike. At v = v_old the gradient is the advantage times that of <(x - x0)^2> / w, whatever beta.
 
     ValueError without old_velocity, and without ref_velocity where kl_coef > 0.
 
-    Metrics: preference r; positive_loss and negative_loss, the two errors over their weights; old_deviation <(v - v_old)^2>; with
-    ref_velocity kl_ref <(v - v_ref)^2>.
+    Metrics: preference r; positive_loss and negative_loss, the two errors over their weights; old_deviation <(v -
+    v_old)^2>; with ref_velocity kl_ref <(v - v_ref)^2>.
     """
     if inputs.old_velocity is None:
         raise ValueError("diffusion_nft needs old_velocity, the velocity of the policy that draws the samples")
@@ -62,8 +63,9 @@ def diffusion_nft(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
 def preference(advantage: Tensor, clip_max: float, adv_mode: AdvMode) -> Tensor:
     """(R,) float64 in [0, 1], without gradient: r = 1/2 + A' / (2 clip_max) of advantages (R,), A' being
 
-    `all` A clamped to +-clip_max; `positive_only` and `negative_only` that part of it, the other one 0; `one_only` 1 where A > 0, else 0;
-    `binary` the sign of A. The last two are not scaled by clip_max, as in the published code: r is 1/2 or 1/2 +- 1 / (2 clip_max).
+    `all` A clamped to +-clip_max; `positive_only` and `negative_only` that part of it, the other one 0; `one_only` 1
+    where A > 0, else 0; `binary` the sign of A. The last two are not scaled by clip_max, as in the published code: r is
+    1/2 or 1/2 +- 1 / (2 clip_max).
     """
     clamped = advantage.detach().double().clamp(-clip_max, clip_max)
     match adv_mode:

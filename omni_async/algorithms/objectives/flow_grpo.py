@@ -8,12 +8,14 @@ from omni_async.config.algorithm import Algorithm
 
 
 def flow_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob), the ratio per latent element.
+    """Per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_coef KL, with r = exp(log_prob - old_log_prob), the ratio per
+    latent element.
 
-    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1 without one. KL:
-    `surrogate.reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.
+    c is clip_range; clip_range_nats bounds L = D log r instead (for "cps" D log r / (2 S^2)). w is the weight, 1
+    without one. KL: `surrogate.reference_kl`. ValueError where kl_coef > 0 and there is no ref_mean.
 
-    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside 1 +- c; approx_kl (log r)^2 / 2; with ref_mean kl_ref.
+    Metrics: ratio_deviation |r - 1|; clipped_low, clipped_high: 1 where r is outside 1 +- c; approx_kl (log r)^2 / 2;
+    with ref_mean kl_ref.
     """
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratios(inputs), log_ratios_nats(inputs))
     return objective_output(inputs, algorithm, loss, metrics)

@@ -1,4 +1,5 @@
-"""Ways for a published version to reach the engines: the sender is beside trainer rank 0, a receiver beside every engine.
+"""Ways for a published version to reach the engines: the sender is beside trainer rank 0, a receiver beside every
+engine.
 
 `weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is asked for.
 """

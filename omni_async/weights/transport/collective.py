@@ -1,11 +1,12 @@
-"""Weights by broadcast: a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every engine.
+"""Weights by broadcast: a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every
+engine.
 
-The group is none of torch's registered ones, least of all the trainer's: it hangs on a TCP store that the sender serves. It is formed when
-every engine has started, so nobody holds up another's loading: the sender invites, all arrive at the store, and the roll is called there: one whose call
-failed is known to be gone, and all others turn back at once. Every step has the timeout, and a participant that is missing, or leaves, ends the
-others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an
-accelerator each; then gloo still makes sure that all are there before NCCL, which could wait for ever, is entered. All calls that
-wait run in a thread of their own.
+The group is none of torch's registered ones, least of all the trainer's: it hangs on a TCP store that the sender
+serves. It is formed when every engine has started, so nobody holds up another's loading: the sender invites, all arrive
+at the store, and the roll is called there: one whose call failed is known to be gone, and all others turn back at once.
+Every step has the timeout, and a participant that is missing, or leaves, ends the others' wait with an error. Gloo
+carries the bytes, or NCCL where trainer and engines have an accelerator each; then gloo still makes sure that all are
+there before NCCL, which could wait for ever, is entered. All calls that wait run in a thread of their own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class CollectiveSender:
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
-        # Until all have answered: the next attempt finds nobody still waiting in this one, and whoever asks knows who failed.
+        # Until all have answered: the next attempt finds nobody still waiting in this one, and whoever asks knows who
+        # failed.
         formed, *joined = await asyncio.gather(forming, *joining, return_exceptions=True)
         failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
@@ -113,7 +115,10 @@ class CollectiveSender:
     @asynccontextmanager
     async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[tuple[int, ...]]:
         if self._group is None:
-            raise TransportError(f"weights.transport: collective: version {manifest.version} cannot be sent before the engines have joined")
+            raise TransportError(
+                f"weights.transport: collective: version {manifest.version} cannot be sent before the engines have"
+                " joined"
+            )
         group, what = self._group, f"the broadcast of version {manifest.version}"
         broadcast = self._thread.run(lambda: group.broadcast(buckets, what))
         try:
@@ -147,7 +152,9 @@ class CollectiveReceiver:
 
     def _buckets(self, sizes: Sequence[int]) -> list[Bucket]:
         """Memory for this version, the last one's where it is large enough: its pages are there already."""
-        if len(self._memory) != len(sizes) or any(len(have) < size for have, size in zip(self._memory, sizes, strict=True)):
+        if len(self._memory) != len(sizes) or any(
+            len(have) < size for have, size in zip(self._memory, sizes, strict=True)
+        ):
             self._memory = [np.empty(size, np.uint8) for size in sizes]
         return [have[:size] for have, size in zip(self._memory, sizes, strict=True)]
 
@@ -165,11 +172,14 @@ class Group:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(place.host, place.port))]
-            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), place.rank, place.size, options)
+            self._gloo = dist.ProcessGroupGloo(
+                dist.PrefixStore("weights", self._store), place.rank, place.size, options
+            )
             self._carrier = self._gloo if place.backend == "gloo" else _Nccl(self._store, place, timeout)
 
     def broadcast(self, buckets: Sequence[Bucket], what: str) -> None:
-        """Rank 0's bytes are in everybody's `buckets` afterwards. TransportError, naming `what`, if not all take part in time."""
+        """Rank 0's bytes are in everybody's `buckets` afterwards. TransportError, naming `what`, if not all take part
+        in time."""
         with _telling(what, self._place.rank, self._timeout_s):
             if isinstance(self._carrier, _Nccl):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
@@ -200,7 +210,8 @@ def _call_the_roll(store: Any, place: Invitation) -> None:
 
 
 def _report_gone(place: Invitation, timeout_s: float) -> None:
-    """On behalf of a participant whose call failed. It may have arrived before: then the group's own time-out is what the others wait for."""
+    """On behalf of a participant whose call failed. It may have arrived before: then the group's own time-out is what
+    the others wait for."""
     with contextlib.suppress(RuntimeError, OSError):  # the store itself may be gone, and nobody waits there any more
         _store_at(place, timedelta(seconds=timeout_s)).set(_arrival(place.rank), _GONE)
 
@@ -212,8 +223,8 @@ def _telling(what: str, rank: int, timeout_s: float) -> Iterator[None]:
     except (RuntimeError, OSError) as error:  # torch's distributed errors are RuntimeErrors, time-outs are OSErrors
         reason = str(error).partition("\n")[0]
         raise TransportError(
-            f"weights.transport: collective: {what} failed on rank {rank}; a participant is gone or did not come within "
-            f"weights.timeout_s = {timeout_s:g} ({reason})"
+            f"weights.transport: collective: {what} failed on rank {rank}; a participant is gone or did not come within"
+            f" weights.timeout_s = {timeout_s:g} ({reason})"
         ) from error
 
 
@@ -225,7 +236,9 @@ class _Nccl:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # after this NCCL's watchdog ends the process; the deadline below is earlier and says why
+        options._timeout = (
+            2 * timeout
+        )  # after this NCCL's watchdog ends the process; the deadline below is earlier and says why
         self._group = dist.ProcessGroupNCCL(dist.PrefixStore("weights-nccl", store), place.rank, place.size, options)
         self._device_memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 

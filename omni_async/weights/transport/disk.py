@@ -1,8 +1,9 @@
-"""Weights through a folder that all machines see: a safetensors file per version, under diffusers names, that any tool can load.
+"""Weights through a folder that all machines see: a safetensors file per version, under diffusers names, that any tool
+can load.
 
-A version is written beside its place and renamed into it, so a file of that name is whole. Engines map it into memory. It is deleted when
-they all hold another one, and so is what a trainer that was killed has left; the last stays in the run's folder. Nothing is synced to the
-device: after a power failure the run starts from a checkpoint, not from here.
+A version is written beside its place and renamed into it, so a file of that name is whole. Engines map it into memory.
+It is deleted when they all hold another one, and so is what a trainer that was killed has left; the last stays in the
+run's folder. Nothing is synced to the device: after a power failure the run starts from a checkpoint, not from here.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ class DiskSender:
             await asyncio.to_thread(write_version, path, manifest, buckets)
         except OSError as error:
             raise TransportError(
-                f"weights.transport: disk: version {manifest.version} cannot be written to {path}: {error.strerror or error}"
+                f"weights.transport: disk: version {manifest.version} cannot be written to {path}:"
+                f" {error.strerror or error}"
             ) from error
         yield str(path)
         await asyncio.to_thread(_clear_all_but, path)
 
 
 def _clear_all_but(newest: Path) -> None:
-    """Not by memory, so that it includes what a trainer that was killed left in the folder, be it of a later version."""
+    """Not by memory, so that it includes what a trainer that was killed left in the folder, be it of a later
+    version."""
     for path in newest.parent.iterdir():
         if path != newest and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -89,15 +92,25 @@ class DiskReceiver:
 
 
 def write_version(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -> None:
-    """Writes `path` whole or not at all. OSError as the file system raises it; TransportError for a dtype that safetensors files lack."""
+    """Writes `path` whole or not at all. OSError as the file system raises it; TransportError for a dtype that
+    safetensors files lack."""
     # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
     specs = sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(manifest.version), "digest": manifest.digest}}
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "version": str(manifest.version), "digest": manifest.digest}
+    }
     end = 0
     for spec in specs:
         if spec.dtype not in _DTYPES:
-            raise TransportError(f"weights.transport: disk: safetensors files have no {spec.dtype} ({spec.name!r}); use another transport")
-        header[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": (end, end + spec.nbytes)}
+            raise TransportError(
+                f"weights.transport: disk: safetensors files have no {spec.dtype} ({spec.name!r}); use another"
+                " transport"
+            )
+        header[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": (end, end + spec.nbytes),
+        }
         end += spec.nbytes
     text = msgspec.json.encode(header)
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
@@ -139,17 +152,28 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
         about = msgspec.json.decode(header.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightError(f"weights of version {manifest.version}: {path} is not a safetensors file: {error}") from error
+        raise WeightError(
+            f"weights of version {manifest.version}: {path} is not a safetensors file: {error}"
+        ) from error
     if (about.get("version"), about.get("digest")) != (str(manifest.version), manifest.digest):
         raise WeightError(
-            f"weights of version {manifest.version} (digest {manifest.digest}): {path} holds version {about.get('version')} "
-            f"with digest {about.get('digest')}"
+            f"weights of version {manifest.version} (digest {manifest.digest}): {path} holds version"
+            f" {about.get('version')} with digest {about.get('digest')}"
         )
     end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if end != len(data):
-        raise WeightError(f"weights of version {manifest.version}: {path} has {len(data)} bytes, its header promises {end}")
+        raise WeightError(
+            f"weights of version {manifest.version}: {path} has {len(data)} bytes, its header promises {end}"
+        )
     specs = tuple(
-        TensorSpec(name, _NAMES.get(e.dtype, e.dtype), e.shape, 0, start + e.data_offsets[0], e.data_offsets[1] - e.data_offsets[0])
+        TensorSpec(
+            name,
+            _NAMES.get(e.dtype, e.dtype),
+            e.shape,
+            0,
+            start + e.data_offsets[0],
+            e.data_offsets[1] - e.data_offsets[0],
+        )
         for name, e in entries.items()
     )
     return msgspec.structs.replace(manifest, tensors=specs), [data]

@@ -1,4 +1,5 @@
-"""Weights through the run's object store: written once, mapped by every engine of the machine. In one process they travel by reference."""
+"""Weights through the run's object store: written once, mapped by every engine of the machine. In one process they
+travel by reference."""
 
 from __future__ import annotations
 

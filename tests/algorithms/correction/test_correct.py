@@ -40,12 +40,17 @@ ONE_ROW_AT_A_TIME = st.builds(
     reject_level=st.sampled_from(["step", "sum", "mean", "max"]),
     denominator=st.sampled_from(["kept", "all"]),
 )
-LEVELS = st.sampled_from([("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")])
-ONE_ROW_AT_A_TIME = st.builds(lambda chosen, level: replace(chosen, level=level[0], log_ratio=level[1]), ONE_ROW_AT_A_TIME, LEVELS)
+LEVELS = st.sampled_from(
+    [("step", "sum"), ("step", "mean"), ("trajectory", "sum"), ("trajectory", "mean"), ("sequence", "mean")]
+)
+ONE_ROW_AT_A_TIME = st.builds(
+    lambda chosen, level: replace(chosen, level=level[0], log_ratio=level[1]), ONE_ROW_AT_A_TIME, LEVELS
+)
 
 
 def by_the_page(drift, chosen, num_elements):
-    """(weight before masks, whether the row is left) of every row, sample by sample, from the formulas of docs/algorithms/correction.md."""
+    """(weight before masks, whether the row is left) of every row, sample by sample, from the formulas of
+    docs/algorithms/correction.md."""
     found = []
     for own, kappas in zip(drift.log_ratio.tolist(), drift.kappa.tolist(), strict=True):
         if chosen.log_ratio == "mean":
@@ -61,7 +66,11 @@ def by_the_page(drift, chosen, num_elements):
             over_steps = aggregate[chosen.reject_level]
             if chosen.k1 is not None:
                 low, high = map(math.log, chosen.k1)
-                kept &= (low <= min(own) and max(own) <= high) if chosen.reject_level == "max" else low <= over_steps(own, L) <= high
+                kept &= (
+                    (low <= min(own) and max(own) <= high)
+                    if chosen.reject_level == "max"
+                    else low <= over_steps(own, L) <= high
+                )
             if chosen.k2 is not None:
                 kept &= over_steps([x * x / 2 for x in own], L * L / 2) <= chosen.k2
             if chosen.k3 is not None:
@@ -81,7 +90,15 @@ def test_mode_none_and_plain_bypass_leave_every_row_alone():
 def test_every_rule_masks_under_its_own_name_and_a_row_stays_if_all_keep_it():
     drift = random_drift(1, samples=40)
     chosen = Correction(
-        mode="decoupled", weights="importance", cap=None, band=(0.4, 3.0), kappa_nats=0.8, m2=0.5, k1=(0.3, 4.0), k2=0.9, k3=0.9
+        mode="decoupled",
+        weights="importance",
+        cap=None,
+        band=(0.4, 3.0),
+        kappa_nats=0.8,
+        m2=0.5,
+        k1=(0.3, 4.0),
+        k2=0.9,
+        k3=0.9,
     )
     got = correct(drift, chosen, 10)
     L = drift.log_ratio
@@ -154,7 +171,8 @@ def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
 
 
 def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
-    """Two rows are left, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped beside them."""
+    """Two rows are left, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped
+    beside them."""
     drift = Drift(matrix([0.0, 40.0, -3.0], [5.0, -40.0, 5.1]), matrix([0.0, 0.0, 9.0], [0.0, 0.0, 9.0]))
     chosen = Correction(mode="decoupled", weights="tempered", ess_target=0.8, cap=None, kappa_nats=1.0, k2=100.0)
     got = correct(drift, chosen, 10)
@@ -201,15 +219,21 @@ def test_masked_rows_dilute_normalised_weights_only_where_the_denominator_is_all
     """Weights 1, 2, 3 and 6, of which the second and the last are masked."""
     drift = Drift(matrix([1.0, 2.0], [3.0, 6.0]).log(), matrix([0.0, 9.0], [0.0, 9.0]))
     for denominator, below in (("kept", 1.0 + 3.0), ("all", 12.0)):
-        chosen = Correction(mode="decoupled", weights="importance", cap=None, normalise=True, kappa_nats=1.0, denominator=denominator)
+        chosen = Correction(
+            mode="decoupled", weights="importance", cap=None, normalise=True, kappa_nats=1.0, denominator=denominator
+        )
         got = correct(drift, chosen, 10)
-        torch.testing.assert_close(got.weight * loss_factor(*normaliser(got, chosen)) / 4, matrix([1.0, 0.0], [3.0, 0.0]) / below)
+        torch.testing.assert_close(
+            got.weight * loss_factor(*normaliser(got, chosen)) / 4, matrix([1.0, 0.0], [3.0, 0.0]) / below
+        )
 
 
 def test_with_everything_masked_the_loss_is_zero():
     drift = Drift(matrix([9.0, -9.0]))
     for denominator, normalise in product(("kept", "all"), (False, True)):
-        chosen = Correction(mode="decoupled", weights="importance", k2=1.0, denominator=denominator, normalise=normalise)
+        chosen = Correction(
+            mode="decoupled", weights="importance", k2=1.0, denominator=denominator, normalise=normalise
+        )
         got = correct(drift, chosen, 10)
         assert not got.kept.any() and got.weight.tolist() == [[0.0, 0.0]]
         numerator, below = normaliser(got, chosen)

@@ -48,7 +48,12 @@ def test_combinations_that_work_have_no_problem(fine):
         ({"mode": "decoupled", "weights": "importance", "band": (2.0, 0.5)}, "band", "is no interval", "lo < hi"),
         ({"mode": "decoupled", "weights": "tempered", "band": (0.5, 2.0)}, "band", "bounds the spread", "cap"),
         ({"mode": "decoupled", "band": (0.5, 2.0)}, "band", "weights is none", "importance"),
-        ({"mode": "decoupled", "weights": "importance", "level": "sequence"}, "level", "per element, and log_ratio is sum", "trajectory"),
+        (
+            {"mode": "decoupled", "weights": "importance", "level": "sequence"},
+            "level",
+            "per element, and log_ratio is sum",
+            "trajectory",
+        ),
         ({"mode": "decoupled", "normalise": True}, "normalise", "nothing to normalise", "kept"),
     ],
 )

@@ -61,7 +61,9 @@ def test_statistics_by_hand():
     }
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], matrix(*value) if isinstance(value, list) else torch.tensor(value, dtype=torch.float64))
+        torch.testing.assert_close(
+            got[name], matrix(*value) if isinstance(value, list) else torch.tensor(value, dtype=torch.float64)
+        )
 
 
 def test_there_is_no_kappa_statistic_without_behaviour_means_and_one_sample_has_no_variance():
@@ -86,7 +88,9 @@ def test_engine_mismatch_looks_at_fresh_rows_alone():
     assert engine_mismatch(drift, torch.ones(2, 2, dtype=torch.int64)) is None
 
 
-@pytest.mark.parametrize("staleness", [torch.zeros(2, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.bool)])
+@pytest.mark.parametrize(
+    "staleness", [torch.zeros(2, dtype=torch.int64), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.bool)]
+)
 def test_staleness_that_is_no_matrix_of_integers_is_refused(staleness):
     with pytest.raises(ValueError, match=r"staleness must be integers of shape \(1, 2\)"):
         engine_mismatch(Drift(matrix([0.0, 0.0])), staleness)
@@ -100,7 +104,11 @@ def test_staleness_that_is_no_matrix_of_integers_is_refused(staleness):
         (torch.zeros(1, 2), None, r"log_ratio must be float64 of shape \(1, 2\), got torch.float32"),
         (matrix([0.0, math.nan]), None, "log_ratio must be finite, got nan in sample 0, step 1"),
         (matrix([0.0], [-math.inf]), None, "log_ratio must be finite, got -inf in sample 1, step 0"),
-        (matrix([0.0, 0.0]), matrix([0.0]), r"kappa must be float64 of shape \(1, 2\), got torch.float64 of shape \(1, 1\)"),
+        (
+            matrix([0.0, 0.0]),
+            matrix([0.0]),
+            r"kappa must be float64 of shape \(1, 2\), got torch.float64 of shape \(1, 1\)",
+        ),
         (matrix([0.0]), matrix([-0.5]), "kappa must be finite and >= 0, got -0.5 in sample 0, step 0"),
         (matrix([0.0]), matrix([math.inf]), "kappa must be finite and >= 0, got inf"),
         (matrix([0.0]).requires_grad_(), None, "log_ratio requires a gradient.*detach"),

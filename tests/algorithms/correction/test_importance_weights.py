@@ -67,10 +67,12 @@ def test_weights_by_hand_at_both_levels():
 
 
 def test_the_sequence_weight_of_verl_omni_is_the_exponential_of_the_sum_over_steps_of_mean_log_ratios():
-    """Its `rollout_is: sequence`: log-probs are means over latent elements, a sample's log-ratios are summed over its steps, clamped at
-    +-20, exponentiated and truncated."""
+    """Its `rollout_is: sequence`: log-probs are means over latent elements, a sample's log-ratios are summed over its
+    steps, clamped at +-20, exponentiated and truncated."""
     generator = torch.Generator().manual_seed(0)
-    trainer, rollout = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=generator)  # (samples, steps, elements) of log-densities
+    trainer, rollout = torch.randn(
+        2, 5, 3, 8, dtype=torch.float64, generator=generator
+    )  # (samples, steps, elements) of log-densities
     expected = [
         min(math.exp(math.fsum((t - r).mean().item() for t, r in zip(own, other, strict=True))), 2.0)
         for own, other in zip(trainer, rollout, strict=True)
@@ -78,7 +80,9 @@ def test_the_sequence_weight_of_verl_omni_is_the_exponential_of_the_sum_over_ste
     log_ratio = (trainer - rollout).sum(dim=2)
     weight, _ = importance_weights(log_ratio, asked(level="sequence", log_ratio="mean", cap=2.0), 8)
     assert 0 < sum(w == 2.0 for w in expected) < 5
-    torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64)[:, None].expand(5, 3), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        weight, torch.tensor(expected, dtype=torch.float64)[:, None].expand(5, 3), rtol=1e-12, atol=0
+    )
     in_nats, _ = importance_weights(log_ratio, asked(level="trajectory", cap=2.0), 8)
     assert (in_nats - weight).abs().max() > 0.1
 

@@ -45,8 +45,16 @@ def test_float32_log_probs_stay_float32_and_are_interpolated_in_float64():
 @pytest.mark.parametrize(
     ("current", "staleness", "message"),
     [
-        (torch.zeros(3), torch.zeros(2, dtype=torch.int64), r"current must have shape \(2,\) like behaviour, got \(3,\)"),
-        (torch.zeros(2), torch.zeros(1, dtype=torch.int64), r"staleness must have shape \(2,\) like behaviour, got \(1,\)"),
+        (
+            torch.zeros(3),
+            torch.zeros(2, dtype=torch.int64),
+            r"current must have shape \(2,\) like behaviour, got \(3,\)",
+        ),
+        (
+            torch.zeros(2),
+            torch.zeros(1, dtype=torch.int64),
+            r"staleness must have shape \(2,\) like behaviour, got \(1,\)",
+        ),
         (torch.zeros(2), torch.zeros(2), "staleness must be integers, got torch.float32"),
         (torch.zeros(2), torch.tensor([0, -1]), "staleness must be >= 0, got -1"),
     ],

@@ -64,7 +64,9 @@ def test_the_maximum_of_k1_sees_both_sides():
 
 
 def test_k3_punishes_large_ratios_more_than_small_ones_and_survives_overflow():
-    assert k3_mask(matrix([2.0, -2.0, 5000.0, -5000.0, 0.0]), 2.0, "step").tolist() == [[False, True, False, False, True]]
+    assert k3_mask(matrix([2.0, -2.0, 5000.0, -5000.0, 0.0]), 2.0, "step").tolist() == [
+        [False, True, False, False, True]
+    ]
 
 
 def test_kappa_keeps_its_bound():

@@ -22,7 +22,9 @@ def ess(log_weights):
     return effective_sample_size(log_weights).item()
 
 
-LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(lambda values: torch.tensor(values, dtype=torch.float64))
+LOG_RATIOS = st.lists(st.floats(-50, 50), min_size=2, max_size=12).map(
+    lambda values: torch.tensor(values, dtype=torch.float64)
+)
 
 
 @given(LOG_RATIOS, st.sampled_from([0.13, 0.37, 0.71, 0.93]))
@@ -91,7 +93,10 @@ def test_the_closed_form_by_hand():
 
 @pytest.mark.parametrize("target", [0.0, 1.0, math.nan])
 def test_a_target_outside_the_unit_interval_is_refused(target):
-    for call in (lambda: tempering_exponent(gaussian(1.0, 3), target), lambda: gaussian_tempering_exponent(1.0, target)):
+    for call in (
+        lambda: tempering_exponent(gaussian(1.0, 3), target),
+        lambda: gaussian_tempering_exponent(1.0, target),
+    ):
         with pytest.raises(ValueError, match=r"ess_target must lie in \(0, 1\)"):
             call()
 

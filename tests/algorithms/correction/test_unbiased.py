@@ -1,4 +1,5 @@
-"""Statistics of corrected samples of a linear Gaussian SDE, velocity v = a x, where every expectation is known in closed form."""
+"""Statistics of corrected samples of a linear Gaussian SDE, velocity v = a x, where every expectation is known in
+closed form."""
 
 import math
 from dataclasses import dataclass
@@ -32,11 +33,15 @@ class Sampled:
 
 
 def step_numbers(count, step):
-    return [torch.full((count,), value, dtype=torch.float64) for value in (SIGMAS[step], SIGMAS[step + 1], SIGMAS[1], NOISE_LEVEL)]
+    return [
+        torch.full((count,), value, dtype=torch.float64)
+        for value in (SIGMAS[step], SIGMAS[step + 1], SIGMAS[1], NOISE_LEVEL)
+    ]
 
 
 def sample(kind, behaviour, proximal, dim=3, start=None, seed=0):
-    """Samples of policies `behaviour` (N, W), a coefficient of v = a x for each step of each sample; log-probs recorded as steps are taken."""
+    """Samples of policies `behaviour` (N, W), a coefficient of v = a x for each step of each sample; log-probs recorded
+    as steps are taken."""
     generator = torch.Generator().manual_seed(seed)
     count = len(behaviour)
     x = torch.randn(count, dim, dtype=torch.float64, generator=generator) if start is None else start.expand(count, dim)
@@ -91,7 +96,9 @@ def test_exact_trajectory_weights_are_unbiased(kind, behaviour):
         assert deviation(weight * values, expected) < 3
         assert deviation(values, expected) > 10
     assert deviation(weight, 1.0) < 3
-    per_element = correct(got.drift, Correction(mode="decoupled", weights="importance", level="trajectory", log_ratio="mean", cap=None), 3)
+    per_element = correct(
+        got.drift, Correction(mode="decoupled", weights="importance", level="trajectory", log_ratio="mean", cap=None), 3
+    )
     assert deviation(per_element.weight[:, 0] * end.square().mean(dim=1), variance) > 5
 
 
@@ -127,7 +134,9 @@ def test_cps_log_probs_are_divided_by_twice_their_variance():
     (c_b, scale), (c_p, _) = closed_form("cps", 0.4, 0), closed_form("cps", 0.8, 0)
     for row in range(4):
         x_next = got.latents[1][row].tolist()
-        value, old = (-sum((y - c * x) ** 2 for y, x in zip(x_next, start[0].tolist(), strict=True)) / 3 for c in (c_p, c_b))
+        value, old = (
+            -sum((y - c * x) ** 2 for y, x in zip(x_next, start[0].tolist(), strict=True)) / 3 for c in (c_p, c_b)
+        )
         assert got.drift.log_ratio[row, 0].item() == pytest.approx(3 * (value - old) / (2 * scale**2), rel=1e-10)
 
 
@@ -157,7 +166,9 @@ def test_log_ratios_from_one_latent_are_normal_with_the_exact_kl(kind, nats):
 def test_tempered_weights_of_the_sde_reach_the_target(kind, level):
     got = sample(kind, changing_version()[:5000], 1.0, dim=32)
     for target in (0.5, 0.7, 0.9):
-        corrected = correct(got.drift, Correction(mode="decoupled", weights="tempered", level=level, ess_target=target, cap=None), 32)
+        corrected = correct(
+            got.drift, Correction(mode="decoupled", weights="tempered", level=level, ess_target=target, cap=None), 32
+        )
         assert corrected.gamma < 1
         rows = corrected.weight.flatten() if level == "step" else corrected.weight[:, 0]
         assert effective_sample_size(rows.log()).item() == pytest.approx(target, rel=0.05)
@@ -167,7 +178,8 @@ def test_the_tempering_exponent_goes_to_one_with_the_drift_of_the_sde():
     settings = Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=None)
     behaviour = one_version(0.4)[:2000]
     exponents = [
-        correct(sample("flow", behaviour, 0.4 + change, dim=32).drift, settings, 32).gamma for change in (2.0, 1.0, 0.4, 0.05, 0.0)
+        correct(sample("flow", behaviour, 0.4 + change, dim=32).drift, settings, 32).gamma
+        for change in (2.0, 1.0, 0.4, 0.05, 0.0)
     ]
     assert exponents == sorted(exponents)
     assert exponents[0] < 0.3

@@ -67,7 +67,14 @@ def sample_rows(**changes):
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_the_loss_is_the_formula_row_by_row(weighting, ratio, dtype, tolerance):
     algorithm = make_settings(
-        kl_coef=0.2, weighting=weighting, power=0.3, ratio=ratio, clip_range=0.4, ema_coef=1.0, ema_coef_end=0.3, kl_form="elbo"
+        kl_coef=0.2,
+        weighting=weighting,
+        power=0.3,
+        ratio=ratio,
+        clip_range=0.4,
+        ema_coef=1.0,
+        ema_coef_end=0.3,
+        kl_form="elbo",
     )
     rows = sample_rows(dtype=dtype, progress=0.25)
     out = awm(rows, algorithm)
@@ -81,7 +88,9 @@ def test_advantages_are_clamped_and_rescaled(advantage_max):
     rows = sample_rows()
     torch.testing.assert_close(awm(rows, algorithm).loss, naive_losses(rows, algorithm), atol=1e-12, rtol=1e-12)
     on_policy = awm(sample_rows(without=["old_velocity"]), algorithm).loss  # -A alone
-    expected = torch.tensor([-2.0] * 3 + [2.0] * 3, dtype=torch.float64) * (1 if advantage_max is None else advantage_max / 2)
+    expected = torch.tensor([-2.0] * 3 + [2.0] * 3, dtype=torch.float64) * (
+        1 if advantage_max is None else advantage_max / 2
+    )
     torch.testing.assert_close(on_policy, expected, atol=1e-12, rtol=0)
 
 
@@ -89,7 +98,9 @@ def test_advantages_are_clamped_and_rescaled(advantage_max):
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("kl_form", ["velocity", "elbo"])
 def test_the_gradient_is_that_of_the_loss(kl_form, weighting, ratio):
-    algorithm = make_settings(kl_coef=0.2, weighting=weighting, ratio=ratio, clip_range=0.9, ema_coef=0.5, kl_form=kl_form)
+    algorithm = make_settings(
+        kl_coef=0.2, weighting=weighting, ratio=ratio, clip_range=0.9, ema_coef=0.5, kl_form=kl_form
+    )
     rows = sample_rows()
 
     def losses(velocity):
@@ -100,7 +111,15 @@ def test_the_gradient_is_that_of_the_loss(kl_form, weighting, ratio):
 
 def sample_rows_with(rows, velocity):
     return ForwardInputs(
-        velocity, rows.final, rows.noise, rows.sigma, rows.advantage, rows.old_velocity, rows.ref_velocity, rows.ema_velocity, rows.draws
+        velocity,
+        rows.final,
+        rows.noise,
+        rows.sigma,
+        rows.advantage,
+        rows.old_velocity,
+        rows.ref_velocity,
+        rows.ema_velocity,
+        rows.draws,
     )
 
 
@@ -129,7 +148,8 @@ def test_on_policy_the_gradient_is_that_of_the_weighted_error(weighting, ratio, 
 
 
 @pytest.mark.parametrize(
-    ("advantage", "log_ratio", "clipped"), [(5.0, 0.3, True), (5.0, -0.3, False), (-5.0, 0.3, False), (-5.0, -0.3, True), (5.0, 0.1, False)]
+    ("advantage", "log_ratio", "clipped"),
+    [(5.0, 0.3, True), (5.0, -0.3, False), (-5.0, 0.3, False), (-5.0, -0.3, True), (5.0, 0.1, False)],
 )
 def test_the_clip_stops_the_gradient_only_where_the_surrogate_would_improve(advantage, log_ratio, clipped):
     """target 0, velocity 1 everywhere: p = -1 under `uniform`, and old_velocity sqrt(1 + l) has p - p_old = l."""
@@ -224,7 +244,11 @@ def test_a_row_does_not_depend_on_its_batch():
     [
         ("ref_velocity", {"kl_coef": 0.1}, "kl_coef is 0.1 but there is no ref_velocity"),
         ("ema_velocity", {"ema_coef": 0.1}, "awm.ema_coef is 0.1 and ema_coef_end None, but there is no ema_velocity"),
-        ("ema_velocity", {"ema_coef_end": 0.3}, "awm.ema_coef is 0.0 and ema_coef_end 0.3, but there is no ema_velocity"),
+        (
+            "ema_velocity",
+            {"ema_coef_end": 0.3},
+            "awm.ema_coef is 0.0 and ema_coef_end 0.3, but there is no ema_velocity",
+        ),
         ("old_velocity", {"off_policy": True}, "awm.off_policy is set but there is no old_velocity"),
     ],
 )

@@ -27,7 +27,9 @@ def test_nft_decay_by_hand(kind, update, expected):
     assert nft_decay(kind, update) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(0, 0.1), (1, 2 / 11), (8, 0.5), (79, 80 / 89), (80, 0.9), (81, 0.9), (10_000, 0.9)])
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.1), (1, 2 / 11), (8, 0.5), (79, 80 / 89), (80, 0.9), (81, 0.9), (10_000, 0.9)]
+)
 def test_ema_decay_warms_up_to_its_value(step, expected):
     assert ema_decay(step, 0.9) == pytest.approx(expected, abs=1e-15)
 

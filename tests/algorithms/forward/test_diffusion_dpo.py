@@ -52,7 +52,9 @@ def test_the_loss_is_the_formula_pair_by_pair(loss, halved, dtype, tolerance):
     rows = make_pairs(dtype=dtype)
     out = diffusion_dpo(rows, algorithm)
     assert out.loss.dtype == dtype
-    expected = torch.tensor([naive_loss(d, algorithm.dpo) for d, _, _ in naive_pairs(rows) for _ in range(2)], dtype=dtype)
+    expected = torch.tensor(
+        [naive_loss(d, algorithm.dpo) for d, _, _ in naive_pairs(rows) for _ in range(2)], dtype=dtype
+    )
     torch.testing.assert_close(out.loss, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -60,7 +62,9 @@ def test_the_loss_is_the_formula_pair_by_pair(loss, halved, dtype, tolerance):
 def test_the_gradient_is_that_of_the_loss(loss):
     rows = make_pairs()
     algorithm = make_settings(loss=loss, beta=0.7)
-    assert torch.autograd.gradcheck(lambda velocity: diffusion_dpo(replace(rows, velocity=velocity), algorithm).loss, (rows.velocity,))
+    assert torch.autograd.gradcheck(
+        lambda velocity: diffusion_dpo(replace(rows, velocity=velocity), algorithm).loss, (rows.velocity,)
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
@@ -100,8 +104,16 @@ def test_hinge_and_ipo_are_satisfied_at_their_margins():
         for name in ("hinge", "ipo")
         for beta in (0.1, 0.125, 0.25, 1.0)
     }
-    for key, expected in {("hinge", 0.1): 0.6, ("hinge", 0.25): 0, ("hinge", 1.0): 0, ("ipo", 0.125): 0, ("ipo", 1.0): 3.5**2}.items():
-        torch.testing.assert_close(loss[key], torch.full((6,), float(expected), dtype=torch.float64), atol=1e-12, rtol=0)
+    for key, expected in {
+        ("hinge", 0.1): 0.6,
+        ("hinge", 0.25): 0,
+        ("hinge", 1.0): 0,
+        ("ipo", 0.125): 0,
+        ("ipo", 1.0): 3.5**2,
+    }.items():
+        torch.testing.assert_close(
+            loss[key], torch.full((6,), float(expected), dtype=torch.float64), atol=1e-12, rtol=0
+        )
 
 
 def test_saturated_pairs_stay_finite():

@@ -18,7 +18,8 @@ def make_settings(*, beta=1.0, mode="all", clip_max=5.0, kl_coef=0.0):
 
 
 def naive_row(row, rows, algorithm, weights=None):
-    """The loss of one row, element by element through x_sigma; `weights` replaces (w+, w-). Also returns the weights."""
+    """The loss of one row, element by element through x_sigma; `weights` replaces (w+, w-). Also returns the
+    weights."""
     sigma, a, beta = rows.sigma[row].item(), algorithm.advantage.clip_max, algorithm.nft.beta
     v, v_old, v_ref, x0, noise = (
         numbers(tensor)[row] for tensor in (rows.velocity, rows.old_velocity, rows.ref_velocity, rows.final, rows.noise)
@@ -26,9 +27,13 @@ def naive_row(row, rows, algorithm, weights=None):
     x = [(1 - sigma) * clean + sigma * eps for clean, eps in zip(x0, noise, strict=True)]
     positive = [beta * new + (1 - beta) * old for new, old in zip(v, v_old, strict=True)]
     negative = [(1 + beta) * old - beta * new for new, old in zip(v, v_old, strict=True)]
-    predictions = [[noisy - sigma * u for noisy, u in zip(x, velocity, strict=True)] for velocity in (positive, negative)]
+    predictions = [
+        [noisy - sigma * u for noisy, u in zip(x, velocity, strict=True)] for velocity in (positive, negative)
+    ]
     if weights is None:
-        distances = [sum(abs(p - q) for p, q in zip(prediction, x0, strict=True)) / len(x0) for prediction in predictions]
+        distances = [
+            sum(abs(p - q) for p, q in zip(prediction, x0, strict=True)) / len(x0) for prediction in predictions
+        ]
         weights = [max(distance, 1e-5) for distance in distances]
     r = min(max(min(max(rows.advantage[row].item(), -a), a) / (2 * a) + 0.5, 0), 1)
     parts = [mean_of_squares(prediction, x0) / weight for prediction, weight in zip(predictions, weights, strict=True)]
@@ -141,11 +146,15 @@ def test_metrics_by_hand_and_detached():
     torch.testing.assert_close(out.loss.detach(), 5 * (r * positive + (1 - r) * negative) / 0.5)
     for name, other in (("old_deviation", rows.old_velocity), ("kl_ref", rows.ref_velocity)):
         expected = [mean_of_squares(a, b) for a, b in zip(numbers(rows.velocity), numbers(other), strict=True)]
-        torch.testing.assert_close(out.metrics[name], torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(
+            out.metrics[name], torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12
+        )
 
 
 def test_only_the_current_velocity_gets_a_gradient():
-    others = {name: torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True) for name in ("old_velocity", "ref_velocity")}
+    others = {
+        name: torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True) for name in ("old_velocity", "ref_velocity")
+    }
     advantage = torch.ones(6, dtype=torch.float64, requires_grad=True)
     rows = make_rows(advantage=advantage, **others)
     diffusion_nft(rows, make_settings(kl_coef=0.1)).loss.sum().backward()

@@ -37,7 +37,9 @@ def test_the_target_is_the_derivative_of_the_path():
 def test_a_step_along_the_target_lands_on_the_final_latents():
     final, noise = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator_of(1))
     sigma = torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(noised(final, noise, sigma) - sigma[:, None] * target(final, noise), final, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        noised(final, noise, sigma) - sigma[:, None] * target(final, noise), final, atol=1e-12, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +121,16 @@ def test_every_sigma_comes_first_equally_often():
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_logit_normal_draws_once_from_each_stratum(count, shift):
     for seed in range(10):
-        drawn = draw_sigmas(SCHEDULE.double(), Forward(draws=count, sigmas="logit_normal", shift=shift), 1.0, generator_of(seed))
+        drawn = draw_sigmas(
+            SCHEDULE.double(), Forward(draws=count, sigmas="logit_normal", shift=shift), 1.0, generator_of(seed)
+        )
         t = drawn / (shift - (shift - 1) * drawn)  # the shift undone
         quantile = torch.distributions.Normal(0.0, 1.0).cdf(t.logit())
         clamped = drawn == 0.01
         strata = (quantile * count).floor()
-        assert torch.equal(strata[~clamped].sort().values, torch.arange(count, dtype=torch.float64)[int(clamped.sum()) :])
+        assert torch.equal(
+            strata[~clamped].sort().values, torch.arange(count, dtype=torch.float64)[int(clamped.sum()) :]
+        )
 
 
 def test_logit_normal_strata_come_in_random_order():
@@ -135,7 +141,9 @@ def test_logit_normal_strata_come_in_random_order():
 
 def test_logit_normal_is_centred_on_the_shifted_half_and_never_below_a_hundredth():
     generator = generator_of(0)
-    drawn = torch.cat([draw_sigmas(SCHEDULE, Forward(draws=1000, sigmas="logit_normal", shift=0.2), 1.0, generator) for _ in range(5)])
+    drawn = torch.cat(
+        [draw_sigmas(SCHEDULE, Forward(draws=1000, sigmas="logit_normal", shift=0.2), 1.0, generator) for _ in range(5)]
+    )
     assert drawn.median().item() == pytest.approx(0.2 * 0.5 / (1 - 0.8 * 0.5), abs=0.01)
     assert drawn.min().item() == pytest.approx(0.01, abs=1e-8)  # the first thousandth lies below before the clamp
 
@@ -159,4 +167,7 @@ def test_impossible_draws_are_refused():
 
 def test_the_number_of_draws_is_known_without_torch():
     code = "import sys, omni_async.algorithms.timesteps, omni_async.algorithms.decay; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

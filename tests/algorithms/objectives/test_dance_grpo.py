@@ -14,7 +14,11 @@ def test_loss_and_velocity_gradient_are_the_surrogates_alone(kind, clip):
     rows = [clipped(advantage, ratio_of(given, row), clip) for row, advantage in enumerate(given.advantage.tolist())]
     assert 0 < sum(slope == 0 for _, slope in rows) < len(rows)
     close(out.loss, [loss for loss, _ in rows], 1e-10)
-    close(gradient, torch.stack([slope * steps.log_prob_gradient(row, given) for row, (_, slope) in enumerate(rows)]), 1e-10)
+    close(
+        gradient,
+        torch.stack([slope * steps.log_prob_gradient(row, given) for row, (_, slope) in enumerate(rows)]),
+        1e-10,
+    )
     assert out.metrics.keys() == {"ratio_deviation", "clipped_low", "clipped_high", "approx_kl"}
 
 

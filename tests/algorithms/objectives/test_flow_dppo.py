@@ -66,7 +66,9 @@ def test_rows_beyond_the_limit_are_dropped_only_where_they_move_away(dppo, drops
 
 def test_drift_at_the_limit_is_beyond_it():
     given = inputs([1.3], [1.0], old_mean=torch.full((1, 2, 3), 0.5, dtype=torch.float64))
-    assert flow_dppo(given, Algorithm(dppo=Dppo(kappa_max=0.125, width="unit"))).metrics["dropped"].item() == 1  # 0.5^2 / 2, exactly
+    assert (
+        flow_dppo(given, Algorithm(dppo=Dppo(kappa_max=0.125, width="unit"))).metrics["dropped"].item() == 1
+    )  # 0.5^2 / 2, exactly
 
 
 def test_neither_the_ratio_nor_the_advantage_is_clipped():
@@ -82,7 +84,9 @@ def test_kappa_is_the_kl_of_the_whole_sample_in_nats():
     assert D * mean_square(given.mean, given.old_mean) / (2 * scale**2) == pytest.approx(kl)
     sign = 1.0 if given.log_prob > given.old_log_prob else -1.0
     for factor, drops in ((1.01, 0), (0.99, 1)):
-        moving_away = gaussian_steps("dance", rows=1, seed=7).inputs(advantage=torch.tensor([sign], dtype=torch.float64))
+        moving_away = gaussian_steps("dance", rows=1, seed=7).inputs(
+            advantage=torch.tensor([sign], dtype=torch.float64)
+        )
         out = flow_dppo(moving_away, Algorithm(dppo=Dppo(kappa_max_nats=kl * factor)))
         assert out.metrics["dropped"].item() == drops
 

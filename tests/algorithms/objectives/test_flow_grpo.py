@@ -42,18 +42,23 @@ def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_log_prob():
     steps = gaussian_steps(drift=0.0)
     given = steps.inputs()
     _, gradient = losses_and_gradient(steps, given, flow_grpo, Algorithm())
-    close(gradient, torch.stack([-given.advantage[row] * steps.log_prob_gradient(row, given) for row in range(24)]), 1e-10)
+    close(
+        gradient, torch.stack([-given.advantage[row] * steps.log_prob_gradient(row, given) for row in range(24)]), 1e-10
+    )
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_the_clip_range_in_nats_is_that_of_the_whole_sample(kind):
-    """Losses and gradients from densities of the whole sample: L = sum over elements of ((x' - old mean)^2 - (x' - mean)^2) / (2 S^2)."""
+    """Losses and gradients from densities of the whole sample: L = sum over elements of ((x' - old mean)^2 - (x' -
+    mean)^2) / (2 S^2)."""
     steps = gaussian_steps(kind)
     given = steps.inputs()
     out, gradient = losses_and_gradient(steps, given, flow_grpo, Algorithm(clip_range_nats=0.24))
     losses, gradients, held = [], [], 0
     for row in range(24):
-        squares = [(steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)]
+        squares = [
+            (steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)
+        ]
         scale, advantage = given.scale[row].item(), given.advantage[row].item()
         nats = (squares[0] - squares[1]) / (2 * scale**2)
         log_ratio = nats * (2 * scale**2 if kind == "cps" else 1.0) / D
@@ -68,5 +73,7 @@ def test_the_clip_range_in_nats_is_that_of_the_whole_sample(kind):
 
 def test_the_default_clip_range_is_flow_grpos():
     steps = gaussian_steps(drift=1e-3)
-    assert torch.equal(flow_grpo(steps.inputs(), Algorithm()).loss, flow_grpo(steps.inputs(), Algorithm(clip_range=1e-4)).loss)
+    assert torch.equal(
+        flow_grpo(steps.inputs(), Algorithm()).loss, flow_grpo(steps.inputs(), Algorithm(clip_range=1e-4)).loss
+    )
     assert 0 < float(flow_grpo(steps.inputs(), Algorithm()).metrics["clipped_high"].sum()) < 24

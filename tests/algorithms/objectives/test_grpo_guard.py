@@ -23,7 +23,10 @@ def test_loss_and_velocity_gradient_on_gaussian_steps(scale, divide, kl_coef):
     out, gradient = losses_and_gradient(steps, given, grpo_guard, algorithm)
 
     root_h = [math.sqrt(float(a - b)) for a, b in zip(steps.sigma, steps.sigma_next, strict=True)]
-    std = [float(n) * math.sqrt(float(s) / (1 - float(s))) for n, s in zip(steps.noise_level.tolist(), steps.sigma.tolist(), strict=True)]
+    std = [
+        float(n) * math.sqrt(float(s) / (1 - float(s)))
+        for n, s in zip(steps.noise_level.tolist(), steps.sigma.tolist(), strict=True)
+    ]
     if scale == "batch":
         root_h, std = [sum(root_h) / 24] * 24, [sum(std) / 24] * 24
     losses, gradients, ratios, biases = [], [], [], []
@@ -52,14 +55,18 @@ def test_loss_and_velocity_gradient_on_gaussian_steps(scale, divide, kl_coef):
 def test_the_bias_is_each_rows_own(scale):
     mean = torch.zeros(2, 2, 3, dtype=torch.float64)
     old = torch.stack([torch.full((2, 3), 0.1, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)])
-    out = grpo_guard(inputs([1.0, 1.0], [1.0, 1.0], mean=mean, old_mean=old), Algorithm(clip_range=0.5, guard=Guard(scale=scale)))
+    out = grpo_guard(
+        inputs([1.0, 1.0], [1.0, 1.0], mean=mean, old_mean=old), Algorithm(clip_range=0.5, guard=Guard(scale=scale))
+    )
     close(out.metrics["guard_bias"], [0.01 / (2 * 0.04), 0.0])
     close(out.loss, [-math.exp(0.125 * 0.2) / 0.16, -1 / 0.16])  # sqrt(h) = 0.2 / 0.5
 
 
 def test_one_step_in_the_batch_makes_both_scales_the_same():
     given = inputs([1.2, 0.9], [1.0, -1.0], old_mean=torch.full((2, 2, 3), 0.1, dtype=torch.float64))
-    batch, sample = (grpo_guard(given, Algorithm(clip_range=0.1, guard=Guard(scale=scale))).loss for scale in ("batch", "sample"))
+    batch, sample = (
+        grpo_guard(given, Algorithm(clip_range=0.1, guard=Guard(scale=scale))).loss for scale in ("batch", "sample")
+    )
     close(batch, sample)
 
 
@@ -73,18 +80,23 @@ def test_the_batch_scale_depends_on_the_other_rows_and_the_sample_scale_does_not
 
 
 def test_guarded_log_ratios_are_centred_and_equally_wide_at_every_step():
-    """Over the noise of the old policy: mean 0, and the standard deviation of <drift of the mean times eps>, without a factor 1 / S."""
+    """Over the noise of the old policy: mean 0, and the standard deviation of <drift of the mean times eps>, without a
+    factor 1 / S."""
     draws = 4000
     generator = torch.Generator().manual_seed(0)
     x, v, shift = torch.randn(3, 1, 3, 4, generator=generator, dtype=torch.float64)
     for sigma, sigma_next in ((0.95, 0.9), (0.3, 0.2)):
-        s, s_next, n, top = (torch.full((draws,), number, dtype=torch.float64) for number in (sigma, sigma_next, 0.7, 0.97))
+        s, s_next, n, top = (
+            torch.full((draws,), number, dtype=torch.float64) for number in (sigma, sigma_next, 0.7, 0.97)
+        )
         rows = [t.expand(draws, 3, 4) for t in (x, v)]
         noise = torch.randn(draws, 3, 4, generator=generator, dtype=torch.float64)
         x_next, old_log_prob, old_mean = take_step("flow", *rows, s, s_next, top, n, noise)
         step = transition("flow", *rows, s, s_next, top, n)
         mean = old_mean + 0.1 * shift
-        given = inputs([1.0] * draws, [1.0] * draws, mean=mean, old_mean=old_mean, std=step.std, scale=step.scale, num_elements=12)
+        given = inputs(
+            [1.0] * draws, [1.0] * draws, mean=mean, old_mean=old_mean, std=step.std, scale=step.scale, num_elements=12
+        )
         given = replace(given, log_prob=log_prob("flow", x_next, mean, step.scale), old_log_prob=old_log_prob)
         out = grpo_guard(given, Algorithm(clip_range=10.0, guard=Guard(divide=False)))
         guarded = (-out.loss).log()

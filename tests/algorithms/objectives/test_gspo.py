@@ -81,7 +81,9 @@ def test_the_clip_range_in_nats_bounds_the_mean_over_steps_of_whole_sample_log_r
         rows = range(first, first + 3)
         nats = []
         for row in rows:
-            squares = [(steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)]
+            squares = [
+                (steps.x_next[row] - mean[row]).detach().square().sum().item() for mean in (given.old_mean, given.mean)
+            ]
             nats.append((squares[0] - squares[1]) / (2 * given.scale[row].item() ** 2))
         average, advantage = math.fsum(nats) / 3, given.advantage[first].item()
         clipped_here = abs(average) > 0.2 and advantage * average > 0

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from transition_steps import clipped, close, gaussian_steps, inputs, mean_square
 
 from omni_async.algorithms.objectives.flow_grpo import flow_grpo
-from omni_async.algorithms.objectives.surrogate import clipped_surrogate, log_ratios, log_ratios_nats, objective_output, reference_kl
+from omni_async.algorithms.objectives.surrogate import (
+    clipped_surrogate,
+    log_ratios,
+    log_ratios_nats,
+    objective_output,
+    reference_kl,
+)
 from omni_async.config.algorithm import Algorithm
 from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 
@@ -70,13 +76,16 @@ def test_a_clip_range_in_nats_by_hand():
 @pytest.mark.parametrize("sigma_next", [0.95, 0.7, 0.4, 0.1])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_one_nat_binds_at_one_nat_for_every_transition_and_step(kind, sigma_next):
-    """x' = old mean + a and mean = old mean + t a make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where a row is; |a|^2 / 2 S^2 = 5."""
+    """x' = old mean + a and mean = old mean + t a make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where a row is;
+    |a|^2 / 2 S^2 = 5."""
     wanted = torch.tensor([1 - 1e-9, 1 + 1e-9, -1 + 1e-9, -1 - 1e-9] * 2, dtype=torch.float64)
     advantage = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     x, v, away = torch.randn(3, 8, 3, 4, generator=generator, dtype=torch.float64)
     sigma_next = torch.full((8,), sigma_next, dtype=torch.float64)
-    step = transition(kind, x, v, sigma_next + 0.04, sigma_next, torch.full_like(sigma_next, 0.97), torch.full_like(sigma_next, 0.8))
+    step = transition(
+        kind, x, v, sigma_next + 0.04, sigma_next, torch.full_like(sigma_next, 0.97), torch.full_like(sigma_next, 0.8)
+    )
     away *= (10 * step.scale.square() / away.square().sum(dim=(1, 2))).sqrt()[:, None, None]
     mean = (step.mean + (1 - (1 - wanted / 5).sqrt())[:, None, None] * away).requires_grad_()
     given = inputs(
@@ -124,8 +133,12 @@ def test_the_exact_kl_is_torchs_gaussian_divergence_per_element():
     given = steps.inputs()
     normal = torch.distributions.Normal
     scale = given.scale[:, None, None]
-    expected = torch.distributions.kl_divergence(normal(given.mean, scale), normal(given.ref_mean, scale)).mean(dim=(1, 2))
-    torch.testing.assert_close(reference_kl(given, given.ref_mean, Algorithm(kl_form="exact")), expected, atol=1e-12, rtol=1e-10)
+    expected = torch.distributions.kl_divergence(normal(given.mean, scale), normal(given.ref_mean, scale)).mean(
+        dim=(1, 2)
+    )
+    torch.testing.assert_close(
+        reference_kl(given, given.ref_mean, Algorithm(kl_form="exact")), expected, atol=1e-12, rtol=1e-10
+    )
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])

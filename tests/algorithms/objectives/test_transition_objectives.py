@@ -129,7 +129,9 @@ def test_a_weight_per_sample_multiplies_its_loss_and_gradient(case):
     algorithm = CASES[case]
     steps, given = example()
     plain, gradient = losses_and_gradient(steps, given, compute(algorithm), algorithm)
-    weighted, weighted_gradient = losses_and_gradient(steps, steps.inputs(steps_per_sample=2, weight=weight), compute(algorithm), algorithm)
+    weighted, weighted_gradient = losses_and_gradient(
+        steps, steps.inputs(steps_per_sample=2, weight=weight), compute(algorithm), algorithm
+    )
     close(weighted.loss, weight * plain.loss.detach())
     close(weighted_gradient, weight[:, None, None] * gradient)
 
@@ -141,7 +143,11 @@ def test_the_kl_and_its_gradient_are_added_unweighted(case):
     out, gradient = losses_and_gradient(steps, given, compute(algorithm), algorithm)
     close(out.loss, 0.7 * out.metrics["kl_ref"])
     for row in range(24):
-        close(gradient[row], 0.7 * steps.square_gradient(row, given, given.ref_mean) / (2 * float(given.std[row]) ** 2), 1e-10)
+        close(
+            gradient[row],
+            0.7 * steps.square_gradient(row, given, given.ref_mean) / (2 * float(given.std[row]) ** 2),
+            1e-10,
+        )
     with pytest.raises(ValueError, match=r"kl_coef is 0\.7 but there is no ref_mean"):
         compute(algorithm)(example(ref_mean=None)[1], algorithm)
 
@@ -175,7 +181,8 @@ def test_terms_that_do_not_scale_with_the_advantage_are_known_to_the_catalogue(c
 
 
 def model_gradient(model, batch, advantages, algorithm):
-    """Gradient of the summed loss of a linear velocity model on samples of two steps; batch tensors are (samples, 2, ...)."""
+    """Gradient of the summed loss of a linear velocity model on samples of two steps; batch tensors are (samples, 2,
+    ...)."""
     x, x_next, old_log_prob, old_mean, sigma, sigma_next = (tensor.flatten(0, 1) for tensor in batch)
     model.zero_grad()
     rest = torch.full_like(sigma, 0.9), torch.full_like(sigma, 0.7)
@@ -201,13 +208,16 @@ def model_gradient(model, batch, advantages, algorithm):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_streamed_gradients_scaled_at_the_end_are_the_full_batch_gradient(case, ddof):
-    """Every group holds the same two steps, so the mean step scale of grpo_guard is the same in a group as in the batch."""
+    """Every group holds the same two steps, so the mean step scale of grpo_guard is the same in a group as in the
+    batch."""
     torch.manual_seed(0)
     samples, groups = 12, torch.arange(3).repeat_interleave(4)
     rewards = torch.rand(samples, dtype=torch.float64)
     model = torch.nn.Linear(4, 4, dtype=torch.float64)
     x, noise = torch.randn(2, samples, 2, 3, 4, dtype=torch.float64)
-    sigma, sigma_next = (torch.tensor(pair, dtype=torch.float64).expand(samples, 2) for pair in ((0.7, 0.6), (0.6, 0.5)))
+    sigma, sigma_next = (
+        torch.tensor(pair, dtype=torch.float64).expand(samples, 2) for pair in ((0.7, 0.6), (0.6, 0.5))
+    )
     with torch.no_grad():
         rows = (tensor.flatten(0, 1) for tensor in (x, model(x), sigma, sigma_next))
         rest = (torch.full((2 * samples,), number, dtype=torch.float64) for number in (0.9, 0.7))

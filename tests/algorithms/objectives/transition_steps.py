@@ -1,4 +1,5 @@
-"""Rows to run objectives on: ratios made by hand, and real Gaussian steps whose derivative with respect to the velocity is known."""
+"""Rows to run objectives on: ratios made by hand, and real Gaussian steps whose derivative with respect to the velocity
+is known."""
 
 import math
 from dataclasses import dataclass, replace
@@ -35,7 +36,8 @@ def inputs(ratios, advantages, dtype=torch.float64, **changes):
 
 @dataclass
 class Steps:
-    """Steps x -> x_next that an old velocity took, seen by another `velocity` (R, 3, 4), a leaf that wants a gradient."""
+    """Steps x -> x_next that an old velocity took, seen by another `velocity` (R, 3, 4), a leaf that wants a
+    gradient."""
 
     kind: str
     velocity: torch.Tensor
@@ -49,7 +51,15 @@ class Steps:
     noise_level: torch.Tensor
 
     def at(self, velocity):
-        return transition(self.kind, self.x, velocity, self.sigma, self.sigma_next, torch.full_like(self.sigma, 0.97), self.noise_level)
+        return transition(
+            self.kind,
+            self.x,
+            velocity,
+            self.sigma,
+            self.sigma_next,
+            torch.full_like(self.sigma, 0.97),
+            self.noise_level,
+        )
 
     def inputs(self, **changes):
         current, old, ref = self.at(self.velocity), self.at(self.old_velocity), self.at(self.ref_velocity)
@@ -91,7 +101,8 @@ class Steps:
 
 
 def gaussian_steps(kind="flow", rows=24, seed=0, drift=0.3, steps_per_sample=1):
-    """Random float64 steps; `drift` is how far the velocity has moved per element. Rows of a sample share its advantage."""
+    """Random float64 steps; `drift` is how far the velocity has moved per element. Rows of a sample share its
+    advantage."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
