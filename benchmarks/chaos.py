@@ -25,11 +25,13 @@ from omni_async.tracking.summary import read_summary
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 _HELP = """\
-Train a recipe and, once it has made its first updates, kill one of its processes every few seconds: engines and reward workers at random, the trainer
-as often as asked for. A kill is SIGKILL, or SIGSTOP for every fourth, which the job has to notice by itself. An undisturbed run comes first, to compare.
+Train a recipe and, once it has made its first updates, kill one of its processes every few seconds: engines and
+reward workers at random, the trainer as often as asked for. A kill is SIGKILL, or SIGSTOP for every fourth, which the
+job has to notice by itself. An undisturbed run comes first, to compare.
 
-  python -m benchmarks.chaos                                                   # the quickstart, 5 minutes of a kill every 15 s
-  python -m benchmarks.chaos --every 5 --seconds 60 --recipe recipes/emulated/qwen_image_lora_h800.yaml emulation.time_scale=0.003 trainer.updates=200
+  python -m benchmarks.chaos                     # the quickstart, 5 minutes of a kill every 15 s
+  python -m benchmarks.chaos --every 5 --seconds 60 --recipe recipes/emulated/qwen_image_lora_h800.yaml \\
+      emulation.time_scale=0.003 trainer.updates=200
 
 Exit codes: 0 the job survived and its ledger is right, 1 it did not or it is not, 2 wrong usage.
 """

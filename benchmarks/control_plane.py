@@ -32,7 +32,7 @@ from omni_async.types import Prompt, ReadyGroup, SampleResult, Score, ScoreJob, 
 _HELP = """\
 Group events (admitted, ready, trained) and samples per second of one coordinator in one process.
 
-  python -m benchmarks.control_plane                                 # one engine, 64 engines, 1,000 engines; about a minute
+  python -m benchmarks.control_plane                                 # one, 64 and 1,000 engines; about a minute
   python -m benchmarks.control_plane --shapes 256x64x8 --repeats 9   # engines x groups per update x group size
 
 OUT gets results.json; the table is printed.
@@ -89,8 +89,7 @@ class Results(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-# ---- the roles
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- the roles -------------------------------------------------------------------------------------------------------
 
 
 def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
@@ -195,8 +194,7 @@ class Stopwatch:
         return call
 
 
-# ---- measuring
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def measure(shape: Shape, repeat: int, updates: int) -> Record:
@@ -262,8 +260,7 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-# ---- the command
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def parse_shape(text: str) -> Shape:

@@ -32,7 +32,8 @@ Samples/s and MB/s from a producer actor to a trainer actor, all arms in turn in
   python -m benchmarks.data_plane                          # 64 KiB, 1 MiB and 16 MiB, five repeats: some minutes
   python -m benchmarks.data_plane --sizes 1MiB --repeats 9
 
-The arm TransferQueue needs `pip install omni-async[bench]` and is left out without it. OUT gets results.json; the table is printed.
+The arm TransferQueue needs `pip install omni-async[bench]` and is left out without it. OUT gets results.json; the
+table is printed.
 """
 _SIZES = ("64KiB", "1MiB", "16MiB")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
@@ -68,8 +69,7 @@ class Results(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-# ---- measuring
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 async def measure(
@@ -135,8 +135,7 @@ def choose_arms() -> tuple[list[str], dict[str, str]]:
     return [name for name in ARMS if name not in skipped], skipped
 
 
-# ---- showing
-# --------------------------------------------------------------------------------------------------------------------------
+# ---- showing ---------------------------------------------------------------------------------------------------------
 
 
 def table(records: Sequence[Record]) -> Table:
@@ -183,8 +182,7 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes // _UNITS[unit]} {unit}"
 
 
-# ---- the command
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

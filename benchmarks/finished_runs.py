@@ -34,7 +34,8 @@ def comparable(config: Config) -> dict[str, Any]:
     tree: dict[str, Any] = redact(msgspec.to_builtins(config))
     del tree["run"]["dir"]
     files = [(section, key) for section, key in _PATHS if tree[section] is not None and tree[section][key] is not None]
-    root = os.path.commonpath([os.path.dirname(tree[section][key]) for section, key in files])  # noqa: PTH120 (text in, text out)
+    folders = [os.path.dirname(tree[section][key]) for section, key in files]  # noqa: PTH120 (text in, text out)
+    root = os.path.commonpath(folders)
     for section, key in files:
         tree[section][key] = os.path.relpath(tree[section][key], root)
     return tree

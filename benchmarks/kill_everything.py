@@ -27,10 +27,12 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h
 _HELP = """\
 Train a recipe, kill all of its processes at random moments, and go on with checkpoint.resume=auto, until it is done.
 
-  python -m benchmarks.kill_everything                                        # emulated, one process, 20 kills: some minutes
-  python -m benchmarks.kill_everything --kills 5 --within 60 --recipe recipes/quickstart/quickstart.yaml trainer.updates=40
+  python -m benchmarks.kill_everything                # emulated, one process, 20 kills: some minutes
+  python -m benchmarks.kill_everything --kills 5 --within 60 --recipe recipes/quickstart/quickstart.yaml \\
+      trainer.updates=40
 
-Printed is what was lost, and whether every admitted group ended in exactly one line of the ledger and every update was made of its groups once.
+Printed is what was lost, and whether every admitted group ended in exactly one line of the ledger and every update
+was made of its groups once.
 
 Exit codes: 0 the ledger is right, 1 it is not or the job failed, 2 wrong usage.
 """

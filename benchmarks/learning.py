@@ -28,12 +28,12 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml
 _HELP = """\
 Train a recipe synchronously and asynchronously, in turns, and compare reward against wall-clock and against samples.
 
-  python -m benchmarks.learning                                    # quickstart, 3 seeds, sync and S = 2: six runs of some minutes
+  python -m benchmarks.learning                  # quickstart, 3 seeds, sync and S = 2: six runs of some minutes
   python -m benchmarks.learning --arms sync async:1 async:4 --repeats 5 --updates 60
-  python -m benchmarks.learning --out runs/slow trainer.optimizer.lr=5e-5      # override values of the recipe in every run
+  python -m benchmarks.learning --out runs/slow trainer.optimizer.lr=5e-5      # override values of the recipe
 
-What is complete is kept: the same command goes on after Ctrl-C. OUT gets learning.md (also printed), learning.json, learning.png, and
-overlap.md, overlap.json, overlap.png with the step times of the same runs.
+What is complete is kept: the same command goes on after Ctrl-C. OUT gets learning.md (also printed), learning.json,
+learning.png, and overlap.md, overlap.json, overlap.png with the step times of the same runs.
 
 Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
 """

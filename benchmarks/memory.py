@@ -18,8 +18,9 @@ from omni_async.runtime.control_socket import ControlError, Request, ask
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
-Run an emulated job on Ray actors, and compare each process's own memory (unique set size) in the middle and at the end: medians over a tenth of the
-updates. Between the two lie 500 updates, and before them the time in which pools, caches and the allocator's arenas fill.
+Run an emulated job on Ray actors, and compare each process's own memory (unique set size) in the middle and at the
+end: medians over a tenth of the updates. Between the two lie 500 updates, and before them the time in which pools,
+caches and the allocator's arenas fill.
 
   python -m benchmarks.memory                      # 1,250 updates: some minutes
   python -m benchmarks.memory trainer.updates=300 rollout.group_size=8

@@ -20,13 +20,14 @@ from omni_async.tracking.files import write_atomic
 RECIPES = Path(__file__).parents[1] / "recipes" / "emulated"
 _BASELINE, _ASYNC = "sync", "async:2"
 _HELP = """\
-Every emulated recipe in step and with S = 2, in turns on a local Ray: measured against the law, and against the simulator.
+Every emulated recipe in step and with S = 2, in turns on a local Ray: measured against the law, and against the
+simulator.
 
-  python -m benchmarks.overlap_profiles                                        # all recipes, five repeats: about an hour
+  python -m benchmarks.overlap_profiles                                  # all recipes, five repeats: about an hour
   python -m benchmarks.overlap_profiles remote_judge wan22_dance --repeats 3
 
-What is complete in OUT is kept: the same command goes on after Ctrl-C. OUT gets profiles.md (also printed), and per recipe overlap.json,
-overlap.md and overlap.png.
+What is complete in OUT is kept: the same command goes on after Ctrl-C. OUT gets profiles.md (also printed), and per
+recipe overlap.json, overlap.md and overlap.png.
 
 Exit codes: 0 done, 1 a run failed, 2 wrong usage, 130 interrupted.
 """

@@ -18,7 +18,8 @@ from omni_async.simulation.sweep import synchronous, with_budget
 _BUDGETS = (1, 2)
 _UPDATES, _IN_STEP_UPDATES = 200, 40
 _HELP = """\
-Every emulated recipe on the simulator: seconds per update against the law's, in step and with S = 1 and 2, several seeds of the service times.
+Every emulated recipe on the simulator: seconds per update against the law's, in step and with S = 1 and 2, several
+seeds of the service times.
 
   python -m benchmarks.overlap_simulated                      # all recipes, five seeds: about three minutes of one core
   python -m benchmarks.overlap_simulated remote_judge --seeds 9

@@ -7,8 +7,9 @@ profile lists under `assumed`:
 
     generation                                       N g   forward
     log-probs of the samples, before an update       W g   forward
-    an update, gradient checkpointing                W g   forward, recomputed forward, and backward: as long as one forward through frozen
-                                                           weights, as two where these have gradients of their own
+    an update, gradient checkpointing                W g   forward, recomputed forward, and backward: as long as one
+                                                           forward through frozen weights, as two where these have
+                                                           gradients of their own
 
 `REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is what the law
 makes of each. The reader is `docs/profiles.md`.

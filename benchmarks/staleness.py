@@ -42,20 +42,22 @@ from omni_async.config import ConfigError
 TRAIN = (sys.executable, "-m", "omni_async.cli", "train")
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 _HELP = """\
-Train the same recipe at several staleness bounds S and with several off-policy corrections, and compare reward against samples. All samples
-of a run are exactly S updates old, so the numbers do not depend on the machine's load.
+Train the same recipe at several staleness bounds S and with several off-policy corrections, and compare reward
+against samples. All samples of a run are exactly S updates old, so the numbers do not depend on the machine's load.
 
-  python -m benchmarks.staleness                             # 4 S x 4 corrections x 2 seeds: 32 runs of some minutes on a core each
-  python -m benchmarks.staleness --jobs 4 --seeds 3          # four runs at a time; complete runs are kept
+  python -m benchmarks.staleness                     # 4 S x 4 corrections x 2 seeds: 32 runs, minutes of a core each
+  python -m benchmarks.staleness --jobs 4 --seeds 3  # four runs at a time; complete runs are kept
   python -m benchmarks.staleness --staleness 0 8 --corrections none bypass --out runs/short --updates 50
-  python -m benchmarks.staleness trainer.optimizer.lr=5e-5 --out runs/slow     # override values of the recipe in every run
-  python -m benchmarks.staleness --report                    # start nothing, report on what is complete
+  python -m benchmarks.staleness trainer.optimizer.lr=5e-5 --out runs/slow     # override values of the recipe
+  python -m benchmarks.staleness --report            # start nothing, report on what is complete
 
-Ctrl-C ends the runs that are going on; the same command goes on with the cells that are not complete. A cell is complete when a run in
-OUT/<cell>/ is done with exactly these settings. OUT gets report.md (also printed), results.json and reward.png; OUT/<cell>/log.txt is what
-a run said. Give --report the arguments of the runs it is to report on.
+Ctrl-C ends the runs that are going on; the same command goes on with the cells that are not complete. A cell is
+complete when a run in OUT/<cell>/ is done with exactly these settings. OUT gets report.md (also printed),
+results.json and reward.png; OUT/<cell>/log.txt is what a run said. Give --report the arguments of the runs it is to
+report on.
 
-Exit codes: 0 done, 1 a run failed (the others went on) or there is nothing to report, 2 wrong configuration or usage, 130 interrupted.
+Exit codes: 0 done, 1 a run failed (the others went on) or there is nothing to report, 2 wrong configuration or usage,
+130 interrupted.
 """
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 

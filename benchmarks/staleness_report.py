@@ -32,10 +32,10 @@ All numbers are means over seeds.
 - validation: final mean reward on the validation prompts (in brackets: each seed)
 - reward, last {LAST_UPDATES}: mean training reward of the last {LAST_UPDATES} updates
 - area: area under the training reward curve over updates, divided by their number
-- staleness (updates), Var(L), ESS: averages over the run. L is the log-ratio of the proximal to the behaviour policy of one denoising step, in
-  nats, and ESS the effective sample size of exact weights exp(L), as a fraction
-- weight, masked, gamma: averages over the run of the correction's weights, of the fraction of rows without weight, and of the tempering exponent;
-  – where there is none
+- staleness (updates), Var(L), ESS: averages over the run. L is the log-ratio of the proximal to the behaviour policy
+  of one denoising step, in nats, and ESS the effective sample size of exact weights exp(L), as a fraction
+- weight, masked, gamma: averages over the run of the correction's weights, of the fraction of rows without weight,
+  and of the tempering exponent; – where there is none
 """
 
 

@@ -42,7 +42,7 @@ RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
 Draw the pictures of docs/tuning.md:
 
-  python -m benchmarks.tuning_plots                  # writes docs/tuning_staleness.png, docs/tuning_buffers.png and docs/tuning_front.png
+  python -m benchmarks.tuning_plots                  # writes docs/tuning_{staleness,buffers,front}.png
   python -m benchmarks.tuning_plots --recipe recipes/emulated/remote_judge.yaml --out pictures
 
 The recipe needs emulation.profile. About a minute on one core; nothing is measured, so a busy machine changes nothing.

@@ -28,14 +28,16 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml
 TRANSPORTS = ("object_store", "disk", "collective")
 _RATES = (1e-5, 3e-5, 1e-4)
 _HELP = """\
-Trainer-blocked time and publish-to-swapped latency by payload size and transport, against plain memory copies; generation during publishes.
+Trainer-blocked time and publish-to-swapped latency by payload size and transport, against plain memory copies;
+generation during publishes.
 
-  python -m benchmarks.weights                                     # 10 MB to 2 GB, all transports; about ten minutes on two cores
-  python -m benchmarks.weights --max-mb 100 --repeats 3            # what fits a small machine
-  python -m benchmarks.weights --sizes --window 0                  # neither publishes nor generation: the differences alone
-  python -m benchmarks.weights --engine vllm_omni --sizes 10       # generation by the production engine
+  python -m benchmarks.weights                                # 10 MB to 2 GB, all transports; ~10 minutes on two cores
+  python -m benchmarks.weights --max-mb 100 --repeats 3       # what fits a small machine
+  python -m benchmarks.weights --sizes --window 0             # neither publishes nor generation: the differences alone
+  python -m benchmarks.weights --engine vllm_omni --sizes 10  # generation by the production engine
 
-OUT gets results.json; the tables are printed. A `!` marks a missed target: blocked <= 1.5 copies, generation >= 95 % of that without publishes.
+OUT gets results.json; the tables are printed. A `!` marks a missed target: blocked <= 1.5 copies, generation >= 95 %
+of that without publishes.
 """
 
 

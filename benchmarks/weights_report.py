@@ -55,9 +55,10 @@ def show(results: Results, console: Console) -> None:
 
 def _publishes(records: Sequence[PublishRecord]) -> Table:
     table = Table(
-        "payload", "MB", "transport", "copy", "in blocks", "to new memory", "blocked", "/ copy", "/ in blocks", "swapped", "stage", "swap",
-        title="A publish, ms: median (quartiles). `copy` is a plain copy of the same tensors; the trainer is blocked for `blocked`; all engines "
-        "compute with the version after `swapped`.",
+        "payload", "MB", "transport", "copy", "in blocks", "to new memory", "blocked", "/ copy", "/ in blocks",
+        "swapped", "stage", "swap",
+        title="A publish, ms: median (quartiles). `copy` is a plain copy of the same tensors; the trainer is blocked "
+        "for `blocked`; all engines compute with the version after `swapped`.",
     )  # fmt: skip
     for (payload, _, transport), group in _by(records, lambda r: (r.payload, r.model_mb, r.transport)):
         ratio = spread([r.blocked / r.copy_tensors for r in group])
@@ -108,8 +109,10 @@ def _throughput(records: Sequence[ThroughputRecord]) -> Table:
 
 def _deltas(records: Sequence[DeltaRecord]) -> Table:
     table = Table(
-        "lr", "AdamW step", "elements changed", "bits + values", "zlib of xor", "pack + apply / copy", "zlib / copy", "worth it below",
-        title="A difference instead of all bf16 weights: size as a share of all bytes, time in plain copies, and the link on which it breaks even",
+        "lr", "AdamW step", "elements changed", "bits + values", "zlib of xor", "pack + apply / copy", "zlib / copy",
+        "worth it below",
+        title="A difference instead of all bf16 weights: size as a share of all bytes, time in plain copies, and the "
+        "link on which it breaks even",
     )  # fmt: skip
     for r in records:
         link = 2 * r.num_elements * (1 - r.packed_bytes) / (r.pack_s + r.apply_s)

@@ -30,20 +30,23 @@ Train from a recipe. Every value of the YAML file can be overridden on the comma
   omni-async train recipes/quickstart/quickstart.yaml staleness.max_updates=0 run.name=sync
   omni-async train recipes/quickstart/quickstart.yaml rollout.workers=2 trainer.workers=2
 
-A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints, timeline and summary.
+A run leaves a folder in run.dir (default: runs/) with its configuration, ledger, metrics, samples, checkpoints,
+timeline and summary.
 """
 
 _CHECK = """\
-Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its scorers' parameters and
-what they need of each prompt. Scorers are loaded and score a synthetic picture (not with --no-probe). Then print the recipe with every default
-filled in. What is printed is a recipe itself (credentials are masked):
+Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
+scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic picture (not with
+--no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
+masked):
 
   omni-async check recipes/quickstart/quickstart.yaml
   omni-async check recipes/quickstart/quickstart.yaml trainer.updates=5 > short.yaml
 """
 
 _LIST = """\
-List what a recipe may name: model families, engines, algorithms, transitions and scorers, those of installed packages included:
+List what a recipe may name: model families, engines, algorithms, transitions and scorers, those of installed packages
+included:
 
   omni-async list
 """

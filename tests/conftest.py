@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import omni_async  # noqa: F401  # before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`)
+# Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
+import omni_async  # noqa: F401
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController

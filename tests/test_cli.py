@@ -41,8 +41,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     monkeypatch.setattr(runtime, "train", train)
 
 
-# ---- what it teaches
-# --------------------------------------------------------------------------------------------------------------
+# ---- what it teaches -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["train", "check", "list", "docs"])
@@ -101,8 +100,7 @@ def test_list_says_of_every_algorithm_what_it_does(capsys):
     assert list(rows) == sorted(rows)
 
 
-# ---- check
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- check -----------------------------------------------------------------------------------------------------------
 
 
 def test_check_prints_yaml_that_loads_as_the_same_configuration(recipe, tmp_path, capsys):
@@ -132,8 +130,7 @@ def test_the_recipes_we_ship_are_valid():
         load(path)
 
 
-# ---- refusals and exit codes
-# ------------------------------------------------------------------------------------------------------
+# ---- refusals and exit codes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,8 +253,7 @@ def test_a_reader_that_goes_away_is_no_error(recipe):
     assert done.returncode == 0
 
 
-# ---- docs
-# -------------------------------------------------------------------------------------------------------------------------
+# ---- docs ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_committed_reference_is_what_the_schema_says(tmp_path, capsys):
@@ -275,8 +271,7 @@ def test_a_reference_that_cannot_be_written_is_exit_code_2(tmp_path, capsys):
     assert told.count("\n") == 1
 
 
-# ---- what it costs to start
-# -------------------------------------------------------------------------------------------------------
+# ---- what it costs to start ------------------------------------------------------------------------------------------
 
 
 def test_nothing_heavy_is_imported_before_a_command_needs_it(recipe):

@@ -2,10 +2,10 @@
 its first gradient.
 
 as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
-unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean, and the gradient is
-           multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage clip binds, which only
-           the last group tells: then the gradients are discarded and the update is computed again from the groups at
-           hand.
+unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean,
+           and the gradient is multiplied by 1 / (std + eps) when the last group is in. Exact, unless the advantage
+           clip binds, which only the last group tells: then the gradients are discarded and the update is computed
+           again from the groups at hand.
 collect    anything else waits for the whole update first
 """
 

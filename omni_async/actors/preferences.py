@@ -143,8 +143,7 @@ class PreferenceReader:
                 ]
             await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
-    # ---- in the thread
-    # ----------------------------------------------------------------------------------------------------------------
+    # ---- in the thread -----------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
         import torch

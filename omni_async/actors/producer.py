@@ -133,7 +133,7 @@ class Producer:
                 if is_cancelled():
                     raise
                 raise EngineError(f"{self.name}: sample {request.sample_id} was cancelled by the engine") from None
-            except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
+            except Exception as error:  # noqa: BLE001 (what one sample does wrong is retried, not fatal)
                 if deadline.expired():
                     raise EngineError(
                         f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s ="

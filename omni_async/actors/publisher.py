@@ -100,8 +100,7 @@ class WeightPublisher:
                 self._newest[1].release()
                 self._newest = None
 
-    # ---- who comes and goes
-    # -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes ------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
         """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not
@@ -133,8 +132,7 @@ class WeightPublisher:
                 name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}"
             )
 
-    # ---- sending
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
         """Every engine meets the sender. Who does not come is lost, and the rest meet again."""

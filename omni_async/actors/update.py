@@ -141,8 +141,7 @@ class Update:
             **{f"masked/{rule}": m.double().mean().item() for rule, m in corrected.masked.items()},
         }
 
-    # ---- rewards
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
         """(N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
@@ -181,8 +180,7 @@ class Update:
             clip_max=a.clip_max,
         )
 
-    # ---- ranks
-    # --------------------------------------------------------------------------------------------------------------------
+    # ---- ranks -------------------------------------------------------------------------------------------------------
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
         samples = self._chosen(group)

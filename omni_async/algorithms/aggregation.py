@@ -2,8 +2,10 @@
 `algorithm.advantage`.
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
-  advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count by weight, not by scale
-  gdpo        A_k divided by the group's std whatever `std` says, A = sum_k w_k A_k, whitened over the update (GDPO, arXiv 2601.05242)
+  advantages  A_k of each scorer alone, A = sum_k w_k A_k (MixGRPO's `advantage_aggr`): with a std, scorers count
+              by weight, not by scale
+  gdpo        A_k divided by the group's std whatever `std` says, A = sum_k w_k A_k, whitened over the
+              update (GDPO, arXiv 2601.05242)
 
 The clamp comes last and once. Where ddof and eps occur twice, in A_k and in whitening, they are the same settings both
 times.

@@ -29,15 +29,15 @@ class Objective:
     """One objective.
 
     process: "transition" objectives train denoising steps of a window, from recorded latents and log-probs; "forward"
-    objectives noise final
-        latents themselves and need nothing else of a sample.
-    compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput. fields: the
-    trajectory tensors engines must return, names of `omni_async.rollout.base.Trajectory.tensors`. unit: what must not
-    be torn apart by a micro-batch: a "row", all rows of a "sample", or all rows of a "pair" (best and worst of a
-    group). homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream
-    groups under a global std. shadows: further copies of the policy whose velocities the function wants
-    (`reference_velocity` or `ref_mean`, ...). old_decay: of the old policy, which draws the samples where there is one:
-    after update u (from 1) it becomes
+        objectives noise final latents themselves and need nothing else of a sample.
+    compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput.
+    fields: the trajectory tensors engines must return, names of `omni_async.rollout.base.Trajectory.tensors`.
+    unit: what must not be torn apart by a micro-batch: a "row", all rows of a "sample", or all rows of a "pair" (best
+        and worst of a group).
+    homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
+        under a global std.
+    shadows: further copies of the policy whose velocities the function wants (`reference_velocity` or `ref_mean`, ...).
+    old_decay: of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
     problems: combinations with the rest of the configuration that cannot work, one message each.
     """

@@ -15,13 +15,15 @@ Measure a recipe on this machine:
 """
 
 _OVERLAP = """\
-Run a recipe under several schedules, one after the other and in rounds, and show what overlapping generation, scoring and training gains:
+Run a recipe under several schedules, one after the other and in rounds, and show what overlapping generation, scoring
+and training gains:
 
   omni-async bench overlap recipes/quickstart/quickstart.yaml --updates 16 --arms sync,async_reward,async:1,async:2
-  omni-async bench overlap recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --updates 30 emulation.time_scale=0.1
+  omni-async bench overlap recipe.yaml --profile runs/my-run/profile.json --updates 30 emulation.time_scale=0.1
   omni-async bench overlap runs/overlap-quickstart --report
 
-Arms are the same runtime with other keys (docs/tuning.md); every arm does the same work, with the same off-policy correction:
+Arms are the same runtime with other keys (docs/tuning.md); every arm does the same work, with the same off-policy
+correction:
 
   sync            generate, score, train, publish, one after the other
   sync_colocated  the same, with every stage on all devices in turn
@@ -29,16 +31,18 @@ Arms are the same runtime with other keys (docs/tuning.md); every arm does the s
   one_step_off    the next update's samples are generated while one is trained
   async:S         nothing waits until samples are S updates old
 
-A recipe with `emulation` replays a profile on emulated devices (--profile replaces it, or adds it to any recipe); any other recipe
-really generates and trains. Arms that a recipe rules out are skipped, with the reason. Step times leave out the first max(2, S + 2) and the last S
-updates of a run.
+A recipe with `emulation` replays a profile on emulated devices (--profile replaces it, or adds it to any recipe); any
+other recipe really generates and trains. Arms that a recipe rules out are skipped, with the reason. Step times leave
+out the first max(2, S + 2) and the last S updates of a run.
 
-The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's prediction, images/s over all
-devices, speed-ups, what the trainer's time went into, how busy each role was, and the staleness of what was trained. The law of emulated devices
-is their profile's; otherwise it is that of the service times measured in the sync arm.
+The table has, per arm: seconds per update (median and quartiles over the repeats), the law's and the simulator's
+prediction, images/s over all devices, speed-ups, what the trainer's time went into, how busy each role was, and the
+staleness of what was trained. The law of emulated devices is their profile's; otherwise it is that of the service
+times measured in the sync arm.
 
-OUT gets overlap.json (everything, each run's numbers included), overlap.md, overlap.png and runs/. Ctrl-C keeps the runs that are done, and the
-same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrupted.
+OUT gets overlap.json (everything, each run's numbers included), overlap.md, overlap.png and runs/. Ctrl-C keeps the
+runs that are done, and the same command goes on with the rest. Exit codes: 0 done, 1 a run failed, 2 wrong
+configuration or usage, 130 interrupted.
 """
 
 

@@ -1,7 +1,8 @@
 """What a run leaves behind to go on from, torch-free but for the tensors themselves.
 
 update-000020/
-  tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint (omni_async.training.checkpoint)
+  tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint
+                    (omni_async.training.checkpoint)
   groups/           trajectories of groups that were ready and not trained, a safetensors file each
   state.json        versions, counters, cursors: `State`
   manifest.json     every file's size and digest, written last

@@ -20,8 +20,8 @@ MASK = "***"
 REFERENCE = "env:"
 SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
 _OF_KEYS = (
-    "access|account|api|app|auth|client|consumer|encryption|functions|licen[cs]e|master|private|secret|shared|signing|ssh|storage"
-    "|subscription"
+    "access|account|api|app|auth|client|consumer|encryption|functions|licen[cs]e|master|private|secret|shared|signing"
+    "|ssh|storage|subscription"
 )
 _SECRET_KEY = re.compile(
     r"(?:.*_)?(?:jwt|pwd|o?auth|authorization|cookies?|bearer|sig)"

@@ -11,16 +11,19 @@ import yaml
 from omni_async.config.describe import describe, description, fields_of, struct_of, walk
 from omni_async.config.schema import Config
 
-_HEAD = """\
-# Configuration reference
-
-<!-- Generated from the schema in omni_async/config by `omni-async docs`; edit the schema, not this page. -->
-
-A recipe is one YAML file with the sections below. Unknown keys, wrong types, values out of range and impossible combinations are refused
-before anything starts, with the key and what it allows. Any value can be overridden on the command line as `key.path=value`. Relative paths
-in a recipe start at the recipe's folder. `extends: other.yaml` starts from another recipe: sections are merged key by key, and every other value
-replaces the one it finds.
-"""
+_HEAD = (
+    "# Configuration reference\n"
+    "\n"
+    "<!-- Generated from the schema in omni_async/config by `omni-async docs`; edit the schema, not this page. -->\n"
+    "\n"
+    "A recipe is one YAML file with the sections below. Unknown keys, wrong types, values out of range "
+    "and impossible combinations are refused\n"
+    "before anything starts, with the key and what it allows. Any value can be overridden on the command "
+    "line as `key.path=value`. Relative paths\n"
+    "in a recipe start at the recipe's folder. `extends: other.yaml` starts from another recipe: "
+    "sections are merged key by key, and every other value\n"
+    "replaces the one it finds.\n"
+)
 
 
 def reference() -> str:

@@ -1,12 +1,13 @@
 """Named schedules: the baselines and the asynchronous loop as arrangements of ordinary keys of one runtime.
 
-| schedule         | generation, scoring and training                                                                                    |
-|------------------|---------------------------------------------------------------------------------------------------------------------|
-| `sync`           | one after the other, each on its own devices                                                                        |
-| `sync_colocated` | one after the other, each on all devices                                                                            |
-| `async_reward`   | samples are scored while others are generated; then the update is trained                                           |
-| `one_step_off`   | the next update's samples are generated while one is trained; both wait for each other, and for the weights          |
-| `async`          | nothing waits unless `staleness.max_updates` says so                                                                |
+| schedule         | generation, scoring and training                                                        |
+|------------------|-----------------------------------------------------------------------------------------|
+| `sync`           | one after the other, each on its own devices                                            |
+| `sync_colocated` | one after the other, each on all devices                                                |
+| `async_reward`   | samples are scored while others are generated; then the update is trained               |
+| `one_step_off`   | the next update's samples are generated while one is trained; both wait for each other, |
+|                  | and for the weights                                                                     |
+| `async`          | nothing waits unless `staleness.max_updates` says so                                    |
 
 A schedule replaces the keys it decides, whatever the recipe says of them. `async` leaves the staleness budget to the
 recipe.

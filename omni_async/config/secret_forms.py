@@ -73,8 +73,7 @@ def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
     return _merged(spans)
 
 
-# ---- the text, with escapes undone
-# --------------------------------------------------------------------------------------------------
+# ---- the text, with escapes undone -----------------------------------------------------------------------------------
 
 
 def _views(text: str) -> Iterator[_View]:
@@ -152,8 +151,7 @@ def _character(number: int) -> bytes:
 _ESCAPES = ((_PERCENT, _unquoted), (_BACKSLASH, _as_bytes), (_BACKSLASH, _as_text), (_ENTITY, _unescaped))
 
 
-# ---- the secret, encoded
-# ------------------------------------------------------------------------------------------------------------
+# ---- the secret, encoded ---------------------------------------------------------------------------------------------
 
 
 def _to_encode(secret: str) -> set[bytes]:
@@ -179,8 +177,7 @@ def _base64(data: bytes) -> Iterator[_Needle]:
         yield _Needle(encoded[first:last], int(shift > 0), int(rest > 0))
 
 
-# ---- both
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def _found(view: _View, needles: Iterable[_Needle]) -> Iterator[tuple[int, int]]:

@@ -1,13 +1,14 @@
 """The coordinator: one asyncio class that hosts the whole control plane. Everybody else asks it for work and tells it
 what was done.
 
-| call            | made by    | waits for                                  | unblocked by                                          |
-|-----------------|------------|--------------------------------------------|-------------------------------------------------------|
-| `next_samples`  | producer   | a queued sample and a trajectory place     | admission (a slot freed), a score, a retry, validation |
-| `next_to_score` | rewarder   | a generated sample                         | `samples_done`, a retried score, its pause's end      |
-| `closing`       | rewarder   | the run's being over                       | its end, however it comes                             |
-| `next_groups`   | trainer    | the group that may be trained next         | the group's last score                                |
-| `events`        | driver     | anything that happened                     | any of the above                                      |
+| call            | made by  | waits for                          | unblocked by                                     |
+|-----------------|----------|------------------------------------|--------------------------------------------------|
+| `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
+|                 |          | a trajectory place                 | a retry, validation                              |
+| `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
+| `closing`       | rewarder | the run's being over               | its end, however it comes                        |
+| `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
+| `events`        | driver   | anything that happened             | any of the above                                 |
 
 A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under
 way has been answered for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the
@@ -104,8 +105,7 @@ class Coordinator:
     def ledger(self) -> Ledger:
         return self._groups.ledger
 
-    # ---- producers
-    # ----------------------------------------------------------------------------------------------------------------
+    # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over, or goes on
@@ -121,8 +121,7 @@ class Coordinator:
         """It is generated again with the same seed; after `rollout.retries` the group is dropped."""
         self._outcomes.sample_failed(engine, sample_id, error)
 
-    # ---- reward workers
-    # -----------------------------------------------------------------------------------------------------------
+    # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this
@@ -142,8 +141,7 @@ class Coordinator:
         self._fail(reason)
         return True
 
-    # ---- trainer
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- trainer -----------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         """Before the first version is published: what training samples must carry."""
@@ -208,8 +206,7 @@ class Coordinator:
             self._end()
         return not self._closed
 
-    # ---- weights
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def announce(self, version: int, digest: str) -> None:
         """The publisher is about to send `version` to the engines."""
@@ -254,8 +251,7 @@ class Coordinator:
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])
 
-    # ---- who comes and goes
-    # -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes ------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
         """It gets work once it holds weights no older than everybody's."""
@@ -303,8 +299,7 @@ class Coordinator:
         if not self._closed:
             self._outcomes.group_gone(group, reason)
 
-    # ---- ends of groups and rounds
-    # ---------------------------------------------------------------------------------------------------------------
+    # ---- ends of groups and rounds -----------------------------------------------------------------------------------
 
     def end_round(self, round_: ValidationRound) -> None:
         """If it is complete."""
@@ -330,8 +325,7 @@ class Coordinator:
     def end_run(self, reason: str) -> None:
         self._fail(reason)
 
-    # ---- the end
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _finish_if_complete(self) -> None:
         if (
@@ -389,7 +383,8 @@ class Coordinator:
         problem = self.ledger.problem
         if self._outcome[0] == "done":
             try:
-                self._ledger_sync()  # where no update was left to make, nothing has made the lines of a former attempt void yet
+                # Where no update was left to make, nothing has made the lines of a former attempt void yet.
+                self._ledger_sync()
             except OSError as error:
                 problem = problem or f"the ledger cannot be written: {error}"
         if problem is not None and self._outcome[0] != "failed":
@@ -403,8 +398,7 @@ class Coordinator:
     def _closed(self) -> bool:
         return self._outcome is not None
 
-    # ---- watching
-    # -----------------------------------------------------------------------------------------------------------------
+    # ---- watching ----------------------------------------------------------------------------------------------------
 
     async def events(self) -> list[RunEvent]:
         return await self._log.take()

@@ -1,10 +1,12 @@
 """Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping
 but for two waits.
 
-| call    | made for      | waits for                                    | unblocked by                                                              |
-|---------|---------------|----------------------------------------------|---------------------------------------------------------------------------|
-| `lease` | a producer    | a queued sample and a place for a trajectory | `add`, what frees a place (`release`, `forget`), `engine_leaves`, `_lost` |
-| `jobs`  | reward worker | a generated sample whose time has come       | `generated`, `answered`, `forget`, a timer, `scorer_leaves`, `_lost`      |
+| call    | made for      | waits for                              | unblocked by                                     |
+|---------|---------------|----------------------------------------|--------------------------------------------------|
+| `lease` | a producer    | a queued sample and a place            | `add`, what frees a place (`release`, `forget`), |
+|         |               | for a trajectory                       | `engine_leaves`, `_lost`                         |
+| `jobs`  | reward worker | a generated sample whose time has come | `generated`, `answered`, `forget`, a timer,      |
+|         |               |                                        | `scorer_leaves`, `_lost`                         |
 
 A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time
 of training samples comes when none is at an engine and none could be: none is queued, or no place is free. What is full
@@ -39,8 +41,7 @@ class SampleFlow:
         self._retries = Later()
         self._closed = False
 
-    # ---- generation
-    # ---------------------------------------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[SampleRequest]) -> None:
         for request in requests:
@@ -86,8 +87,7 @@ class SampleFlow:
             self._rewarders.ring()
         return request
 
-    # ---- scoring
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def generated(self, job: ScoreJob) -> None:
         self._buffer.put(job)
@@ -155,8 +155,7 @@ class SampleFlow:
         self._buffer.retry(job)
         self._rewarders.ring()
 
-    # ---- ends
-    # ---------------------------------------------------------------------------------------------------------------------
+    # ---- ends --------------------------------------------------------------------------------------------------------
 
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will not be."""

@@ -68,8 +68,7 @@ class Outcomes:
         self.has_scored = has_scored
         self.images = images
 
-    # ---- generation
-    # ---------------------------------------------------------------------------------------------------------------
+    # ---- generation --------------------------------------------------------------------------------------------------
 
     def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         """Raises, to whoever reports it, what is wrong with a result that cannot be right; the sample is made again."""
@@ -126,8 +125,7 @@ class Outcomes:
         progress = home.samples.get(request.sample_id) if home else None
         return progress if progress is not None and progress.result is None else None
 
-    # ---- scoring
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
@@ -231,8 +229,7 @@ class Outcomes:
                 home, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}"
             )
 
-    # ---- what is lost
-    # ---------------------------------------------------------------------------------------------------------------
+    # ---- what is lost ------------------------------------------------------------------------------------------------
 
     def scorer_lost(self, worker: str) -> None:
         """What it had taken is scored by others."""

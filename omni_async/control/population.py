@@ -42,8 +42,7 @@ class Population:
         self.live: dict[int, GroupProgress] = {}
         self.ledger = ledger
 
-    # ---- on the way to the trainer
-    # --------------------------------------------------------------------------------------------------
+    # ---- on the way to the trainer -----------------------------------------------------------------------------------
 
     @property
     def may_admit(self) -> bool:
@@ -123,8 +122,7 @@ class Population:
         unfinished = tuple(Unfinished(one.group, one.attempts) for one in self.live.values() if one.group not in done)
         return unfinished, ready
 
-    # ---- ends
-    # -----------------------------------------------------------------------------------------------------------------------
+    # ---- ends --------------------------------------------------------------------------------------------------------
 
     def trained(self, report: UpdateReport) -> list[ReadyGroup]:
         """The update is made; the slots of its groups wait for the version to be held."""
@@ -167,8 +165,7 @@ class Population:
     ) -> None:
         self.ledger.end(progress.entry(self._run_id, event, reason, trained_version))
 
-    # ---- watching
-    # -------------------------------------------------------------------------------------------------------------------
+    # ---- watching ----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises ConservationError if the ledger and the slots disagree."""

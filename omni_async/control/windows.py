@@ -9,8 +9,8 @@ A sliding window has positions 0, 1, ...; position p starts at min(lo + stride p
 hi. It stays at each for a number of updates:
 
   progressive  updates_per_position, U
-  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m, which a window that
-               started at hi would have (MixGRPO's public code, whose range is [0, N - 2))
+  decay        U (1 - t) + m t rounded down, t = (start - lo) / (hi - lo), m = max(1, U / 4 rounded down): towards m,
+               which a window that started at hi would have (MixGRPO's public code, whose range is [0, N - 2))
   exp_decay    ceil(U exp(-decay_rate max(0, p - decay_from))), at least 1
 """
 

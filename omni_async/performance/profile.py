@@ -33,7 +33,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
     score     one reward worker, a batch of samples (units: samples; at most reward.batch)
-    assess    the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where the algorithm needs one
+    assess    the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where
+              the algorithm needs one
     train     the trainer, forward and backward of a group (units: samples per rank)
     step      the trainer, an optimizer step
     export    the trainer, copying a version out: the part of a publish that blocks it

@@ -12,8 +12,10 @@ def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: 
     """Per-character geometric mean of P(text | frames), in [0, 1]; 0 if the text does not fit into the frames.
 
     `frames` (T, C): probabilities over the alphabet, rows summing to 1. `text`: for each character, the alphabet
-    entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them. Source:
-    Graves et al. 2006, section 4.1, eqs. 5-8 (alpha recursion), over the text with a blank before, between and after.
+    entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them.
+
+    Source: Graves et al. 2006, section 4.1, eqs. 5-8 (alpha recursion), over the text with a blank before, between and
+    after.
     """
     if not text:
         raise ValueError("the probability of an empty text is not defined")

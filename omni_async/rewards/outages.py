@@ -15,7 +15,8 @@ from omni_async.rewards.base import Outage, ScoreError
 # These say that a file is not where it should be, unlike every other OSError.
 _MISTAKES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _NAMES = re.compile(
-    r"timeout|timedout|connect|network|transport|protocol|unavailable|ratelimit|overload|rpc|http|clienterror|servererror|apierror|outofmemory",
+    r"timeout|timedout|connect|network|transport|protocol|unavailable|ratelimit|overload|rpc|http"
+    r"|clienterror|servererror|apierror|outofmemory",
     re.IGNORECASE,
 )
 _REFUSED = frozenset({400, 401, 403, 405, 413, 415, 422})

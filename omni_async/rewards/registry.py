@@ -128,7 +128,8 @@ def _searched() -> str:
 def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, Any]]:
     """The constructor's signature, and the types of its parameters."""
     try:
-        return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]  # only read
+        # `__init__` is only read.
+        return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]
     except Exception as error:  # noqa: BLE001 (annotations are code, of somebody else)
         why = f"{type(error).__name__}: {error}; names in them must be there at run time, not under TYPE_CHECKING alone"
         raise ScorerConfigError(

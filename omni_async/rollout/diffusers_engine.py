@@ -130,8 +130,7 @@ class DiffusersEngine:
             engine=self.name, version=self._version, digest=self._digest, staged_s=staged_s, swap_s=swap_s
         )
 
-    # ---- the runner: one task, at most one worker thread at a time
-    # ------------------------------------------------------------------
+    # ---- the runner: one task, at most one worker thread at a time ---------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

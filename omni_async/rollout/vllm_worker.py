@@ -54,11 +54,10 @@ class RolloutPipelineMixin(ABC):
         for module in self.transformer.modules():
             if isinstance(module, LinearBase):
                 # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could
-                # follow.
-                setattr(module, "skip_weight_relayout", True)  # noqa: B010 - vLLM's own switch, not declared by the class
+                # follow. The switch is vLLM's own, not declared by the class.
+                setattr(module, "skip_weight_relayout", True)  # noqa: B010
 
-    # ---- what a family defines
-    # -------------------------------------------------------------------------------------------------------
+    # ---- what a family defines ---------------------------------------------------------------------------------------
 
     transformer: torch.nn.Module
 
@@ -75,8 +74,7 @@ class RolloutPipelineMixin(ABC):
         """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index.
         Batch size 1."""
 
-    # ---- vLLM-Omni's step-wise protocol
-    # ----------------------------------------------------------------------------------------------
+    # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 
     def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
         request = _request_of(state, self.model_device)

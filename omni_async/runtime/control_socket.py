@@ -107,7 +107,7 @@ class ControlSocket:
             if self.answer is None:
                 return Answer(status={"doing": self.doing, "parts": {}})
             return Answer(status=await self.answer(request, tell))
-        except Exception as error:  # noqa: BLE001 (whatever a request does wrong is told to who made it, and the run goes on)
+        except Exception as error:  # noqa: BLE001 (who made the request is told, and the run goes on)
             text = str(error).partition("\n")[0]
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 

@@ -5,11 +5,11 @@ What a lost one had under way is leased to others, with the same seeds. What rep
 nothing that the old one still says is taken for the new one's, and it gets no work before it holds the current weights.
 Replacements are bounded: too many of one place within an hour end the run.
 
-| waits for            | unblocked by                                                          |
-|----------------------|-----------------------------------------------------------------------|
-| a worker's end       | its process, its health check, or the publisher that gave it up       |
-| a pause              | time: the second replacement of a place within a minute waits, and so on, longer each time |
-| a replacement        | its start; or the end of the run, after which nobody is missed        |
+| waits for      | unblocked by                                                                               |
+|----------------|--------------------------------------------------------------------------------------------|
+| a worker's end | its process, its health check, or the publisher that gave it up                            |
+| a pause        | time: the second replacement of a place within a minute waits, and so on, longer each time |
+| a replacement  | its start; or the end of the run, after which nobody is missed                             |
 """
 
 from __future__ import annotations
@@ -125,8 +125,7 @@ class Keeper:
         self._closing = True
         self._bell.ring()
 
-    # ---- how many there are
-    # -------------------------------------------------------------------------------------------------------
+    # ---- how many there are ------------------------------------------------------------------------------------------
 
     def workers(self, role: str) -> list[str]:
         """Those at work or being replaced, by place."""
@@ -186,8 +185,7 @@ class Keeper:
     def _name(self, place: str) -> str:
         return f"{place}.{self._hired[place] + 1}" if self._hired[place] else place
 
-    # ---- one place
-    # ----------------------------------------------------------------------------------------------------------------
+    # ---- one place ---------------------------------------------------------------------------------------------------
 
     async def _keep(self, name: str, work: Work) -> None:
         """Until the run is over or the worker may leave. Raises GaveUp."""

@@ -13,16 +13,17 @@ from omni_async.config import ConfigError
 from omni_async.config.redact import one_line
 
 _STATUS = """\
-Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round, what became of its groups, its
-parts with their processes and the versions its engines hold, and its buffers. Of one that is over or was cut off: what it left behind.
+Say how a job is. Of a running one: its update and the time left, reward, staleness and the last validation round,
+what became of its groups, its parts with their processes and the versions its engines hold, and its buffers. Of one
+that is over or was cut off: what it left behind.
 
   omni-async status runs/quickstart-20260101-120000
   omni-async status runs/quickstart-20260101-120000 --json
 """
 
 _SCALE = """\
-Change how many engines or reward workers a running job has. New engines get work once they hold the newest weights, and the command waits for that and
-says so; those that leave finish what they have. Training goes on meanwhile:
+Change how many engines or reward workers a running job has. New engines get work once they hold the newest weights,
+and the command waits for that and says so; those that leave finish what they have. Training goes on meanwhile:
 
   omni-async scale runs/quickstart-20260101-120000 rollout=3
   omni-async scale runs/quickstart-20260101-120000 rollout=1 reward=2
@@ -30,7 +31,8 @@ says so; those that leave finish what they have. Training goes on meanwhile:
 
 
 _STOP = """\
-End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe with checkpoint.resume=auto goes on with it:
+End a running job as Ctrl-C would: it leaves a checkpoint, and the same recipe with checkpoint.resume=auto goes on
+with it:
 
   omni-async stop runs/quickstart-20260101-120000
 """

@@ -294,7 +294,7 @@ def _decode(source: Path | io.BytesIO, where: str) -> NDArray[np.uint8]:
         raise
     except UnidentifiedImageError:
         raise ConfigError(f"{where}: not a PNG, JPEG or WebP image") from None
-    except Exception as error:  # noqa: BLE001 (decoders meet foreign bytes with any exception they like; Pillow's bomb guard is one)
+    except Exception as error:  # noqa: BLE001 (decoders meet foreign bytes with any exception they like)
         raise ConfigError(f"{where}: the image cannot be decoded: {type(error).__name__}: {_one_line(error)}") from None
 
 

@@ -67,8 +67,7 @@ class RayCluster:
     def coordinator(self) -> Any:
         return self._proxy("coordinator")
 
-    # ---- coming up
-    # ----------------------------------------------------------------------------------------------------------------
+    # ---- coming up ---------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
         run, stop = self._inputs.config.run, threading.Event()
@@ -179,8 +178,7 @@ class RayCluster:
     def _proxy(self, name: str) -> Any:
         return Proxy(name, self._actors[name])
 
-    # ---- running
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- running -----------------------------------------------------------------------------------------------------
 
     def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: self._attended(name) for name in self._actors if name.startswith(("rollout", "reward"))}
@@ -240,8 +238,7 @@ class RayCluster:
             name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors
         }
 
-    # ---- who comes and goes
-    # -------------------------------------------------------------------------------------------------------
+    # ---- who comes and goes ------------------------------------------------------------------------------------------
 
     async def lose(self, name: str, reason: str) -> None:
         """Its process ends, and with it what it stored."""

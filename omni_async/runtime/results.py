@@ -97,7 +97,7 @@ class Results:
             write()
         except KeyboardInterrupt:
             self._unwritten[path.name] = "skipped on Ctrl-C"
-        except Exception as error:  # noqa: BLE001 (whatever is wrong with one result, it is told, and the others are written)
+        except Exception as error:  # noqa: BLE001 (it is told, and the other results are written)
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             self._unwritten[path.name] = (
                 cause.strerror if isinstance(cause, OSError) else None

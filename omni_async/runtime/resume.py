@@ -1,8 +1,8 @@
 """Where a run goes on: what `checkpoint.resume` leads to, looked at before anything heavy starts. Imports no torch.
 
 null     a new run
-auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to go on from, in its own folder; a new run
-         if there is none. What is passed over is said
+auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to go on from, in
+         its own folder; a new run if there is none. What is passed over is said
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 

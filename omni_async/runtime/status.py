@@ -83,8 +83,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-# ---- a run that does not answer
-# -------------------------------------------------------------------------------------------------------
+# ---- a run that does not answer --------------------------------------------------------------------------------------
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):

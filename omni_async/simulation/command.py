@@ -18,22 +18,25 @@ if TYPE_CHECKING:
     from omni_async.simulation.result import Simulated
 
 _SIMULATE = """\
-Predict a job before anything runs: its real control plane (admission, buffers, staleness, publishing) in virtual time, with devices that take a
-profile's time. Neither the model nor prompt files nor scorers need to exist:
+Predict a job before anything runs: its real control plane (admission, buffers, staleness, publishing) in virtual
+time, with devices that take a profile's time. Neither the model nor prompt files nor scorers need to exist:
 
   omni-async simulate recipes/emulated/qwen_image_lora_h800.yaml
   omni-async simulate recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --sweep
   omni-async simulate recipe.yaml --profile qwen_image_lora_h800 staleness.max_updates=4 rollout.workers=8
 
-A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with `emulation` names its own. Seconds are
-the profile's; emulation.time_scale plays no role. Validation rounds and checkpoints are left out, and no group is rejected.
+A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
+`emulation` names its own. Seconds are the profile's; emulation.time_scale plays no role. Validation rounds and
+checkpoints are left out, and no group is rejected.
 
-Printed are the law of overlap beside the simulation, images/s over all devices, what each role does (starved: it waits for input; backpressured:
-the staleness budget or a full buffer holds it up), how old the samples are that are trained on, and how full the buffers are. law / simulated
-close to 1: nothing but the law's bottleneck holds the job up. Below 1: buffers, publishes, uneven batches or varying service times cost
-something. With --sweep: a row per schedule, and for async one per staleness budget.
+Printed are the law of overlap beside the simulation, images/s over all devices, what each role does (starved: it
+waits for input; backpressured: the staleness budget or a full buffer holds it up), how old the samples are that are
+trained on, and how full the buffers are. law / simulated close to 1: nothing but the law's bottleneck holds the job
+up. Below 1: buffers, publishes, uneven batches or varying service times cost something. With --sweep: a row per
+schedule, and for async one per staleness budget.
 
-Very large jobs are simulated in lots, samples of a group that stay together; --lot sets how many (1: every sample alone).
+Very large jobs are simulated in lots, samples of a group that stay together; --lot sets how many (1: every sample
+alone).
 """
 
 _QUIET_S = 5.0

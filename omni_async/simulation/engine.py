@@ -4,7 +4,8 @@ Leases samples whenever it has a place free, and generates them batch after batc
 else of that instant has happened. Waits for a lease (unblocked by admission and by free trajectory places), for room (a
 batch's end), and, before a batch, for the end of a pause. A staged version takes effect
 
-  step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause later
+  step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause
+           later
   request  when all samples in the engine, running or queued for its next batch, are done
   drain    when all leased samples are done; nothing is leased meanwhile
 
@@ -168,8 +169,7 @@ class EngineStation:
         self._room.ring()
         self._wake()
 
-    # ---- weights
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     def stage(self, version: int) -> float | None:
         """The version is here. When the engine will hold it, if that is certain; None: when it has finished what it

@@ -1,12 +1,12 @@
 """The other roles in virtual time: light coroutines around the real coordinator that take a profile's time for what
 they would do.
 
-| station   | waits for                                                   | unblocked by                                     |
-|-----------|-------------------------------------------------------------|--------------------------------------------------|
-| reward    | generated samples (starved)                                 | `samples_done` of an engine                      |
-| trainer   | the next group (starved)                                    | the group's last score                           |
-| publisher | a version; then until every engine holds it                 | the trainer's export; swaps of the engines       |
-| watcher   | the run's end                                               | the coordinator                                  |
+| station   | waits for                                   | unblocked by                               |
+|-----------|---------------------------------------------|--------------------------------------------|
+| reward    | generated samples (starved)                 | `samples_done` of an engine                |
+| trainer   | the next group (starved)                    | the group's last score                     |
+| publisher | a version; then until every engine holds it | the trainer's export; swaps of the engines |
+| watcher   | the run's end                               | the coordinator                            |
 """
 
 from __future__ import annotations

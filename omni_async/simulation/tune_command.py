@@ -19,24 +19,26 @@ if TYPE_CHECKING:
     Progress = Callable[[int, Point], None]
 
 _TUNE = """\
-Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs, and how large the buffers
-have to be. The law of overlap ranks the splits, simulations of the real control plane in virtual time do the rest:
+Find out, before anything runs, how to deal N devices to rollout, reward and trainer, how much staleness that needs,
+and how large the buffers have to be. The law of overlap ranks the splits, simulations of the real control plane in
+virtual time do the rest:
 
   omni-async tune recipes/emulated/qwen_image_lora_h800.yaml --devices 5
   omni-async tune recipes/quickstart/quickstart.yaml --profile runs/my-run/profile.json --devices 2 --plot
-  omni-async tune recipe.yaml trainer.groups_per_update=64 --profile qwen_image_lora_h800 --devices 16 --keep trainer.workers
+  omni-async tune recipe.yaml trainer.groups_per_update=64 --profile remote_judge --devices 16 --keep trainer.workers
   omni-async train recipe.tuned.yaml
 
-A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with `emulation` names its own.
-Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what placement.<role> says. The roles share CPUs that are
-fewer than that; their numbers then stay the recipe's.
+A profile says how long stages take: every run writes one (profile.json), some are shipped, and a recipe with
+`emulation` names its own. Devices are accelerators if the recipe's placement uses any, else CPUs; a worker takes what
+placement.<role> says. The roles share CPUs that are fewer than that; their numbers then stay the recipe's.
 
-Printed are the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every key that was chosen, and
-how that compares with the recipe and the law. The chosen keys are written as a recipe that extends yours and is no slower. Of values that are within 0.5 % of
-each other the plainer wins: smaller buffers, windows and intervals, swap: step.
+Printed are the front of throughput against staleness, the smallest S within 2 % of the best with a reason for every
+key that was chosen, and how that compares with the recipe and the law. The chosen keys are written as a recipe that
+extends yours and is no slower. Of values that are within 0.5 % of each other the plainer wins: smaller buffers,
+windows and intervals, swap: step.
 
-The profile knows time, not memory: keep what your memory decides (--keep trainer.workers, with the number in the recipe or as
-trainer.workers=4). Keys that can be kept: {keys}.
+The profile knows time, not memory: keep what your memory decides (--keep trainer.workers, with the number in the
+recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 """
 
 

@@ -2,7 +2,8 @@
 as far.
 
     scan     the best splits with every budget S, and nothing else that could bind
-    refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as cost at most MODEST
+    refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as
+             cost at most MODEST
     rescan   the refined keys with the other splits and with every S: is a smaller one enough by now?
 
 Nothing is recommended that makes fewer images per second than `trials.floor`, as long as anything makes as many.

@@ -119,7 +119,7 @@ class MlflowSink:
                 continue
             try:
                 send()
-            except Exception as error:  # noqa: BLE001  # stores raise anything: sqlalchemy's, requests', MLflow's own, OSError
+            except Exception as error:  # noqa: BLE001 (stores raise anything: sqlalchemy's, requests', OSError)
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:

@@ -1,7 +1,8 @@
 """LoRA payloads: what adapters are called, and folding them into full weights.
 
 Three naming schemes meet here, all relative to the transformer:
-  injected    what peft leaves in the module tree: `blocks.0.attn.to_q.base_layer.weight`, `blocks.0.attn.to_q.lora_A.default.weight`
+  injected    what peft leaves in the module tree: `blocks.0.attn.to_q.base_layer.weight`,
+              `blocks.0.attn.to_q.lora_A.default.weight`
   diffusers   what files and our payloads use: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
   vLLM        as diffusers, but `to_out.0` (a Linear beside a Dropout) is one layer called `to_out`
 """

@@ -91,7 +91,8 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
     trained = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=trained["vocab"],
-        merges=[tuple(merge) for merge in trained["merges"]],  # type: ignore[misc]  # pairs are what the tokenizer wants
+        # Pairs are what the tokenizer wants.
+        merges=[tuple(merge) for merge in trained["merges"]],  # type: ignore[misc]
         unk_token=_PADDING_TOKEN,
         eos_token="<|im_end|>",
         pad_token=_PADDING_TOKEN,

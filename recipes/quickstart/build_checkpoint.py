@@ -1,5 +1,4 @@
-"""Rebuilds the checkpoint of the quickstart, offline and from nothing: renders digits, trains the VAE, pretrains the
-DiT badly.
+"""Rebuilds the quickstart's checkpoint, offline and from nothing: renders digits, trains VAE, pretrains DiT badly.
 
     python -m recipes.quickstart.build_checkpoint --out recipes/quickstart/checkpoint
 

@@ -1,5 +1,4 @@
-"""Writes preference pairs of the quickstart task: for a prompt, a clean digit is chosen over a scribbled or a wrong
-one.
+"""Writes preference pairs of the quickstart task: a clean digit is chosen over a scribbled or a wrong one.
 
     python -m recipes.quickstart.build_preferences
     omni-async train recipes/quickstart/algorithms/diffusion_dpo_offline.yaml

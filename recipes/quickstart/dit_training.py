@@ -41,10 +41,11 @@ def pretrain_dit(
     """Trains ``pipeline.transformer`` in place to predict the velocity ``noise - latent``.
 
     Args:
-        latents: normalised latents of the clean images, (N, 16, 8, 8) float32. spoiled_latents: of the same images
-        scribbled over. labels: the digit of each latent, (N,) int64. scribbled, label_noise: in the last
-        ``_SPOILED_PART`` of the steps, the parts of the images that are scribbled over and of
-            the labels that are drawn at random.
+        latents: normalised latents of the clean images, (N, 16, 8, 8) float32.
+        spoiled_latents: of the same images scribbled over.
+        labels: the digit of each latent, (N,) int64.
+        scribbled, label_noise: in the last ``_SPOILED_PART`` of the steps, the parts of the images that are scribbled
+            over and of the labels that are drawn at random.
     """
     transformer = pipeline.transformer.train()
     side = latents.shape[-1] // 2

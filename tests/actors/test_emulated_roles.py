@@ -127,8 +127,7 @@ def test_a_shared_device_is_handed_over_before_the_first_batch_of_an_update() ->
     assert score(*batches).times("switch") == []
 
 
-# ---- the trainer's side
-# -----------------------------------------------------------------------------------------------------------
+# ---- the trainer's side ----------------------------------------------------------------------------------------------
 
 
 def trajectories(count: int = 4, size: int = 64) -> list[Any]:

@@ -27,8 +27,7 @@ def correction(**settings: Any) -> dict[str, Any]:
     return {"algorithm.correction": {"mode": "decoupled", **settings}}
 
 
-# ---- how far it may stream
-# --------------------------------------------------------------------------------------------------------
+# ---- how far it may stream -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,7 @@ def test_objectives_on_final_latents_stream_as_far(name: str, changes: dict[str,
     assert reason in chosen.why
 
 
-# ---- what is needed of every group first
-# ------------------------------------------------------------------------------------------
+# ---- what is needed of every group first -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -157,8 +155,7 @@ def test_objectives_on_final_latents_have_nothing_to_assess_or_to_weigh() -> Non
         assert not chosen.assess and not chosen.weigh
 
 
-# ---- what is trained of a group
-# ---------------------------------------------------------------------------------------------------
+# ---- what is trained of a group --------------------------------------------------------------------------------------
 
 
 def test_a_preference_takes_two_samples_of_a_group_and_everything_else_all() -> None:

@@ -366,8 +366,7 @@ def test_its_times_are_told():
     assert (desk.done[0].started, desk.done[0].finished) == (102.0, 105.0)
 
 
-# ---- with the real coordinator
-# --------------------------------------------------------------------------------------------------------
+# ---- with the real coordinator ---------------------------------------------------------------------------------------
 
 
 def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
@@ -448,8 +447,7 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
         torch.testing.assert_close(result.trajectory["conditioning"], codec.encode("the digit 7", None))
 
 
-# ---- fitting an image to the configured size
-# -----------------------------------------------------------------------------------------
+# ---- fitting an image to the configured size -------------------------------------------------------------------------
 
 
 def noise(height: int, width: int) -> np.ndarray:

@@ -283,8 +283,7 @@ def test_an_engine_that_is_dismissed_gets_nothing_more():
     on_stage(scene)
 
 
-# ---- engines that join
-# ------------------------------------------------------------------------------------------------------------
+# ---- engines that join -----------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
@@ -363,8 +362,7 @@ def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
     on_stage(scene)
 
 
-# ---- memory
-# -----------------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_version_is_kept_until_the_next_is_out():
@@ -454,8 +452,7 @@ def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
     on_stage(scene)
 
 
-# ---- a sender that cannot
-# ---------------------------------------------------------------------------------------------------------
+# ---- a sender that cannot --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [TransportError("no space left"), OSError("the disk is gone")])

@@ -143,8 +143,7 @@ def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
     asyncio.run(main())
 
 
-# ---- groups that are read
-# ---------------------------------------------------------------------------------------------------------
+# ---- groups that are read --------------------------------------------------------------------------------------------
 
 
 def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:

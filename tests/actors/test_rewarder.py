@@ -283,8 +283,7 @@ def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for(
     assert [(span.start, span.end) for span in desk.spans if span.kind == "outage"] == [(1.0, 16.0)]
 
 
-# ---- before the first sample
-# --------------------------------------------------------------------------------------------------------
+# ---- before the first sample -----------------------------------------------------------------------------------------
 
 
 def tried(scorer: Scorer, desk: Desk, **changes: float) -> Rewarder:

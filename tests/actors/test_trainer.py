@@ -144,8 +144,7 @@ def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
     assert stage.desk.log == ["admit rollout-1", "dismiss rollout-0"]
 
 
-# ---- groups that cannot be read
-# ---------------------------------------------------------------------------------------------------
+# ---- groups that cannot be read --------------------------------------------------------------------------------------
 
 
 def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
@@ -229,8 +228,7 @@ def test_an_objective_on_final_latents_needs_nothing_of_the_steps(tmp_path, name
     assert set(Stage(tmp_path, 0, **changes).play().desk.fields) == {"final", "conditioning"}
 
 
-# ---- a dataset
-# --------------------------------------------------------------------------------------------------------------------
+# ---- a dataset -------------------------------------------------------------------------------------------------------
 
 
 def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
@@ -251,8 +249,7 @@ def test_a_datasets_reader_holds_every_version_and_is_sent_no_weights(tmp_path):
     assert not [line for line in stage.desk.log if line.startswith("export")]
 
 
-# ---- rewards that are remembered
-# --------------------------------------------------------------------------------------------------
+# ---- rewards that are remembered -------------------------------------------------------------------------------------
 
 TRACKED = {"algorithm.advantage": {"track_prompts": True, "std": "none"}}
 
@@ -295,8 +292,7 @@ def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
     play(main())
 
 
-# ---- engine and trainer
-# -----------------------------------------------------------------------------------------------------------
+# ---- engine and trainer ----------------------------------------------------------------------------------------------
 
 
 def warnings(stage: Stage) -> list[str]:
@@ -328,8 +324,7 @@ def test_waits_for_groups_are_told_apart_from_training(tmp_path):
     assert {"export", "train", "checkpoint"} <= {span.kind for span in stage.desk.spans}
 
 
-# ---- checkpoints
-# ------------------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_ready_groups_are_kept_with_their_trajectories_and_taken_up_again(tmp_path):

@@ -84,8 +84,7 @@ class Trained:
         return max((self.after[name] - self.before[name]).abs().max().item() for name in self.after)
 
 
-# ---- when a group is trained
-# ------------------------------------------------------------------------------------------------------
+# ---- when a group is trained -----------------------------------------------------------------------------------------
 
 
 def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_are_there():
@@ -99,8 +98,7 @@ def test_streamed_groups_are_trained_when_they_come_and_collected_ones_when_all_
     assert asyncio.run(before_the_last_group(**{"trainer.streaming": "off"})) == []
 
 
-# ---- groups that cannot be read
-# ---------------------------------------------------------------------------------------------------
+# ---- groups that cannot be read --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,8 +124,7 @@ def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
-# ---- streaming changes no gradient
-# ------------------------------------------------------------------------------------------------
+# ---- streaming changes no gradient -----------------------------------------------------------------------------------
 
 
 def test_streaming_with_a_global_std_makes_the_same_step_as_collecting():
@@ -226,8 +223,7 @@ def test_an_update_of_equal_rewards_leaves_the_weights_alone():
     assert trained.moved == 0.0
 
 
-# ---- steps and weights
-# ------------------------------------------------------------------------------------------------------------
+# ---- steps and weights -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
@@ -286,8 +282,7 @@ def test_every_rank_takes_every_call_and_its_share_of_the_rows():
     assert [rank.step_weights for rank in ranks] == [pytest.approx([0.5])] * 2
 
 
-# ---- what a rank is given
-# ---------------------------------------------------------------------------------------------------------
+# ---- what a rank is given --------------------------------------------------------------------------------------------
 
 
 def test_a_batch_carries_each_samples_age_step_by_step():
@@ -311,8 +306,7 @@ def test_every_sample_has_training_noise_of_its_own_and_the_run_decides_which():
     assert set(drawn).isdisjoint(seed for group in seeds(**{"run.seed": 1}) for seed in group)
 
 
-# ---- preferences
-# ------------------------------------------------------------------------------------------------------------------
+# ---- preferences -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streaming", ["auto", "off"])
@@ -356,8 +350,7 @@ def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
     assert merged_metrics(steps) == {"loss": 2.0, "weight/max": 2.0, "ess/step_01": 0.5}
 
 
-# ---- a machine that will be taken away
-# ------------------------------------------------------------------------------------------------
+# ---- a machine that will be taken away -------------------------------------------------------------------------------
 
 
 class HurriedRank(AccountingRank):

@@ -11,8 +11,7 @@ from update_world import REWARDS, make_update, run_update
 
 from omni_async.algorithms.history import RewardHistory
 
-# ---- rewards of several scorers
-# ---------------------------------------------------------------------------------------------------
+# ---- rewards of several scorers --------------------------------------------------------------------------------------
 
 SCORERS = {"reward": {"scorers": [{"name": "ocr", "weight": 2.0}, {"name": "jpeg_size", "weight": -0.5}]}}
 VALUES = [[(0.1, 10.0), (0.9, 30.0), (0.4, 20.0), (0.3, 25.0)], [(0.5, 40.0), (0.2, 45.0), (0.8, 5.0), (0.6, 15.0)]]
@@ -55,8 +54,7 @@ def test_the_weighted_sum_is_what_counts_otherwise():
     assert rank.log == ["accumulate", "accumulate", "step"]
 
 
-# ---- a prompt's rewards over the run
-# ----------------------------------------------------------------------------------------------
+# ---- a prompt's rewards over the run ---------------------------------------------------------------------------------
 
 TRACKED = {
     "algorithm.advantage": {"track_prompts": True, "std": "none", "clip_max": 100.0},

@@ -154,8 +154,7 @@ def test_a_simulation_that_fails_is_a_reason_and_no_number(tmp_path):
     assert (arm.prediction.simulated_s, arm.prediction.not_simulated) == (None, "RuntimeError: no such world")
 
 
-# ---- failures and interruptions
-# ---------------------------------------------------------------------------------------------------
+# ---- failures and interruptions --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,8 +224,7 @@ def test_other_settings_are_other_runs(tmp_path):
     assert len(again.ran) == 3
 
 
-# ---- what is told and written
-# -----------------------------------------------------------------------------------------------------
+# ---- what is told and written ----------------------------------------------------------------------------------------
 
 
 def test_a_pipe_sees_the_plan_and_a_line_per_run(done):

@@ -31,8 +31,7 @@ def plan(tmp_path, *overrides, arms=DEFAULT_ARMS, updates=24, steps=None, repeat
     )
 
 
-# ---- arms
-# -------------------------------------------------------------------------------------------------------------------------
+# ---- arms ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_arms_are_all_schedules_with_five_staleness_budgets():
@@ -159,8 +158,7 @@ def test_a_job_on_stored_preferences_has_nothing_to_overlap(tmp_path):
         plan(tmp_path, emulated=False, data={"preferences": "pairs.parquet"})
 
 
-# ---- order
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- order -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_round_runs_every_arm_once_and_starts_with_another(tmp_path):
@@ -186,8 +184,7 @@ def test_the_arms_of_a_round_share_its_seed_and_no_two_runs_share_a_folder(tmp_p
     assert str(tmp_path / "out" / "runs" / "async-2-r1") in folders
 
 
-# ---- what is complete
-# -------------------------------------------------------------------------------------------------------------
+# ---- what is complete ------------------------------------------------------------------------------------------------
 
 
 def job_of(tmp_path, *overrides):

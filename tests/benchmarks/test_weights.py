@@ -38,8 +38,7 @@ def test_a_sized_model_has_about_its_size(megabytes: float) -> None:
     assert sum(p.numel() * 4 for p in model.parameters()) == pytest.approx(megabytes * 1e6, rel=0.21)
 
 
-# ---- Ray
-# ------------------------------------------------------------------------------------------------------------------------------
+# ---- Ray -------------------------------------------------------------------------------------------------------------
 
 
 async def carry(trainer: Any, engines: dict[str, Any], payload: str) -> None:

@@ -22,8 +22,7 @@ def group(number: int, version: int = 0) -> ReadyGroup:
     return ReadyGroup(number, PROMPT, SdeWindow(0, 2), version, (sample,))
 
 
-# ---- trajectories
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- trajectories ----------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_keeps_its_place_until_it_is_scored() -> None:
@@ -90,8 +89,7 @@ def test_releasing_twice_frees_one_place() -> None:
     assert buffer.free == 1
 
 
-# ---- replay
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---- replay ----------------------------------------------------------------------------------------------------------
 
 
 def replay(capacity: int = 10, *, window: int = 1, max_updates: int = 1, groups_per_update: int = 1) -> ReplayBuffer:

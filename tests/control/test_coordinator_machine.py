@@ -109,8 +109,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.oldest = -1  # version that every engine held at some time
         self.announced = -1
 
-    # ---- the event loop
-    # -----------------------------------------------------------------------------------------------------------
+    # ---- the event loop ----------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int) -> list[SampleRequest]:
         requests: list[SampleRequest] = await self.coordinator.next_samples(engine, free, 4)
@@ -219,8 +218,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def coordinator_closed(self) -> bool:
         return self.coordinator._closed
 
-    # ---- rules: engines
-    # -----------------------------------------------------------------------------------------------------------
+    # ---- rules: engines ----------------------------------------------------------------------------------------------
 
     def engine(self, number: int) -> str:
         return self.engines[number % len(self.engines)]
@@ -282,8 +280,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             size = self.num_versions(lease.request)
             now(self.coordinator.samples_done(engine, [make_result(lease.request, engine, (lease.seen[0],) * size)]))
 
-    # ---- rules: reward workers
-    # ----------------------------------------------------------------------------------------------------
+    # ---- rules: reward workers ---------------------------------------------------------------------------------------
 
     @rule(worker=st.integers(0, 1), limit=st.integers(1, 3))
     def ask_for_jobs(self, worker: int, limit: int) -> None:
@@ -332,8 +329,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             )
         )
 
-    # ---- rules: trainer and weights
-    # -----------------------------------------------------------------------------------------------
+    # ---- rules: trainer and weights ----------------------------------------------------------------------------------
 
     @rule()
     def ask_for_group(self) -> None:
@@ -377,8 +373,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if held and (self.oldest >= 0 or len(held) == len(self.holds)):
             self.oldest = max(self.oldest, min(held))
 
-    # ---- rules: who comes and goes
-    # ------------------------------------------------------------------------------------------------
+    # ---- rules: who comes and goes -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.engines)
     @rule(number=PICK, replaced=st.booleans(), store_too=st.booleans())
@@ -468,8 +463,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if round_ is None or sample in round_.failed:
                 del self.unscored[sample]
 
-    # ---- rules: everybody
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- rules: everybody --------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK)
@@ -490,8 +484,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.may_stop = False
         now(self.coordinator.stop("ctrl-c"))
 
-    # ---- what must always hold
-    # ----------------------------------------------------------------------------------------------------
+    # ---- what must always hold ---------------------------------------------------------------------------------------
 
     def ledger(self) -> Counter[str]:
         return Counter(entry.event for entry in self.entries)
@@ -581,8 +574,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         lost = self.ledger()["rejected"] + self.ledger()["dropped"]
         assert len(self.admitted()) - lost <= wanted
 
-    # ---- and the run always ends
-    # --------------------------------------------------------------------------------------------------
+    # ---- and the run always ends -------------------------------------------------------------------------------------
 
     def everybody_works(self) -> None:
         """One round of well-behaved roles."""

@@ -36,8 +36,7 @@ def trained(entries: list[Any]) -> list[Any]:
     return [entry for entry in entries if entry.event == "trained"]
 
 
-# ---- whole runs
-# -----------------------------------------------------------------------------------------------------------------------
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("S", [0, 1, 4])
@@ -223,8 +222,7 @@ def test_what_is_generated_does_not_depend_on_engines_or_timing() -> None:
         assert requests(engines, seed) == alone
 
 
-# ---- validation
-# -----------------------------------------------------------------------------------------------------------------------
+# ---- validation ------------------------------------------------------------------------------------------------------
 
 
 def test_validation_comes_first_at_every_multiple_and_last() -> None:
@@ -332,8 +330,7 @@ def test_validation_says_which_versions_its_samples_started_with() -> None:
     asyncio.run(main())
 
 
-# ---- weights
-# --------------------------------------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def ended(c: Coordinator) -> dict[str, Any]:
@@ -441,8 +438,7 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
     asyncio.run(main())
 
 
-# ---- order
-# ----------------------------------------------------------------------------------------------------------------------------
+# ---- order -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
@@ -544,8 +540,7 @@ def test_retried_samples_of_old_groups_go_first() -> None:
     assert now(c.next_samples("rollout-0", 1, 1))[0].sample_id == first.sample_id
 
 
-# ---- answers that come twice, late or from elsewhere
-# --------------------------------------------------------------------------------------
+# ---- answers that come twice, late or from elsewhere -----------------------------------------------------------------
 
 
 def reserved(c: Coordinator) -> int:
@@ -626,8 +621,7 @@ def test_a_cancelled_waiter_loses_nothing() -> None:
     asyncio.run(main())
 
 
-# ---- ends
-# -----------------------------------------------------------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------------------------------
 
 
 def test_stopping_sends_every_waiter_home_at_once() -> None:
@@ -732,8 +726,7 @@ def test_nothing_is_said_after_the_end() -> None:
     asyncio.run(main())
 
 
-# ---- what is told
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- what is told ----------------------------------------------------------------------------------------------------
 
 
 def test_an_update_event_carries_what_a_person_wants_to_see() -> None:

@@ -64,8 +64,7 @@ def attempts(requests: list[SampleRequest]) -> dict[str, tuple[int, int]]:
     return {request.sample_id: (request.seed, request.attempt) for request in requests}
 
 
-# ---- a store that is gone
-# ---------------------------------------------------------------------------------------------------------
+# ---- a store that is gone --------------------------------------------------------------------------------------------
 
 
 def test_what_the_trainer_has_not_taken_is_made_again_from_the_same_seeds() -> None:
@@ -153,8 +152,7 @@ def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_ke
     play(main())
 
 
-# ---- a group that the trainer cannot read
-# -----------------------------------------------------------------------------------------
+# ---- a group that the trainer cannot read ----------------------------------------------------------------------------
 
 
 def test_a_group_that_the_trainer_gives_back_is_taken_again_before_any_other() -> None:
@@ -244,8 +242,7 @@ def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
     play(main())
 
 
-# ---- a picture that is gone
-# -------------------------------------------------------------------------------------------------------
+# ---- a picture that is gone ------------------------------------------------------------------------------------------
 
 
 def test_a_sample_whose_picture_is_gone_is_made_again_and_not_scored_again() -> None:
@@ -280,8 +277,7 @@ def test_pictures_that_are_gone_too_often_drop_the_group() -> None:
     play(main())
 
 
-# ---- those that leave in order
-# ----------------------------------------------------------------------------------------------------
+# ---- those that leave in order ---------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
@@ -335,8 +331,7 @@ def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys(
     play(main())
 
 
-# ---- while a score is tried again
-# -------------------------------------------------------------------------------------------------------
+# ---- while a score is tried again ------------------------------------------------------------------------------------
 
 
 def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> None:
@@ -363,8 +358,7 @@ def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> Non
     run_in_virtual_time(main())
 
 
-# ---- whose fault
-# --------------------------------------------------------------------------------------------------------------------------
+# ---- whose fault -----------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:

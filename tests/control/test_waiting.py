@@ -78,8 +78,7 @@ def test_many_waiters_see_every_condition_change() -> None:
     asyncio.run(main())
 
 
-# ---- a line
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---- a line ----------------------------------------------------------------------------------------------------------
 
 
 class Counterful:
@@ -287,8 +286,7 @@ def test_nothing_is_lost_and_nobody_is_forgotten_among_many_waiters_cancelled_at
     asyncio.run(main())
 
 
-# ---- events and clocks
-# ----------------------------------------------------------------------------------------------------------------
+# ---- events and clocks -----------------------------------------------------------------------------------------------
 
 
 def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:

@@ -43,8 +43,7 @@ def finished(run: Emulated) -> Emulated:
     return run
 
 
-# ---- in virtual time, against the law
-# ---------------------------------------------------------------------------------------------
+# ---- in virtual time, against the law --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated"])
@@ -144,8 +143,7 @@ def test_trainer_and_reward_workers_account_for_all_their_time(recipe: Path, sch
         assert intervals.length(intervals.clip(times, start, end)) == pytest.approx(end - start), actor
 
 
-# ---- profiles of runs
-# -------------------------------------------------------------------------------------------------------------
+# ---- profiles of runs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["sync", "sync_colocated", "async_reward", "one_step_off", "async"])
@@ -189,8 +187,7 @@ def test_a_profile_that_a_run_wrote_can_be_replayed(recipe: Path) -> None:
     assert mean(second.steps(4, 18)) == pytest.approx(mean(first.steps(4, 18)), rel=0.05)
 
 
-# ---- whole runs
-# -------------------------------------------------------------------------------------------------------------------
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
 def left_behind(folder: Path) -> Path:

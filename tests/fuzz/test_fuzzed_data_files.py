@@ -35,8 +35,7 @@ def refused(error: Exception) -> None:
     assert len(str(error)) < 3000
 
 
-# ---- prompts
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
 @few(150)
@@ -61,8 +60,7 @@ def test_prompt_files(tmp_path: Path, content: bytes, suffix: str) -> None:
     path.unlink()
 
 
-# ---- preferences
-# ------------------------------------------------------------------------------------------------------------------
+# ---- preferences -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +111,7 @@ def test_what_preference_files_name(tmp_path: Path, picture: str | bytes) -> Non
     refused(error.value)
 
 
-# ---- profiles and what runs leave behind
-# ------------------------------------------------------------------------------------------
+# ---- profiles and what runs leave behind -----------------------------------------------------------------------------
 
 
 def _profile_or_refusal(path: Path) -> None:

@@ -103,8 +103,7 @@ def play(work: Coroutine[Any, Any, None]) -> None:
     run(main())
 
 
-# ---- a scorer that is down
-# ----------------------------------------------------------------------------------------------------------
+# ---- a scorer that is down -------------------------------------------------------------------------------------------
 
 
 def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer() -> None:
@@ -286,8 +285,7 @@ def test_a_picture_that_is_none_is_not_the_scorers_failure() -> None:
     play(main())
 
 
-# ---- a scorer that is slow
-# ----------------------------------------------------------------------------------------------------------
+# ---- a scorer that is slow -------------------------------------------------------------------------------------------
 
 
 def slow(*seconds: float) -> Judge:
@@ -375,8 +373,7 @@ def test_a_batch_that_is_too_slow_is_scored_one_by_one() -> None:
     play(main())
 
 
-# ---- a scorer that hangs
-# ------------------------------------------------------------------------------------------------------------
+# ---- a scorer that hangs ---------------------------------------------------------------------------------------------
 
 
 def test_samples_that_hang_for_ever_end_the_worker_before_it_is_full_of_threads() -> None:

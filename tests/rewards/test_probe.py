@@ -65,8 +65,7 @@ def typo(call: int) -> AttributeError:
     return AttributeError("'Judge' object has no attribute '_tresh'")
 
 
-# ---- the synthetic sample
-# -----------------------------------------------------------------------------------------------------------
+# ---- the synthetic sample --------------------------------------------------------------------------------------------
 
 
 def test_it_is_two_pictures_of_the_runs_size_with_its_first_prompts() -> None:
@@ -78,8 +77,7 @@ def test_it_is_two_pictures_of_the_runs_size_with_its_first_prompts() -> None:
     assert [(prompt.text, prompt.metadata) for prompt in PROBE.prompts] == [("a cat", {"colour": "red"}), ("a dog", {})]
 
 
-# ---- wrong, or down
-# -----------------------------------------------------------------------------------------------------------------
+# ---- wrong, or down --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,8 +163,7 @@ def test_each_scorer_of_a_reward_is_tried() -> None:
     play(main())
 
 
-# ---- drawn samples
-# ------------------------------------------------------------------------------------------------------------------
+# ---- drawn samples ---------------------------------------------------------------------------------------------------
 
 
 def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage() -> None:
@@ -209,8 +206,7 @@ def test_once_a_drawn_sample_is_scored_nobody_doubts_the_scorer_any_more() -> No
     play(main())
 
 
-# ---- whose fault it is
-# --------------------------------------------------------------------------------------------------------------
+# ---- whose fault it is -----------------------------------------------------------------------------------------------
 
 
 class ConnectTimeout(Exception):

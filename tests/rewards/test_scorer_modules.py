@@ -115,8 +115,7 @@ def test_ctrl_c_during_an_import_stays_ctrl_c(folder: Path) -> None:
         registry.check(schema.Scorer(name="own_module:Own"))
 
 
-# ---- what a scorer needs of a prompt
-# ----------------------------------------------------------------------------------------------
+# ---- what a scorer needs of a prompt ---------------------------------------------------------------------------------
 
 
 class Demanding:

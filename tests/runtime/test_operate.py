@@ -206,7 +206,8 @@ def test_a_run_that_was_killed_is_told_from_its_metrics(tmp_path, capsys, number
 def test_metrics_that_somebody_has_edited_tell_what_numbers_they_still_have(tmp_path, capsys):
     folder = left(tmp_path / "run")
     (folder / "metrics.jsonl").write_text(
-        '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n{"update":1,"validation/reward":"?","validation/ocr":[]}\n'
+        '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n'
+        '{"update":1,"validation/reward":"?","validation/ocr":[]}\n'
     )
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == "the last update was 1, staleness/mean 0.5"

@@ -33,8 +33,7 @@ class Checks:
         self._rounds: list[int] = []  # validated versions, of all lives
         self._lives = 0
 
-    # ---- after each message
-    # -------------------------------------------------------------------------------------------------------------
+    # ---- after each message ------------------------------------------------------------------------------------------
 
     def message(self, coordinator: Coordinator, call: str, args: tuple[Any, ...], answer: Any) -> None:
         """`call` was made with `args` and is about to be answered."""
@@ -139,8 +138,7 @@ class Checks:
             f"update {report.version} trained groups {report.groups}",
         )
 
-    # ---- of a life, and of all
-    # --------------------------------------------------------------------------------------------------------
+    # ---- of a life, and of all ---------------------------------------------------------------------------------------
 
     def life(self, start: int, events: Iterable[Any]) -> None:
         """`events` of one life, which began at version `start`."""

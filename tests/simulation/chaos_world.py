@@ -89,8 +89,7 @@ class World:
         }
         return [kind for kind, there in kinds.items() if there]
 
-    # ---- chance
-    # ---------------------------------------------------------------------------------------------------------------------
+    # ---- chance ------------------------------------------------------------------------------------------------------
 
     def seconds(self, longest: float) -> float:
         """Rarely much longer than `longest`."""
@@ -134,8 +133,7 @@ class World:
     def reward(self, group: int, sample: int) -> float:
         return 0.5 if self._always("equal", group, self.temper.equal_rewards) else float(sample)
 
-    # ---- what the roles tell
-    # --------------------------------------------------------------------------------------------------------
+    # ---- what the roles tell -----------------------------------------------------------------------------------------
 
     def require(self, holds: bool, what: str) -> None:
         """Roles may swallow what is raised in them, this is not swallowed."""
@@ -241,8 +239,7 @@ class Life:
             self.world.seen["checkpoint with ready groups"] += bool(control.ready)
             self.world.checkpoint = control
 
-    # ---- the roles
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- the roles ---------------------------------------------------------------------------------------------------
 
     async def _work(self) -> str:
         await self.trainer.start_from(self.start)
@@ -375,8 +372,7 @@ class Life:
         if not (end := self._ends[name]).done():
             end.set_result(reason)
 
-    # ---- what happens to them
-    # -------------------------------------------------------------------------------------------------------
+    # ---- what happens to them ----------------------------------------------------------------------------------------
 
     def delivered(self, caller: Process, call: str, args: tuple[Any, ...], answer: Any) -> None:
         world = self.world

@@ -164,8 +164,7 @@ class Shift:
                 return
             what()
 
-    # ---- engines
-    # --------------------------------------------------------------------------------------------------------------------
+    # ---- engines -----------------------------------------------------------------------------------------------------
 
     def _hire(self, engine: Engine) -> None:
         self.engines[engine.name] = engine
@@ -230,8 +229,7 @@ class Shift:
         if (newest := self.coordinator.versions.published) is not None:
             self._send(engine, newest)
 
-    # ---- weights
-    # ----------------------------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
         await self.coordinator.announce(self.version, f"digest {self.version}")
@@ -246,8 +244,7 @@ class Shift:
             engine.version = version
             _at_once(self.coordinator.engine_holds(WeightReport(engine.name, version, f"digest {version}")))
 
-    # ---- reward workers
-    # ---------------------------------------------------------------------------------------------------------------
+    # ---- reward workers ----------------------------------------------------------------------------------------------
 
     def _hire_scorer(self, name: str) -> None:
         self.scorers[name] = self._begin(self._score(name))
@@ -280,8 +277,7 @@ class Shift:
         await asyncio.sleep(self.fleet.about(self.times.start_s))
         self._hire_scorer(f"reward-{next(self._numbers)}.new")
 
-    # ---- the trainer
-    # ------------------------------------------------------------------------------------------------------------------
+    # ---- the trainer -------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         fleet, trainer = self.fleet, self.config.trainer

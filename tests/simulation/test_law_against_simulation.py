@@ -38,8 +38,7 @@ JOB: dict[str, Any] = {"rollout__workers": 2, "rollout__max_batch": 8, "rollout_
 STAGES: dict[str, Any] = {"step": 0.5, "export": 0.4, "publish": 1.5, "swap": 0.2, "switch": 0.7}
 
 
-# ---- exact
-# ----------------------------------------------------------------------------------------------------------------------------
+# ---- exact -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps_per_update", [1, 2])
@@ -115,8 +114,7 @@ def test_a_small_budget_makes_a_step_a_share_of_the_way_from_admission_to_weight
     assert found.step_s == pytest.approx((10.0 + 4 * 0.1 + 10.0) / 2, rel=EXACT)
 
 
-# ---- a bound
-# --------------------------------------------------------------------------------------------------------------------------
+# ---- a bound ---------------------------------------------------------------------------------------------------------
 
 seconds = st.one_of(st.just(0.0), st.floats(0.01, 5.0).map(lambda value: round(value, 3)))
 stages = st.builds(ServiceTime, fixed_s=seconds, unit_s=seconds.map(lambda value: value / 3))

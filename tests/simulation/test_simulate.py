@@ -41,8 +41,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(msgspec.structs.replace(a, wall_s=0.0) == msgspec.structs.replace(b, wall_s=0.0))
 
 
-# ---- what is counted
-# ------------------------------------------------------------------------------------------------------------------
+# ---- what is counted -------------------------------------------------------------------------------------------------
 
 
 def test_every_group_is_trained_and_nothing_is_lost() -> None:
@@ -127,8 +126,7 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
     assert 0 < found.buffers["slots"].mean <= 12
 
 
-# ---- reproducible, steady, in lots
-# ----------------------------------------------------------------------------------------------------
+# ---- reproducible, steady, in lots -----------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -223,8 +221,7 @@ def test_only_time_in_the_window_counts() -> None:
     assert gauge.largest == 4
 
 
-# ---- the sweep
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- the sweep -------------------------------------------------------------------------------------------------------
 
 
 def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() -> None:
@@ -241,8 +238,7 @@ def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() 
     assert [arm.config.weights.publish_every for arm in found[4:]] == [1, 2, 2, 2, 2]
 
 
-# ---- the command
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 RECIPE = """\
 model: {path: nowhere/checkpoint}

@@ -53,8 +53,7 @@ def finished(desk: Desk) -> dict[float, int]:
     return times
 
 
-# ---- batches
-# --------------------------------------------------------------------------------------------------------------------------
+# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_makes_one_batch_after_the_other_and_all_samples_of_a_batch_at_once() -> None:
@@ -97,8 +96,7 @@ def test_an_engine_never_holds_more_than_it_may() -> None:
     assert finished(desk) == {10: 3, 20: 3, 30: 3}
 
 
-# ---- swaps
-# ----------------------------------------------------------------------------------------------------------------------------
+# ---- swaps -----------------------------------------------------------------------------------------------------------
 
 
 def test_swap_step_takes_effect_at_the_next_step_and_makes_the_batch_late_by_the_pause() -> None:
@@ -193,8 +191,7 @@ def test_an_idle_engine_swaps_at_once(mode: str) -> None:
     engine_alone(script, weights__swap=mode)
 
 
-# ---- publisher
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- publisher -------------------------------------------------------------------------------------------------------
 
 
 def publish(profile: Any, versions: dict[float, int], engines: int = 2, updates: int = 9) -> Desk:
@@ -241,8 +238,7 @@ def test_a_withdrawn_version_is_not_sent() -> None:
     assert run(main()) == [(5, 2)]
 
 
-# ---- reward workers
-# -------------------------------------------------------------------------------------------------------------------
+# ---- reward workers --------------------------------------------------------------------------------------------------
 
 
 def test_reward_workers_take_whatever_is_there() -> None:
@@ -262,8 +258,7 @@ def test_reward_workers_take_whatever_is_there() -> None:
     assert [(time, len(ids)) for time, ids in run(main()).scored_at] == [(1.5, 1), (4.0, 3), (6.0, 2)]
 
 
-# ---- shared devices
-# -------------------------------------------------------------------------------------------------------------------
+# ---- shared devices --------------------------------------------------------------------------------------------------
 
 
 def test_shared_devices_serve_one_role_at_a_time_and_changing_hands_takes_time() -> None:
@@ -296,8 +291,7 @@ def test_shared_devices_serve_one_role_at_a_time_and_changing_hands_takes_time()
     ]
 
 
-# ---- small things
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- small things ----------------------------------------------------------------------------------------------------
 
 
 def test_service_times_of_a_worker_depend_on_its_name_and_the_seed_alone() -> None:

@@ -21,8 +21,7 @@ def loop_of_this() -> VirtualTimeLoop:
     return loop
 
 
-# ---- time
-# -----------------------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_year_of_sleep_is_a_jump() -> None:
@@ -144,8 +143,7 @@ def test_the_same_program_runs_the_same_way_twice() -> None:
     assert run(main()) == run(main())
 
 
-# ---- asyncio itself
-# -------------------------------------------------------------------------------------------------------------------
+# ---- asyncio itself --------------------------------------------------------------------------------------------------
 
 
 def test_queues_conditions_and_task_groups_work() -> None:
@@ -265,8 +263,7 @@ def test_a_closed_loop_takes_nothing_more() -> None:
             schedule()
 
 
-# ---- what only this loop has
-# ----------------------------------------------------------------------------------------------------------
+# ---- what only this loop has -----------------------------------------------------------------------------------------
 
 
 def test_sleep_until_the_past_returns_without_moving_time() -> None:
@@ -325,8 +322,7 @@ def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any
         run(main())
 
 
-# ---- deadlocks
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- deadlocks -------------------------------------------------------------------------------------------------------
 
 
 def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:

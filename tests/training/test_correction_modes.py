@@ -49,8 +49,7 @@ def mean(values: list[Tensor]) -> Tensor:
     return torch.stack(values).mean()
 
 
-# ---- the policy that the ratio is taken to
-# ----------------------------------------------------------------------------------------
+# ---- the policy that the ratio is taken to ---------------------------------------------------------------------------
 
 
 def test_bypass_takes_the_ratio_to_the_recorded_log_probs(make_config: MakeConfig) -> None:
@@ -218,8 +217,7 @@ def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     assert 0 < metrics["clip_fraction"] < 1
 
 
-# ---- weights
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cap", [None, 1.1])
@@ -302,8 +300,7 @@ def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: Make
     assert "masked/kappa_nats" not in metrics
 
 
-# ---- masks
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- masks -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])

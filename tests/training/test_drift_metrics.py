@@ -117,8 +117,7 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfi
     assert engine.step()["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
 
 
-# ---- engine mismatch
-# --------------------------------------------------------------------------------------------------------------
+# ---- engine mismatch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])

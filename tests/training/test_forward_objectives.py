@@ -107,8 +107,7 @@ def moved(make_config: MakeConfig, name: str, **changes: Any) -> tuple[TrainEngi
     return engine, groups
 
 
-# ---- draws
-# ------------------------------------------------------------------------------------------------------------------------
+# ---- draws -----------------------------------------------------------------------------------------------------------
 
 
 def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -202,8 +201,7 @@ def test_there_is_no_behaviour_policy_to_compare_with(make_config: MakeConfig) -
         engine.log_probs(groups[0])
 
 
-# ---- gradients
-# --------------------------------------------------------------------------------------------------------------------
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3])

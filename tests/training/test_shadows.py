@@ -64,8 +64,7 @@ def mixed(decay: float, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[
     return {name: decay * tensor.double() + (1 - decay) * new[name].double() for name, tensor in old.items()}
 
 
-# ---- what they compute
-# ------------------------------------------------------------------------------------------------------------
+# ---- what they compute -----------------------------------------------------------------------------------------------
 
 
 @backends
@@ -101,8 +100,7 @@ def test_there_are_only_the_shadows_that_somebody_asked_for(make_config: MakeCon
         velocity(engine, "old")
 
 
-# ---- how they follow
-# --------------------------------------------------------------------------------------------------------------
+# ---- how they follow -------------------------------------------------------------------------------------------------
 
 
 @backends
@@ -155,8 +153,7 @@ def test_the_moving_average_follows_every_so_many_steps(
         assert_same(shadow(engine, "ema"), expected, atol=1e-6)
 
 
-# ---- the policy does not notice
-# ---------------------------------------------------------------------------------------------------
+# ---- the policy does not notice --------------------------------------------------------------------------------------
 
 
 @backends
@@ -211,8 +208,7 @@ def test_sharded_parameters_are_gathered_anew_once_they_changed(
     assert not torch.equal(engine.log_probs(group), before)
 
 
-# ---- what is published and kept
-# ---------------------------------------------------------------------------------------------------
+# ---- what is published and kept --------------------------------------------------------------------------------------
 
 
 @backends

@@ -157,8 +157,7 @@ def test_a_manifest_survives_messagepack() -> None:
     assert received == manifest
 
 
-# ---- memory that is used again
-# ----------------------------------------------------------------------------------------------------
+# ---- memory that is used again ---------------------------------------------------------------------------------------
 
 
 def filled(

@@ -30,8 +30,10 @@ def grpo_guard(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutpu
     in `flow_grpo`; c is compared with a log-ratio S times as wide as there, so it cannot be given in nats.
 
     ValueError for a kind other than "flow", the only one whose scale is std sqrt(h); without old_mean; for
-    clip_range_nats; for kl_coef > 0 without ref_mean. Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of
-    the r above, approx_kl of the log-ratio as it was; guard_bias.
+    clip_range_nats; for kl_coef > 0 without ref_mean.
+
+    Metrics: those of `flow_grpo`, ratio_deviation and clipped_* of the r above, approx_kl of the log-ratio as it was;
+    guard_bias.
     """
     if inputs.kind != "flow":
         raise ValueError(
