@@ -20,8 +20,8 @@ _STAMP = 8  # bytes that hold a sample's number
 
 
 def in_flight(nbytes: int) -> int:
-    """Samples between producer and trainer at a time, in every arm: what fits into a fixed memory, between one lot of
-    puts and four. A power of two, so that it divides every number of samples."""
+    """Samples between producer and trainer at a time, in every arm: what fits into a fixed memory, between one bundle
+    of puts and four. A power of two, so that it divides every number of samples."""
     fitting = max(1, _BYTES_IN_FLIGHT // nbytes)
     return max(CONCURRENT_PUTS, min(_MOST_IN_FLIGHT, 1 << (fitting.bit_length() - 1)))
 

@@ -172,7 +172,7 @@ def qwen_image_lora_h800() -> Profile:
         ),
         generate=ServiceTime(_rounded(single - unit), _rounded(unit), cv=0.03),
         score=ServiceTime(unit_s=_rounded(score), cv=0.2),
-        assess=ServiceTime(unit_s=_rounded(passes / 4 * gpus / _SAMPLES), cv=0.03),
+        proximal=ServiceTime(unit_s=_rounded(passes / 4 * gpus / _SAMPLES), cv=0.03),
         train=ServiceTime(unit_s=_rounded(passes * 3 / 4 * gpus / _SAMPLES), cv=0.03),
         step=ServiceTime(step),
         export=ServiceTime(export, cv=0.1),
@@ -205,7 +205,7 @@ def qwen_image_full_h200() -> Profile:
         ),
         generate=ServiceTime(unit_s=_rounded(10 * each), cv=0.03),
         score=ServiceTime(unit_s=score, cv=0.2),
-        assess=ServiceTime(unit_s=_rounded(2 * each), cv=0.03),
+        proximal=ServiceTime(unit_s=_rounded(2 * each), cv=0.03),
         train=ServiceTime(unit_s=_rounded(8 * each), cv=0.03),
         step=ServiceTime(step),
         export=ServiceTime(export, cv=0.1),
@@ -222,7 +222,7 @@ def qwen_image_full_h100_64(four: Profile) -> Profile:
     seconds, groups, node = 100.0, 32, 8
     step = four.step.mean() * 4 / 64
     weights = four.export.mean() + four.publish.mean() + four.swap.mean()
-    work = (four.generate.unit_s + four.score.unit_s + four.assess.unit_s + four.train.unit_s) * _SAMPLES / 64
+    work = (four.generate.unit_s + four.score.unit_s + four.proximal.unit_s + four.train.unit_s) * _SAMPLES / 64
     fixed = (seconds - work - 2 * step - weights - 3 * _HAND_OVER_S) / groups
 
     def shared(service: ServiceTime, fixed_s: float = 0.0) -> ServiceTime:
@@ -244,7 +244,7 @@ def qwen_image_full_h100_64(four: Profile) -> Profile:
         ),
         generate=shared(four.generate),
         score=shared(four.score),
-        assess=shared(four.assess, fixed / 5),
+        proximal=shared(four.proximal, fixed / 5),
         train=shared(four.train, fixed * 4 / 5),
         step=ServiceTime(step),
     )
@@ -280,7 +280,7 @@ def wan22_dance() -> Profile:
         ),
         generate=ServiceTime(unit_s=_rounded(unit), cv=0.03),
         score=ServiceTime(unit_s=_rounded(score), cv=0.2),
-        assess=ServiceTime(unit_s=_rounded(log_probs * scaled), cv=0.03),
+        proximal=ServiceTime(unit_s=_rounded(log_probs * scaled), cv=0.03),
         train=ServiceTime(unit_s=_rounded((update - steps * step) * scaled), cv=0.03),
         step=ServiceTime(step),
         export=ServiceTime(2.0, cv=0.1),

@@ -31,7 +31,7 @@ def to_profile(measured: Measured, rest: Profile, setting: str) -> Profile:
         ),
         generate=_fitted(measured.generate),
         score=rest.score,
-        assess=_fitted(measured.recompute),
+        proximal=_fitted(measured.recompute),
         train=_fitted(measured.train),
         step=_fitted(measured.step),
         export=ServiceTime(publish.export_s),
@@ -49,7 +49,7 @@ def _fitted(timings: Sequence[Timing]) -> ServiceTime:
 def seconds_per_update(profile: Profile, batch: int, train_batch: int, *, recompute: bool) -> float:
     """Of one device that does its share of an update, one stage after the other and each in batches of its own, without
     reward and hand-overs."""
-    trained = profile.train.mean(train_batch) + (profile.assess.mean(train_batch) if recompute else 0.0)
+    trained = profile.train.mean(train_batch) + (profile.proximal.mean(train_batch) if recompute else 0.0)
     samples = _SAMPLES * (profile.generate.mean(batch) / batch + trained / train_batch)
     return samples + _STEPS * profile.step.mean() + profile.export.mean() + profile.publish.mean() + profile.swap.mean()
 

@@ -229,11 +229,8 @@ class TrainerHost:
     def _copies(self) -> CopyTimes:
         if [len(b) for b in self._copy] != [len(b) for b in self._source]:
             self._copy = [bucket.copy() for bucket in self._source]
-        trained = [
-            p.detach().numpy().reshape(-1).view(np.uint8)
-            for p in self._policy.transformer.parameters()
-            if p.requires_grad
-        ]  # type: ignore[attr-defined]
+        parameters = self._policy.transformer.parameters()  # type: ignore[attr-defined]
+        trained = [p.detach().numpy().reshape(-1).view(np.uint8) for p in parameters if p.requires_grad]
         places = _cut(self._copy, [len(tensor) for tensor in trained])
         return CopyTimes(
             tensors=_seconds(lambda: _copy(trained, places)),

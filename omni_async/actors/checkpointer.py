@@ -24,7 +24,7 @@ from omni_async.checkpoint.samples import made_with
 from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.waiting import is_cancelled
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
@@ -102,7 +102,7 @@ class Checkpointer:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
-    async def _write(self, folder: Path, control: Continuation, engine: dict[str, Any], rule: dict[str, Any]) -> None:
+    async def _write(self, folder: Path, control: ControlState, engine: dict[str, Any], rule: dict[str, Any]) -> None:
         place = partial(folder)
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         kept, gone = [], []

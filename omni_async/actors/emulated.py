@@ -104,9 +104,9 @@ class EmulatedRank:
                     f"group {group}: a trajectory of {trajectory.nbytes} bytes arrived, expected {expected}"
                 )
 
-    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Nothing is known of a drift that was not computed: an empty list."""
-        await self._pass(self._profile.assess)
+        await self._pass(self._profile.proximal)
         return []
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
@@ -163,8 +163,8 @@ class EmulatedRule:
         self._plan = plan
         self._rank = rank
 
-    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
-        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer, hurry)
+    def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> EmulatedUpdate:
+        return EmulatedUpdate(self._config, self._plan, self._rank, version, tracer, preempt)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -177,12 +177,12 @@ class EmulatedUpdate:
     """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
 
     def __init__(
-        self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, hurry: Callable[[], bool]
+        self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, preempt: Callable[[], bool]
     ) -> None:
         self._config = config
         self._plan = plan
         self._rank = rank
-        self._hurry = hurry
+        self._preempt = preempt
         self._version = version
         self._tracer = tracer
         self._steps = 0
@@ -197,16 +197,16 @@ class EmulatedUpdate:
         self.groups.append(group)
         if self._plan.mode != "collect":
             await self._begin_turn(first=len(self.groups) == 1)
-            await self._assess(group)
+            await self._recompute_proximal(group)
             await self._accumulate(group)
 
     async def finish(self) -> dict[str, float]:
         if self._plan.mode == "collect":
             await self._begin_turn(first=True)
             for group in self.groups:
-                await self._assess(group)
+                await self._recompute_proximal(group)
             for number, group in enumerate(self.groups, start=1):
-                if self._hurry() and not self._steps:
+                if self._preempt() and not self._steps:
                     raise Abandoned
                 await self._accumulate(group)
                 if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
@@ -220,10 +220,10 @@ class EmulatedUpdate:
             with self._tracer.span("switch", version=self._version):
                 await self._rank.switch()
 
-    async def _assess(self, group: ReadyGroup) -> None:
-        if self._plan.assess:
-            with self._tracer.span("assess", version=self._version, group=group.group):
-                await self._rank.assess(_batch(group))
+    async def _recompute_proximal(self, group: ReadyGroup) -> None:
+        if self._plan.proximal:
+            with self._tracer.span("proximal", version=self._version, group=group.group):
+                await self._rank.recompute_proximal(_batch(group))
 
     async def _accumulate(self, group: ReadyGroup) -> None:
         with self._tracer.span("train", version=self._version, group=group.group):

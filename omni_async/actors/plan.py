@@ -24,13 +24,13 @@ Streaming = Literal["as_ready", "unscaled", "collect"]
 
 @dataclass(frozen=True)
 class Plan:
-    """mode, and `why` in words. assess: groups get a proximal pass when they arrive. weigh: importance weights are made
-    from all of them together. paired: only a group's best and worst sample are trained. rows_per_sample: trained rows
-    of one sample (of one pair: half)."""
+    """mode, and `why` in words. proximal: groups get a proximal pass when they arrive. weigh: importance weights are
+    made from all of them together. paired: only a group's best and worst sample are trained. rows_per_sample: trained
+    rows of one sample (of one pair: half)."""
 
     mode: Streaming
     why: str
-    assess: bool
+    proximal: bool
     weigh: bool
     paired: bool
     rows_per_sample: int
@@ -75,7 +75,7 @@ def plan_updates(config: Config) -> Plan:
         mode=mode,
         why=why,
         weigh=weigh,
-        assess=weigh or (objective.process == "transition" and _recomputes(config)),
+        proximal=weigh or (objective.process == "transition" and _recomputes(config)),
         paired=paired,
         rows_per_sample=rows,
         samples_per_group=2 if paired else rollout.group_size,

@@ -19,7 +19,7 @@ from omni_async.actors.api import CoordinatorApi, ProducerApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
-from omni_async.control.waiting import Bell, is_cancelled
+from omni_async.control.waiting import Event, is_cancelled
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
@@ -50,7 +50,7 @@ class WeightPublisher:
         self._newest: tuple[WeightManifest, Snapshot] | None = None  # that went out
         self._met: set[str] = set()  # engines that can receive together
         self._sending = asyncio.Lock()
-        self._bell = Bell()
+        self._event = Event()
 
     def withdraw(self) -> None:
         """Before an export: its memory is that of a version which was handed over but has not left, or of the last that
@@ -66,7 +66,7 @@ class WeightPublisher:
         """Take over a version; everything that follows happens beside the training."""
         self.withdraw()
         self._waiting = snapshot
-        self._bell.ring()
+        self._event.notify()
 
     async def run(self) -> None:
         """Until cancelled. TransportError if a version can't be sent at all."""
@@ -74,7 +74,7 @@ class WeightPublisher:
             await self._connect()
         while True:
             while self._waiting is None:
-                await self._bell.wait()
+                await self._event.wait()
             async with self._sending:
                 await self._publish_waiting()
             await self._tracer.flush()
@@ -120,13 +120,13 @@ class WeightPublisher:
         if name not in self._producers:
             raise EngineError(f"{name} could not join: the coordinator was told why")
 
-    def dismiss(self, name: str) -> None:
+    def remove_engine(self, name: str) -> None:
         """An engine is gone: nothing is sent to it any more."""
         self._producers.pop(name, None)
 
     async def _lose(self, name: str, version: int | None, error: BaseException) -> None:
         if name in self._producers:
-            self.dismiss(name)
+            self.remove_engine(name)
             what = "it did not join the weight transport" if version is None else f"it did not take version {version}"
             await self._coordinator.engine_lost(
                 name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}"

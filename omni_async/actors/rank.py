@@ -74,10 +74,10 @@ class Rank:
         """Every world_size-th sample; of a preference pair both, since its noise draws are dealt instead."""
         return slice(None) if self._paired else slice(self._rank, None, self._world_size)
 
-    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """A forward pass over this rank's share of a group, before the update's first step."""
         mine = self._share(batch)
-        return await self._run(lambda: self._engine.assess(mine))
+        return await self._run(lambda: self._engine.recompute_proximal(mine))
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         """Forward and backward over this rank's share of a group."""

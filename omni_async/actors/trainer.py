@@ -64,7 +64,7 @@ class Trainer:
         self._plan = plan_updates(config)
         self._checkpoints = checkpoints
         self._version = 0
-        self._hurry = False
+        self._preempt = False
         self._saved: int | None = None
 
     async def start(self) -> None:
@@ -108,30 +108,30 @@ class Trainer:
         """Beside `run`, until cancelled: what follows an export."""
         await self._publisher.run()
 
-    async def hurry(self) -> None:
+    async def preempt(self) -> None:
         """The machine will be taken away: give the update under way up if it has not changed the weights yet, and
         save."""
-        self._hurry = True
+        self._preempt = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
         """An engine joins: until it holds the current weights. EngineError if it does not take them."""
         await self._publisher.admit(engine, producer)
 
-    async def dismiss(self, engine: str) -> None:
+    async def remove_engine(self, engine: str) -> None:
         """An engine is gone."""
-        self._publisher.dismiss(engine)
+        self._publisher.remove_engine(engine)
 
     async def _update(self) -> bool:
         """One update; False if the run is over, be it before its last group came."""
         started = self._clock.now()
-        update = self._rule.begin(self._version, self._tracer, lambda: self._hurry)
+        update = self._rule.begin(self._version, self._tracer, lambda: self._preempt)
         while update.places:
             with self._tracer.span("starved"):
                 groups = await self._coordinator.next_groups(self._version, update.places)
             if not groups:
                 return False
             for group in groups:
-                if self._hurry:
+                if self._preempt:
                     return False
                 await self._add(update, group)
         try:

@@ -34,8 +34,8 @@ class PolicyGradient:
         self._ranks = ranks
         self._history = RewardHistory()
 
-    def begin(self, version: int, tracer: Tracer, hurry: Callable[[], bool] = lambda: False) -> Update:
-        return Update(self._config, self._plan, self._ranks, tracer, version, self._history, hurry)
+    def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> Update:
+        return Update(self._config, self._plan, self._ranks, tracer, version, self._history, preempt)
 
     def state(self) -> dict[str, Any]:
         return {"reward_history": self._history.state()} if self._config.algorithm.advantage.track_prompts else {}
@@ -55,7 +55,7 @@ class Update:
         tracer: Tracer,
         version: int,
         history: RewardHistory,
-        hurry: Callable[[], bool] = lambda: False,
+        preempt: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._plan = plan
@@ -63,7 +63,7 @@ class Update:
         self._tracer = tracer
         self._version = version
         self._history = history
-        self._hurry = hurry
+        self._preempt = preempt
         self._advantage = config.algorithm.advantage
         self._groups_per_step = config.trainer.groups_per_update // config.trainer.steps_per_update
         self._row_weight = 1.0 / (self._groups_per_step * plan.samples_per_group * plan.rows_per_sample)
@@ -81,8 +81,8 @@ class Update:
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         await asyncio.gather(*(rank.fetch(group.group, trajectories) for rank in self._ranks))
         self.groups.append(group)
-        if self._plan.assess:
-            self._drifts.append(await self._assess(group))
+        if self._plan.proximal:
+            self._drifts.append(await self._recompute_proximal(group))
         if self._plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
         elif self._plan.mode == "unscaled":
@@ -115,7 +115,7 @@ class Update:
         for number, (group, advantages) in enumerate(
             zip(self.groups, self._advantages(self.groups), strict=True), start=1
         ):
-            if self._hurry() and not self._step_metrics:
+            if self._preempt() and not self._step_metrics:
                 raise Abandoned
             await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
             if number % self._groups_per_step == 0:
@@ -199,10 +199,10 @@ class Update:
             for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
         ]
 
-    async def _assess(self, group: ReadyGroup) -> list[SampleDrift]:
+    async def _recompute_proximal(self, group: ReadyGroup) -> list[SampleDrift]:
         batch = self._batch(group, [0.0] * self._plan.samples_per_group)
-        with self._tracer.span("assess", version=self._version, group=group.group):
-            found = await asyncio.gather(*(rank.assess(batch) for rank in self._ranks))
+        with self._tracer.span("proximal", version=self._version, group=group.group):
+            found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self._ranks))
         # Rank r has every world_size-th sample from r on.
         return [found[i % len(found)][i // len(found)] for i in range(self._plan.samples_per_group)]
 

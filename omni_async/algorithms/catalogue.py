@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omni_async.algorithms.decay import nft_decay
-from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.schema import Config
 
@@ -17,7 +17,7 @@ def _no_kl(algorithm: Algorithm) -> bool:
     return algorithm.kl_coef == 0
 
 
-def _reference(algorithm: Algorithm) -> frozenset[Shadow]:
+def _reference(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
     return frozenset({"reference"}) if algorithm.kl_coef > 0 else frozenset()
 
 
@@ -72,7 +72,7 @@ def _dppo_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _nft_shadows(algorithm: Algorithm) -> frozenset[Shadow]:
+def _nft_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
     return _reference(algorithm) | {"old"}
 
 
@@ -80,7 +80,7 @@ def _pulls_to_average(algorithm: Algorithm) -> bool:
     return algorithm.awm.ema_coef > 0 or (algorithm.awm.ema_coef_end or 0) > 0
 
 
-def _awm_shadows(algorithm: Algorithm) -> frozenset[Shadow]:
+def _awm_auxiliary(algorithm: Algorithm) -> frozenset[AuxiliaryPolicy]:
     found = set(_reference(algorithm))
     if _pulls_to_average(algorithm):
         found.add("ema")
@@ -121,7 +121,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.flow_grpo:flow_grpo",
         fields=_STEPS,
         homogeneous=_no_kl,
-        shadows=_reference,
+        auxiliary=_reference,
     ),
     Objective(
         name="dance_grpo",
@@ -139,7 +139,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.mix_grpo:mix_grpo",
         fields=_STEPS,
         homogeneous=_mix_homogeneous,
-        shadows=_reference,
+        auxiliary=_reference,
         problems=_mix_problems,
     ),
     Objective(
@@ -149,7 +149,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.grpo_guard:grpo_guard",
         fields=(*_STEPS, "means"),
         homogeneous=_no_kl,
-        shadows=_reference,
+        auxiliary=_reference,
         problems=_guard_problems,
     ),
     Objective(
@@ -162,7 +162,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.flow_dppo:flow_dppo",
         fields=(*_STEPS, "means"),
         homogeneous=_no_kl,
-        shadows=_reference,
+        auxiliary=_reference,
         problems=_dppo_problems,
     ),
     Objective(
@@ -173,7 +173,7 @@ BUILT_IN: tuple[Objective, ...] = (
         fields=_STEPS,
         unit="sample",
         homogeneous=_no_kl,
-        shadows=_reference,
+        auxiliary=_reference,
     ),
     Objective(
         name="diffusion_nft",
@@ -181,7 +181,7 @@ BUILT_IN: tuple[Objective, ...] = (
         process="forward",
         compute="omni_async.algorithms.objectives.diffusion_nft:diffusion_nft",
         fields=_FINAL,
-        shadows=_nft_shadows,
+        auxiliary=_nft_auxiliary,
         old_decay=lambda algorithm, update: nft_decay(algorithm.nft.decay, update),
     ),
     Objective(
@@ -191,7 +191,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.awm:awm",
         fields=_FINAL,
         unit="sample",
-        shadows=_awm_shadows,
+        auxiliary=_awm_auxiliary,
         problems=_awm_problems,
     ),
     Objective(
@@ -204,7 +204,7 @@ BUILT_IN: tuple[Objective, ...] = (
         compute="omni_async.algorithms.objectives.diffusion_dpo:diffusion_dpo",
         fields=_FINAL,
         unit="pair",
-        shadows=lambda algorithm: frozenset({"reference"}),
+        auxiliary=lambda algorithm: frozenset({"reference"}),
         problems=_dpo_problems,
     ),
 )

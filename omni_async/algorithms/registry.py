@@ -17,7 +17,7 @@ from omni_async.config.schema import Config
 
 ENTRY_POINT_GROUP = "omni_async.objectives"
 
-Shadow = Literal["reference", "old", "ema"]
+AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
 
 def _nothing(config: Config) -> Iterator[str]:
@@ -36,8 +36,8 @@ class Objective:
         and worst of a group).
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
-    shadows: further copies of the policy whose velocities the function wants (`reference_velocity` or `ref_mean`, ...).
-    old_decay: of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
+    auxiliary: further copies of the policy whose velocities the function wants (`reference_velocity` or `ref_mean`,
+    ...). old_decay: of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
     problems: combinations with the rest of the configuration that cannot work, one message each.
     """
@@ -49,7 +49,7 @@ class Objective:
     fields: tuple[str, ...]
     unit: Literal["row", "sample", "pair"] = "row"
     homogeneous: Callable[[Algorithm], bool] = lambda algorithm: False
-    shadows: Callable[[Algorithm], frozenset[Shadow]] = lambda algorithm: frozenset()
+    auxiliary: Callable[[Algorithm], frozenset[AuxiliaryPolicy]] = lambda algorithm: frozenset()
     old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0
     problems: Callable[[Config], Iterator[str]] = _nothing
 

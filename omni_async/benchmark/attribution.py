@@ -52,7 +52,7 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
 
     result = {
         "training": claim(trainer["train"]),
-        "recompute": claim(trainer["assess"]),
+        "recompute": claim(trainer["proximal"]),
         "export": claim(trainer["export"]),
         "generation": claim(intervals.at_least(engines, engine_times)),
         "tail": claim(interval for times in engine_times for interval in times),

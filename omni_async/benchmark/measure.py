@@ -26,7 +26,7 @@ _FEWEST = 4
 _STAGES = {
     "generation": ("rollout", ("generate",), "generate"),
     "reward": ("reward", ("score",), "score"),
-    "training": ("trainer", ("train", "assess"), "train"),
+    "training": ("trainer", ("train", "proximal"), "train"),
     "export": ("trainer", ("export",), "export"),
     "publish": ("publisher", ("publish",), "publish"),
 }

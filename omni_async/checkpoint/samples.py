@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from omni_async.checkpoint.state import State
 from omni_async.config import Config
 from omni_async.config.redact import redact
-from omni_async.control.continuation import Unfinished
+from omni_async.control.control_state import Unfinished
 
 _ROLLOUT = (
     "group_size",

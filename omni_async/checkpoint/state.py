@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from omni_async.checkpoint.errors import CheckpointError
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 
 FILE = "state.json"
-FORMAT = 3
+FORMAT = 4
 _LARGEST = 2**30
 _MOST = 10**12  # updates, groups, images: no run has more
 
@@ -22,7 +22,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the
     ready groups were made with."""
 
-    control: Continuation
+    control: ControlState
     pipeline: str
     algorithm: str
     engine: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def _impossible(state: State) -> str | None:
     )
 
 
-def _counts(control: Continuation) -> Iterator[tuple[str, int]]:
+def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
     ledger = control.ledger
     yield from (
         ("version", control.version),

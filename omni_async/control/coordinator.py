@@ -26,20 +26,20 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
+from omni_async.control.group_source import GroupSource
+from omni_async.control.group_table import GroupTable, TooStale
 from omni_async.control.groups import GroupProgress
-from omni_async.control.intake import Intake
 from omni_async.control.ledger import ConservationError, Ledger
-from omni_async.control.outcomes import Outcomes
-from omni_async.control.population import Population, TooStale
 from omni_async.control.record import Record
 from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
 from omni_async.control.requests import RequestFactory
+from omni_async.control.sample_events import SampleEvents
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 from omni_async.types import (
     LedgerEntry,
     Prompt,
@@ -63,19 +63,19 @@ class Coordinator:
         prompts: Sequence[Prompt],
         validation_prompts: Sequence[Prompt],
         ledger_sink: Callable[[LedgerEntry], None],
-        start: Continuation | None = None,
+        start: ControlState | None = None,
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
         """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the
         machine. `has_scored`: the scorers, as they are now, have scored samples of this run: one that fails is waited
         for."""
-        start = start or Continuation()
+        start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
         self._last_version = config.trainer.updates
         self._factory = RequestFactory(config)
-        self._intake = Intake(config, prompts, self._factory, start)
+        self._source = GroupSource(config, prompts, self._factory, start)
         schedule = (
             ValidationSchedule(config.validation.every, self._last_version, start.validated)
             if config.validation
@@ -84,22 +84,22 @@ class Coordinator:
         self._validation = Validation(
             schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)), start.validated
         )
-        self._groups = Population(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
+        self._groups = GroupTable(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleFlow(config)
         self._record = Record(start)
         self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
-        self._outcomes = Outcomes(
+        self._sample_events = SampleEvents(
             config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored
         )
-        self._ready = Bell()
-        self._weights = Bell()
+        self._ready = Event()
+        self._weights = Event()
         self._log = EventLog()
         self._outcome: tuple[str, str | None] | None = None
         self._ended = False
-        self._last_state: Continuation | None = None
+        self._last_state: ControlState | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -115,28 +115,28 @@ class Coordinator:
         return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        self._outcomes.samples_done(engine, results)
+        self._sample_events.samples_done(engine, results)
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """It is generated again with the same seed; after `rollout.retries` the group is dropped."""
-        self._outcomes.sample_failed(engine, sample_id, error)
+        self._sample_events.sample_failed(engine, sample_id, error)
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
         """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this
         worker."""
-        self._outcomes.asks(worker)
+        self._sample_events.asks(worker)
         return await self._samples.jobs(worker, limit)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         """`kinds` maps the sample ids to train or validation, as their jobs said."""
-        self._outcomes.scored(worker, kinds, results)
+        self._sample_events.scored(worker, kinds, results)
 
     async def scorer_wrong(self, reason: str) -> bool:
         """A scorer fails what it is tried with before it gets a sample, in the same way every time. Whether that ends
         the run: not if samples were scored before, for then something that scorers need has gone, and may come back."""
-        if self._outcomes.has_scored:
+        if self._sample_events.has_scored:
             return False
         self._fail(reason)
         return True
@@ -193,7 +193,7 @@ class Coordinator:
         shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
         data = {
             **update_data(report, trained),
-            "images": self._outcomes.images,
+            "images": self._sample_events.images,
             "held": self.versions.held,
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
@@ -224,14 +224,14 @@ class Coordinator:
             await self.engine_lost(report.engine, str(error))  # and with it whatever it made of them
             return
         if newcomer and self.versions.held is not None:
-            self._weights.ring()
+            self._weights.notify()
         self._held_may_differ(before)
 
     def _held_may_differ(self, before: int | None) -> None:
         held = self.versions.held
         if held is None or held == before or self._closed:
             return
-        self._ready.ring()
+        self._ready.notify()
         self._groups.slots.held(held)
         self._samples.add(self._validation.begin(held))
         self._admit()
@@ -243,11 +243,11 @@ class Coordinator:
         if version is None or self._closed:
             return
         while self._groups.may_admit:
-            group = self._intake.next(version)
+            group = self._source.next(version)
             self._groups.admit(group)
             if group.complete:
                 self._groups.complete(group)
-                self._ready.ring()
+                self._ready.notify()
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])
 
@@ -267,17 +267,17 @@ class Coordinator:
             self._log.add("lost", {"name": engine, "reason": reason})
         before = self.versions.held
         self.versions.leave(engine)
-        self._weights.ring()
+        self._weights.notify()
         leased = self._samples.engine_lost(engine)
         self._held_may_differ(
             before
         )  # first: a round that ends with the engine's samples must not be the last one if another is due
         for sample_id in leased:
-            self._outcomes.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
+            self._sample_events.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
 
     async def scorer_lost(self, worker: str) -> None:
         """It is gone, or given up: what it had taken is scored by others."""
-        self._outcomes.scorer_lost(worker)
+        self._sample_events.scorer_lost(worker)
 
     async def engine_leaves(self, engine: str) -> None:
         """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it
@@ -292,12 +292,12 @@ class Coordinator:
         """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is
         generated again."""
         if not self._closed:
-            self._outcomes.objects_lost(engine)
+            self._sample_events.objects_lost(engine)
 
     async def group_gone(self, group: int, reason: str) -> None:
         """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
         if not self._closed:
-            self._outcomes.group_gone(group, reason)
+            self._sample_events.group_gone(group, reason)
 
     # ---- ends of groups and rounds -----------------------------------------------------------------------------------
 
@@ -317,10 +317,10 @@ class Coordinator:
         if why is not None:
             self._fail(why)
         self._admit()
-        self._ready.ring()
+        self._ready.notify()
 
     def group_ready(self) -> None:
-        self._ready.ring()
+        self._ready.notify()
 
     def end_run(self, reason: str) -> None:
         self._fail(reason)
@@ -357,8 +357,8 @@ class Coordinator:
         self._log.add("closing", {"status": status, "reason": reason})
         self._validation.cancel()
         self._samples.close()
-        self._weights.ring()
-        self._ready.ring()
+        self._weights.notify()
+        self._ready.notify()
         if not self._groups.in_training:
             self._end()
 
@@ -391,7 +391,7 @@ class Coordinator:
             self._outcome = ("failed", problem)
         status, reason = self._outcome
         self._log.add(
-            "ended", {"status": status, "reason": reason, "images": self._outcomes.images, **self.ledger.summary()}
+            "ended", {"status": status, "reason": reason, "images": self._sample_events.images, **self.ledger.summary()}
         )
 
     @property
@@ -412,22 +412,22 @@ class Coordinator:
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be
         made again."""
-        self._intake.take_up(groups)
+        self._source.take_up(groups)
 
-    async def continuation(self) -> Continuation:
+    async def continuation(self) -> ControlState:
         """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it
         was before what was unfinished was dropped. OSError if the ledger lines that it counts are not safe."""
         self._ledger_sync()
         return self._last_state or self._state()
 
-    def _state(self) -> Continuation:
+    def _state(self) -> ControlState:
         unfinished, ready = self._groups.state()
-        unfinished_before, ready_before = self._intake.state()
+        unfinished_before, ready_before = self._source.state()
         validated = self._validation.done
-        return Continuation(
+        return ControlState(
             version=self.versions.trained,
-            next_group=self._intake.next_group,
-            images=self._outcomes.images,
+            next_group=self._source.next_group,
+            images=self._sample_events.images,
             validated=validated,
             ledger=self.ledger.state(),
             unfinished=unfinished + unfinished_before,

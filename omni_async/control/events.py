@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 from omni_async.types import Prompt, Score
 
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
@@ -31,15 +31,15 @@ class RunEvent(Struct, frozen=True):
 class EventLog:
     def __init__(self) -> None:
         self._events: list[RunEvent] = []
-        self._bell = Bell()
+        self._event = Event()
 
     def add(self, kind: EventKind, data: dict[str, Any], pictures: tuple[Picture, ...] = ()) -> None:
         self._events.append(RunEvent(kind, data, pictures))
-        self._bell.ring()
+        self._event.notify()
 
     async def take(self) -> list[RunEvent]:
         """All events since the last call, at least one."""
         while not self._events:
-            await self._bell.wait()
+            await self._event.wait()
         events, self._events = self._events, []
         return events

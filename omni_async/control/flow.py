@@ -23,7 +23,7 @@ from omni_async.config import Config
 from omni_async.control.backoff import Backoff, Later
 from omni_async.control.buffer import BufferStatistics, TrajectoryBuffer
 from omni_async.control.leasing import WorkQueue
-from omni_async.control.waiting import Line
+from omni_async.control.waiting import FairQueue
 from omni_async.types import SampleRequest, ScoreJob
 
 
@@ -35,8 +35,8 @@ class SampleFlow:
         self._lost_scorers: set[str] = set()
         self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
         self._buffer = TrajectoryBuffer(config.buffer.trajectories)
-        self._producers = Line(self._may_lease)
-        self._rewarders = Line(self._may_score)
+        self._producers = FairQueue(self._may_lease)
+        self._rewarders = FairQueue(self._may_score)
         self._backoff = Backoff(config.reward.backoff_s, config.reward.backoff_max_s)
         self._retries = Later()
         self._closed = False
@@ -46,7 +46,7 @@ class SampleFlow:
     def add(self, requests: Iterable[SampleRequest]) -> None:
         for request in requests:
             self._queue.add(request)
-        self._producers.ring()
+        self._producers.notify()
 
     def lease(self, engine: str, free: int, capacity: int) -> Awaitable[list[SampleRequest]]:
         """Up to `free` samples for an engine that holds `capacity` at most; none when closed."""
@@ -71,12 +71,12 @@ class SampleFlow:
     def engine_leaves(self, engine: str) -> None:
         """It gets no more leases, though it may have asked, and answers for those it has."""
         self._engines.discard(engine)
-        self._producers.send_home(engine)
+        self._producers.evict(engine)
 
     def engine_lost(self, engine: str) -> list[str]:
         """It gets no more leases, though it may have asked. Returns the samples it has not answered for."""
         self._engines.discard(engine)
-        self._producers.send_home(engine)
+        self._producers.evict(engine)
         return self._queue.leases_of(engine)
 
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
@@ -84,14 +84,14 @@ class SampleFlow:
         place."""
         request = self._queue.end_lease(engine, sample_id)
         if not self._streaming:
-            self._rewarders.ring()
+            self._rewarders.notify()
         return request
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def generated(self, job: ScoreJob) -> None:
         self._buffer.put(job)
-        self._rewarders.ring()
+        self._rewarders.notify()
 
     def jobs(self, worker: str, limit: int) -> Awaitable[list[ScoreJob]]:
         """Up to `limit` samples for a reward worker to score, as many as there are; none when closed."""
@@ -123,7 +123,7 @@ class SampleFlow:
     def scorer_leaves(self, worker: str) -> None:
         """It gets no more samples, though it may have asked, and answers for those it has."""
         self._lost_scorers.add(worker)
-        self._rewarders.send_home(worker)
+        self._rewarders.evict(worker)
 
     def scorer_lost(self, worker: str) -> list[ScoreJob]:
         """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before
@@ -132,8 +132,8 @@ class SampleFlow:
         jobs = self._buffer.jobs_of(worker)
         for job in reversed(jobs):
             self._buffer.retry(job)
-        self._rewarders.send_home(worker)
-        self._rewarders.ring()
+        self._rewarders.evict(worker)
+        self._rewarders.notify()
         return jobs
 
     def suspect(self, sample_id: str) -> None:
@@ -149,24 +149,24 @@ class SampleFlow:
         """After all others: a scorer that failed is tried with another sample."""
         self._buffer.put_off(job)
         self._buffer.put(job)
-        self._rewarders.ring()
+        self._rewarders.notify()
 
     def _retry(self, job: ScoreJob) -> None:
         self._buffer.retry(job)
-        self._rewarders.ring()
+        self._rewarders.notify()
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def release(self, sample_id: str) -> None:
         """The sample's place is free: it was scored, or will not be."""
         self._buffer.release(sample_id)
-        self._producers.ring()
+        self._producers.notify()
 
     def withdraw(self, sample_id: str) -> None:
         """What was made of it is gone: nobody is to score that."""
         self._retries.cancel([sample_id])
         self._buffer.discard({sample_id})
-        self._producers.ring()
+        self._producers.notify()
 
     def forget(self, group: int, sample_ids: Iterable[str]) -> None:
         """The group ended. Leased samples keep their place until their engine answers; everything else of the group is
@@ -175,15 +175,15 @@ class SampleFlow:
         gone = {sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)}
         self._retries.cancel(gone)
         self._buffer.discard(gone)
-        self._producers.ring()
-        self._rewarders.ring()
+        self._producers.notify()
+        self._rewarders.notify()
 
     def close(self) -> None:
         """The run is over: everybody who waits, or asks, gets nothing."""
         self._closed = True
         self._retries.close()
-        self._producers.ring()
-        self._rewarders.ring()
+        self._producers.notify()
+        self._rewarders.notify()
 
     def statistics(self) -> BufferStatistics:
         return self._buffer.statistics()

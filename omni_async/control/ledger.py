@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.config.reading import require_file
-from omni_async.control.continuation import LedgerState
+from omni_async.control.control_state import LedgerState
 from omni_async.control.ledger_prefix import encode_line, extend, require_prefix
 from omni_async.types import LedgerEntry
 

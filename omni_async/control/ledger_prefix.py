@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from omni_async.config.reading import open_file
-from omni_async.control.continuation import LedgerState
+from omni_async.control.control_state import LedgerState
 from omni_async.types import LedgerEntry
 
 _ENCODER = msgspec.json.Encoder()

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from omni_async.control.continuation import Continuation, Round
+from omni_async.control.control_state import ControlState, Round
 
 
 class Record:
-    def __init__(self, start: Continuation) -> None:
+    def __init__(self, start: ControlState) -> None:
         self._rewards = [*start.rewards]
         self._rounds = [*start.rounds]
 

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 
 
 class TaskFailed(RuntimeError):
@@ -30,7 +30,7 @@ class Supervisor:
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}
-        self._changed = Bell()
+        self._changed = Event()
 
     async def __aenter__(self) -> Supervisor:
         return self
@@ -38,8 +38,8 @@ class Supervisor:
     def start(self, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name=name)
         self._tasks[task] = name
-        task.add_done_callback(lambda _: self._changed.ring())
-        self._changed.ring()
+        task.add_done_callback(lambda _: self._changed.notify())
+        self._changed.notify()
         return task
 
     async def wait(self) -> None:

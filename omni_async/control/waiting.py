@@ -1,5 +1,6 @@
-"""Waiting without polling and without being forgotten: `Bell` for few waiters who each look for something else, `Line`
-for many who would all take the same things; `first_of` and `unless` for whoever waits for one of several ends."""
+"""Waiting without polling and without being forgotten: `Event` for few waiters who each look for something else,
+`FairQueue` for many who would all take the same things; `first_of` and `unless` for whoever waits for one of several
+ends."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Bell:
+class Event:
     """`await wait()` returns at the next `ring()`. Callers loop: check a condition, wait, check again. Between a check
     and its wait no other task runs, so no ring is missed; a cancelled waiter takes nothing with it, because every ring
     wakes everyone."""
@@ -28,7 +29,7 @@ class Bell:
             if not future.done() or future.cancelled():
                 self._waiters = [f for f in self._waiters if f is not future]
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         waiters, self._waiters = self._waiters, []
         for future in waiters:
             if not future.done():
@@ -49,7 +50,7 @@ class _Turn:
             self.come.set_result(None)
 
 
-class Line:
+class FairQueue:
     """First come, first served: `await take(what, who)` is `what()`, called when the caller is first in the line and
     `is_open()`, or when `who` was sent home.
 
@@ -76,14 +77,14 @@ class Line:
             return what()
         finally:
             self._line.remove(turn)
-            self.ring()
+            self.notify()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake the first in the line if it is open."""
         if self._line and not self._line[0].come.done() and self._is_open():
             self._line[0].call()
 
-    def send_home(self, who: str) -> None:
+    def evict(self, who: str) -> None:
         """They wait no longer, and never again."""
         self._sent_home.add(who)
         for turn in self._line:

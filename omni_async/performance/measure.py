@@ -39,7 +39,7 @@ def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) ->
     stages = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
         "score": fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in of("score")]),
-        "assess": fit([(per_rank, _seconds(span)) for span in of("assess")]),
+        "proximal": fit([(per_rank, _seconds(span)) for span in of("proximal")]),
         "train": fit([(per_rank, _seconds(span)) for span in of("train") if "group" in span.args]),
         "step": _each([span for span in of("train") if "step" in span.args]),
         "export": _each(of("export")),

@@ -16,6 +16,7 @@ from omni_async.performance.service import NOTHING, ServiceTime
 
 _SHIPPED = "omni_async.performance.profiles"
 _LARGEST_FILE = 10_000_000
+_RENAMED = {"assess": "proximal"}
 
 Bytes = Annotated[int, Meta(ge=0)]
 
@@ -33,7 +34,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
     score     one reward worker, a batch of samples (units: samples; at most reward.batch)
-    assess    the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where
+    proximal  the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where
               the algorithm needs one
     train     the trainer, forward and backward of a group (units: samples per rank)
     step      the trainer, an optimizer step
@@ -50,7 +51,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     assumed: str = ""
     generate: ServiceTime
     score: ServiceTime
-    assess: ServiceTime = NOTHING
+    proximal: ServiceTime = NOTHING
     train: ServiceTime
     step: ServiceTime = NOTHING
     export: ServiceTime = NOTHING
@@ -110,6 +111,9 @@ def _read(path: Path) -> Profile:
     except OSError as error:
         raise ConfigError(f"emulation.profile: {path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        for old, new in _RENAMED.items():
+            if f"unknown field `{old}`" in str(error):
+                raise ConfigError(f"emulation.profile: {path}: `{old}` is called `{new}` now") from None
         raise ConfigError(f"emulation.profile: {path}: not a profile: {error}") from None
     if is_empty(profile):
         raise ConfigError(

@@ -15,10 +15,10 @@ from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
 
 
-def stage_times(config: Config, profile: Profile, *, streams: bool, assesses: bool) -> StageTimes:
-    """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `assesses`: it
-    recomputes log-probs."""
-    job = _Job(config, profile, streams, assesses)
+def stage_times(config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool) -> StageTimes:
+    """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `recomputes_proximal`:
+    it recomputes log-probs."""
+    job = _Job(config, profile, streams, recomputes_proximal)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
     publish = profile.export.mean() + profile.publish.mean() + swap
@@ -64,7 +64,7 @@ def engine_batch(config: Config) -> int:
 class _Job:
     """The stages of one configuration, and what they are together."""
 
-    def __init__(self, config: Config, profile: Profile, streams: bool, assesses: bool) -> None:
+    def __init__(self, config: Config, profile: Profile, streams: bool, recomputes_proximal: bool) -> None:
         rollout, reward, trainer = config.rollout, config.reward, config.trainer
         self._in_step = config.staleness.max_updates == 0
         self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
@@ -75,7 +75,7 @@ class _Job:
         self._group_size, self._places = rollout.group_size, config.buffer.trajectories
         self._samples = trainer.groups_per_update * rollout.group_size
         per_rank = rollout.group_size / trainer.workers
-        self._group = profile.train.mean(per_rank) + (profile.assess.mean(per_rank) if assesses else 0.0)
+        self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
         self._steps = trainer.steps_per_update * profile.step.mean()
         self.train = trainer.groups_per_update * self._group + self._steps
         self.generate = (

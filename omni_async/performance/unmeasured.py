@@ -14,11 +14,11 @@ from omni_async.performance.service import NOTHING
 
 
 def with_estimates(profile: Profile, config: Config) -> Profile:
-    """The profile with `assess`, a forward pass, estimated from `train` where it has no time for it. The same if it
+    """The profile with `proximal`, a forward pass, estimated from `train` where it has no time for it. The same if it
     has, or has none for either."""
-    if profile.assess != NOTHING or profile.train == NOTHING:
+    if profile.proximal != NOTHING or profile.train == NOTHING:
         return profile
-    return replace(profile, assess=profile.train.scaled(1 / _passes(config)))
+    return replace(profile, proximal=profile.train.scaled(1 / _passes(config)))
 
 
 def _passes(config: Config) -> int:
@@ -28,13 +28,13 @@ def _passes(config: Config) -> int:
     return 1 + config.trainer.gradient_checkpointing + backward
 
 
-def unmeasured(profile: Profile, config: Config, *, assesses: bool) -> list[str]:
+def unmeasured(profile: Profile, config: Config, *, recomputes_proximal: bool) -> list[str]:
     """Sentences, one for every stage that the job needs and the profile (as it was read, without estimates) has no time
-    for. `assesses`: it recomputes log-probs."""
+    for. `recomputes_proximal`: it recomputes log-probs."""
     said = []
-    if assesses and profile.assess == NOTHING and profile.train != NOTHING:
+    if recomputes_proximal and profile.proximal == NOTHING and profile.train != NOTHING:
         said.append(
-            f"profile {profile.name} has no time for assess, the pass that recomputes log-probs for the correction:"
+            f"profile {profile.name} has no time for proximal, the pass that recomputes log-probs for the correction:"
             f" estimated as 1/{_passes(config)} of a group's training; a run that needs the pass measures it"
         )
     needed = ["generate", "score", "train", "step", "export", "publish", "swap"]

@@ -26,8 +26,8 @@ class RunControl(CoordinatorApi, Protocol):
 
 
 class Cluster(Protocol):
-    """`connect` reaches what the roles will live on, `start` brings every role up; `crew` and `work` are what each then
-    does until the run is over, by name; `close` frees everything and may be called at any time."""
+    """`connect` reaches what the roles will live on, `start` brings every role up; `workers` and `work` are what each
+    then does until the run is over, by name; `close` frees everything and may be called at any time."""
 
     store: ObjectStore
 
@@ -38,7 +38,7 @@ class Cluster(Protocol):
 
     async def start(self) -> None: ...
 
-    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """Engines and reward workers: they end when the coordinator says so, and can be replaced."""
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
@@ -47,13 +47,13 @@ class Cluster(Protocol):
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """Roles that run until they are cancelled."""
 
-    async def lose(self, name: str, reason: str) -> None: ...
+    async def remove_worker(self, name: str, reason: str) -> None: ...
 
-    async def hire(self, name: str) -> Coroutine[Any, Any, Any]: ...
+    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]: ...
 
-    async def dismiss(self, name: str) -> None: ...
+    async def drain_worker(self, name: str) -> None: ...
 
-    async def hurry(self) -> None:
+    async def preempt(self) -> None:
         """The run was told to stop: no update is worth waiting for."""
 
     async def find_lost(self) -> str | None:

@@ -58,7 +58,7 @@ class InProcessCluster:
         for role in (*rewarders, self._trainer, *others):
             await role.start()
 
-    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {
             name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is None
         }
@@ -74,16 +74,16 @@ class InProcessCluster:
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {"publisher": self._trainer.run_publisher()}
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove_worker(self, name: str, reason: str) -> None:
         """What it stored is everybody's, and stays."""
         del self._actors[name]
         if name.startswith("reward"):
             await self.coordinator.scorer_lost(name)
         else:
-            await self._trainer.dismiss(name)
+            await self._trainer.remove_engine(name)
             await self.coordinator.engine_lost(name, reason)
 
-    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
+    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
         build = roles.build_rewarder if name.startswith("reward") else roles.build_producer
         worker: Any = build(name, self._inputs, self.coordinator, self.store, self._clock)
         await worker.start()
@@ -94,15 +94,15 @@ class InProcessCluster:
                 await self._trainer.admit(name, worker)
             except BaseException:
                 with contextlib.suppress(Exception):
-                    await self.lose(name, "it did not join")
+                    await self.remove_worker(name, "it did not join")
                 raise
         return worker.run()
 
-    async def dismiss(self, name: str) -> None:
+    async def drain_worker(self, name: str) -> None:
         await self._actors[name].leave()
 
-    async def hurry(self) -> None:
-        await self._trainer.hurry()
+    async def preempt(self) -> None:
+        await self._trainer.preempt()
 
     async def find_lost(self) -> str | None:
         return None

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
-from omni_async.control.waiting import Bell, Stopped, is_cancelled, unless
+from omni_async.control.waiting import Event, Stopped, is_cancelled, unless
 from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.faults import Fault
 
@@ -41,13 +41,13 @@ class GaveUp(RuntimeError):
 class Workforce(Protocol):
     """A cluster whose engines and reward workers come and go."""
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove_worker(self, name: str, reason: str) -> None:
         """Free what is left of it, and tell everybody who counts on it."""
 
-    async def hire(self, name: str) -> Work:
+    async def start_worker(self, name: str) -> Work:
         """Start the worker of that name; what it does until the run is over. It has joined when this returns."""
 
-    async def dismiss(self, name: str) -> None:
+    async def drain_worker(self, name: str) -> None:
         """It shall finish what it has, and go."""
 
 
@@ -100,30 +100,30 @@ class Keeper:
         self._tell = tell
         self._record = record
         self._present: dict[str, str] = {}  # place -> the worker in it
-        self._hired: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
         self._leaving: set[str] = set()
         self._given_up: dict[str, str] = {}  # by somebody else: name -> reason
-        self._attended: set[str] = set()  # those at work, as opposed to lost or being hired
+        self._attended: set[str] = set()  # those at work, as opposed to lost or being started
         self._closing = False
         self._scaling = asyncio.Lock()
-        self._bell = Bell()
+        self._event = Event()
 
     def employ(self, name: str, work: Work) -> None:
         """A worker that has joined: keep its place filled."""
         place = place_of(name)
         self._present[place] = name
-        self._hired[place] = max(1, self._hired[place])
+        self._started[place] = max(1, self._started[place])
         self._supervisor.start(place, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
         """Somebody found that it does not do its part."""
         self._given_up[name] = reason
-        self._bell.ring()
+        self._event.notify()
 
     def close(self) -> None:
         """The run is closing: who goes is not missed."""
         self._closing = True
-        self._bell.ring()
+        self._event.notify()
 
     # ---- how many there are ------------------------------------------------------------------------------------------
 
@@ -151,14 +151,14 @@ class Keeper:
             tell(f"{name}: gets no more work, and leaves when it has finished what it has")
             self._leaving.add(name)
             if name in self._attended:
-                await self._workforce.dismiss(name)
+                await self._workforce.drain_worker(name)
         for _ in range(count - len(workers)):
             if self._is_closing():
                 raise ValueError("the run is ending")
             place = next(f"{role}-{i}" for i in range(10**6) if f"{role}-{i}" not in self._present)
             name = self._name(place)
             self._present[place] = name
-            self._hired[place] += 1
+            self._started[place] += 1
             loads = (
                 "loading its model; it gets work once it holds the newest weights"
                 if role == "rollout"
@@ -166,7 +166,7 @@ class Keeper:
             )
             tell(f"{name}: {loads}")
             try:
-                work = await self._workforce.hire(name)
+                work = await self._workforce.start_worker(name)
             except BaseException as error:
                 del self._present[place]
                 if self._is_closing() and isinstance(error, Exception):  # the end is why it did not come
@@ -174,7 +174,7 @@ class Keeper:
                 raise
             if self._is_closing():  # by now, and nobody employs any more
                 work.close()
-                await self._workforce.lose(name, "the run is ending")
+                await self._workforce.remove_worker(name, "the run is ending")
                 raise ValueError("the run is ending")
             self.employ(name, work)
             tell(f"{name}: at work")
@@ -183,7 +183,7 @@ class Keeper:
         return self._closing
 
     def _name(self, place: str) -> str:
-        return f"{place}.{self._hired[place] + 1}" if self._hired[place] else place
+        return f"{place}.{self._started[place] + 1}" if self._started[place] else place
 
     # ---- one place ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Keeper:
                 work.close()  # nobody will attend to it
                 raise
         if name in self._leaving:
-            await self._workforce.lose(name, "it was not needed any more")
+            await self._workforce.remove_worker(name, "it was not needed any more")
             self._present.pop(place, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
@@ -231,11 +231,11 @@ class Keeper:
 
     async def _when(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await self._bell.wait()
+            await self._event.wait()
 
     async def _replaced(self, place: str, name: str, reason: str) -> tuple[str, Work] | None:
         """None: by now nobody is wanted there."""
-        await self._workforce.lose(name, reason)
+        await self._workforce.remove_worker(name, reason)
         for tries in count(1):
             if name in self._leaving:
                 return None
@@ -248,11 +248,11 @@ class Keeper:
             if self._present[place] in self._leaving:
                 return None
             self._present[place] = name
-            self._hired[place] += 1
+            self._started[place] += 1
             try:
-                work = await self._workforce.hire(name)
+                work = await self._workforce.start_worker(name)
                 if name in self._leaving:
-                    await self._workforce.dismiss(name)
+                    await self._workforce.drain_worker(name)
                 return name, work
             except Exception as error:
                 if is_cancelled():

@@ -18,7 +18,7 @@ import numpy as np
 from omni_async.config import Config
 from omni_async.config.schedule import num_existing_devices
 from omni_async.control.clock import Clock
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
 from omni_async.store import ObjectStore
@@ -57,7 +57,7 @@ class Observer:
         console: Console,
         mlflow: MlflowSink | None,
         clock: Clock,
-        start: Continuation | None = None,
+        start: ControlState | None = None,
         owns: bool = True,
     ) -> None:
         self._config = config
@@ -74,7 +74,7 @@ class Observer:
         if self.owns:
             self._taken_over.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
-        start = start or Continuation()
+        start = start or ControlState()
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
         self._untimed_images = 0 if self._wall_before else start.images
         self._rewards: list[float] = []
@@ -93,7 +93,7 @@ class Observer:
         self.on_closing: Callable[[], None] = lambda: None
         self.recall(start)
 
-    def recall(self, start: Continuation) -> None:
+    def recall(self, start: ControlState) -> None:
         """Go back to what the run had come to, as the checkpoint knows it. Spans and faults of this process are all
         kept; rounds of validation that were held are made again."""
         self.closing = asyncio.Event()

@@ -20,7 +20,7 @@ _PRECISION = 10_000
 
 
 @dataclass(frozen=True)
-class Seat:
+class ActorPlacement:
     """`bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads`
     what it may use."""
 
@@ -31,9 +31,9 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Seating:
+class PlacementPlan:
     bundles: tuple[Resources, ...]
-    seats: dict[str, Seat]
+    actors: dict[str, ActorPlacement]
 
     @property
     def cpus(self) -> int:
@@ -56,23 +56,23 @@ def role_names(config: Config) -> dict[str, list[str]]:
     }
 
 
-def seating(config: Config, roles: dict[str, list[str]]) -> Seating:
+def plan_placements(config: Config, roles: dict[str, list[str]]) -> PlacementPlan:
     """`roles` are the actors' names under `control`, `rollout`, `reward` and `trainer`, worker 0 first."""
     names = [name for of_role in roles.values() for name in of_role]
     if config.emulation is not None:
-        return Seating((), {name: Seat(None, 0.0, 0.0, 1) for name in names})
+        return PlacementPlan((), {name: ActorPlacement(None, 0.0, 0.0, 1) for name in names})
     asked = {"control": CONTROL, **{role: getattr(config.placement, role) for role in ("rollout", "reward", "trainer")}}
     bundles: list[Resources] = []
-    seats: dict[str, Seat] = {}
+    actors: dict[str, ActorPlacement] = {}
     for members in _bundles(roles, config.placement.colocated):
         wanted = [asked[role] for role, _ in members]
         together = Resources(cpus=max(r.cpus for r in wanted), gpus=max(r.gpus for r in wanted))
         for (_, name), resources in zip(members, wanted, strict=True):
             cpus = _share(resources.cpus, sum(r.cpus for r in wanted), together.cpus)
             gpus = _share(resources.gpus, sum(r.gpus for r in wanted), together.gpus)
-            seats[name] = Seat(len(bundles), cpus, gpus, max(1, int(resources.cpus)))
+            actors[name] = ActorPlacement(len(bundles), cpus, gpus, max(1, int(resources.cpus)))
         bundles.append(together)
-    return Seating(tuple(bundles), seats)
+    return PlacementPlan(tuple(bundles), actors)
 
 
 def _bundles(roles: dict[str, list[str]], colocated: bool) -> list[list[tuple[str, str]]]:

@@ -23,12 +23,12 @@ from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
-from omni_async.control.continuation import Continuation, LedgerState
+from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
-from omni_async.runtime.placement import role_names, seating
+from omni_async.runtime.placement import plan_placements, role_names
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt
@@ -57,7 +57,7 @@ class RunInputs:
     family: PipelineFamily
     prompts: tuple[Prompt, ...]
     validation_prompts: tuple[Prompt, ...]
-    start: Continuation = field(default_factory=Continuation)
+    start: ControlState = field(default_factory=ControlState)
     run: Path | None = None
     untouched: bool = False
     profile: Profile | None = None
@@ -164,7 +164,7 @@ def _require_accelerators(config: Config) -> None:
         return
     found = most_accelerators()
     # In one process all roles use the same one.
-    needed = min(1.0, *asking.values()) if in_process else seating(config, role_names(config)).gpus
+    needed = min(1.0, *asking.values()) if in_process else plan_placements(config, role_names(config)).gpus
     if found is None or needed <= found[0]:
         return
     have, why = found
@@ -188,7 +188,7 @@ def _joins_a_cluster(config: Config) -> bool:
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:
     """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
     profile = load_profile(emulation.profile)
-    notes = unmeasured(profile, config, assesses=plan_updates(config).assess)
+    notes = unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
     sizes = {
         name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()

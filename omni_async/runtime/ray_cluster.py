@@ -25,7 +25,7 @@ from omni_async.control.waiting import first_of
 from omni_async.runtime import roles
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import place_of
-from omni_async.runtime.placement import Seat, Seating, role_names, seating
+from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements, role_names
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import Connection, StartError, connect, in_thread
 from omni_async.runtime.ray_processes import Whereabouts, end_process
@@ -55,7 +55,7 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
         self._group: PlacementGroup | None = None
-        self._seating: Seating = seating(inputs.config, role_names(inputs.config))
+        self._placements: PlacementPlan = plan_placements(inputs.config, role_names(inputs.config))
         self._connection: Connection | None = None
 
     @property
@@ -72,7 +72,7 @@ class RayCluster:
     async def connect(self) -> None:
         run, stop = self._inputs.config.run, threading.Event()
         starting = asyncio.ensure_future(
-            in_thread(partial(connect, run.ray_address, self._seating.cpus, run.startup_timeout_s, stop)),
+            in_thread(partial(connect, run.ray_address, self._placements.cpus, run.startup_timeout_s, stop)),
         )
         try:
             self._connection = await asyncio.shield(starting)
@@ -88,7 +88,7 @@ class RayCluster:
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
-        await self._reserve(self._seating.bundles)
+        await self._reserve(self._placements.bundles)
         timeout = self._inputs.config.run.startup_timeout_s
         roles_to_start = await in_thread(self._spawn_all)
         starting = asyncio.gather(*(role.start() for role in roles_to_start))
@@ -138,30 +138,30 @@ class RayCluster:
             ) from None
 
     def _spawn(self, name: str, build: Callable[[], Any]) -> Any:
-        seat = self._seating.seats.get(place_of(name)) or self._seat_beside(name)
-        options: dict[str, Any] = {"num_cpus": seat.cpus, "num_gpus": seat.gpus}
-        if seat.bundle is not None:
+        placement = self._placements.actors.get(place_of(name)) or self._placement_beside(name)
+        options: dict[str, Any] = {"num_cpus": placement.cpus, "num_gpus": placement.gpus}
+        if placement.bundle is not None:
             assert self._group is not None, "actors are placed after the group was reserved"
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=seat.bundle
+                self._group, placement_group_bundle_index=placement.bundle
             )
         if self._inputs.config.emulation is None:
             # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps
             # ready.
-            threads = str(seat.threads)
+            threads = str(placement.threads)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
         self._actors[name] = (
             actor_class().options(name=f"{self._run.run_id}/{self._life}/{name}", **options).remote(build)
         )
         return self._proxy(name)
 
-    def _seat_beside(self, name: str) -> Seat:
+    def _placement_beside(self, name: str) -> ActorPlacement:
         """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the
         run asked for at its start, not those of the machine: one more worker shares them."""
         resources = getattr(self._inputs.config.placement, "reward" if name.startswith("reward") else "rollout")
         emulated, shared = self._inputs.config.emulation is not None, self._has_own_ray
         cpus = 0.0 if emulated or shared else resources.cpus
-        return Seat(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
+        return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
 
     async def _locate(self, name: str) -> None:
         self._where[name] = await self._actors[name].whereabouts.remote()
@@ -180,7 +180,7 @@ class RayCluster:
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
-    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
+    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: self._attended(name) for name in self._actors if name.startswith(("rollout", "reward"))}
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
@@ -219,8 +219,8 @@ class RayCluster:
         except (ray.exceptions.RayError, KeyError):
             raise PeerLost(f"{name} is gone") from None
 
-    async def hurry(self) -> None:
-        await self._proxy("trainer").hurry()
+    async def preempt(self) -> None:
+        await self._proxy("trainer").preempt()
 
     async def find_lost(self) -> str | None:
         found: str | None = None
@@ -240,17 +240,17 @@ class RayCluster:
 
     # ---- who comes and goes ------------------------------------------------------------------------------------------
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove_worker(self, name: str, reason: str) -> None:
         """Its process ends, and with it what it stored."""
         await self._end(name)
         if name.startswith("reward"):
             await self.coordinator.scorer_lost(name)
             return
-        await self._proxy("trainer").dismiss(name)
+        await self._proxy("trainer").remove_engine(name)
         await self.coordinator.engine_lost(name, reason)
         await self.coordinator.objects_lost(name)
 
-    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
+    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
         """StartError if it is not ready in time: there may be no room for it."""
         timeout = self._inputs.config.run.startup_timeout_s
         worker = await in_thread(
@@ -268,7 +268,7 @@ class RayCluster:
             # Who is told may be gone too; what happened first is what counts, a cancellation above all.
             with contextlib.suppress(Exception):
                 if not name.startswith("reward"):
-                    await self._proxy("trainer").dismiss(name)
+                    await self._proxy("trainer").remove_engine(name)
                     await self.coordinator.engine_lost(name, "it did not join")
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise StartError(
@@ -277,7 +277,7 @@ class RayCluster:
             raise
         return self._attended(name)
 
-    async def dismiss(self, name: str) -> None:
+    async def drain_worker(self, name: str) -> None:
         await self._proxy(name).leave()
 
     async def _end(self, name: str) -> None:

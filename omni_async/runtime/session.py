@@ -63,7 +63,7 @@ class Session:
                 services.start(name, work)
             for name, work in cluster.work().items():
                 roles.start(name, work)
-            for name, work in cluster.crew().items():
+            for name, work in cluster.workers().items():
                 self._keeper.employ(name, work)
             failure: TaskFailed | None = None
             try:
@@ -149,7 +149,7 @@ async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | 
 async def _stop_when(interrupted: asyncio.Event, cluster: Cluster) -> None:
     await interrupted.wait()
     await cluster.coordinator.stop("on request")
-    await cluster.hurry()
+    await cluster.preempt()
     await asyncio.Event().wait()  # a service: it ends by being cancelled
 
 

@@ -35,7 +35,7 @@ trained on, and how full the buffers are. law / simulated close to 1: nothing bu
 up. Below 1: buffers, publishes, uneven batches or varying service times cost something. With --sweep: a row per
 schedule, and for async one per staleness budget.
 
-Very large jobs are simulated in lots, samples of a group that stay together; --lot sets how many (1: every sample
+Very large jobs are simulated in bundles, samples of a group that stay together; --bundle sets how many (1: every sample
 alone).
 """
 
@@ -69,7 +69,7 @@ def add_simulate(commands: Any) -> None:
     add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
     add(
-        "--lot",
+        "--bundle",
         type=_positive,
         metavar="N",
         help="samples of a group simulated as one (default: as few as finish in about a minute)",
@@ -109,8 +109,8 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     else:
         (_, _, found), (_, _, in_step) = results
         show(console, config, found, in_step)
-    if lots := {found.lot for _, _, found in results} - {1}:
-        console.print(f"simulated in lots of {max(lots)} samples; --lot 1 simulates every sample alone")
+    if bundles := {found.bundle for _, _, found in results} - {1}:
+        console.print(f"simulated in bundles of {max(bundles)} samples; --bundle 1 simulates every sample alone")
     if options.json is not None:
         _write(options.json, _as_json(options.recipe, profile, results))
     return 0
@@ -138,7 +138,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
     """What to simulate, each for how many updates; and what cannot be, with the reason. ConfigError if an option does
     not fit."""
-    from omni_async.simulation.lots import in_lots
+    from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous
 
@@ -153,7 +153,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
             ("sync", synchronous(config), _SYNC_UPDATES),
         ]
     try:
-        in_lots(config, 1 if options.lot is None else options.lot)
+        in_bundles(config, 1 if options.bundle is None else options.bundle)
         for _, job, updates in chosen:
             Steady(job, updates)
     except ValueError as error:
@@ -185,7 +185,7 @@ def _simulate(name: str, config: Config, profile: Profile, updates: int, options
     from omni_async.simulation.simulate import simulate
 
     with _progress(name, updates) as progress:
-        return simulate(config, profile, updates=updates, seed=options.seed, lot=options.lot, progress=progress)
+        return simulate(config, profile, updates=updates, seed=options.seed, bundle=options.bundle, progress=progress)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
 
@@ -63,7 +63,7 @@ class Batch:
         return tuple(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
-class EngineStation:
+class SimulatedEngine:
     """`swapped` is called when the engine holds a version that `stage` could not tell the time of."""
 
     def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class EngineStation:
         self._paused_until = 0.0
         self._pending: int | None = None  # a version that waits for `_owed` more samples
         self._owed = 0
-        self._room = Bell()
+        self._room = Event()
         self._turn: asyncio.Task[None] | None = None
         self._idle_since = self._loop.now
         self._waiting, self._busy = world.meters.waiting["rollout"], world.meters.busy["rollout"]
@@ -138,7 +138,7 @@ class EngineStation:
         world, leased = self._world, self._leased
         room = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
         requests = [leased.popleft() for _ in range(min(room, len(leased)))]
-        seconds = self._draws.seconds("generate", len(requests) * world.lot)
+        seconds = self._draws.seconds("generate", len(requests) * world.bundle)
         self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
         self._loop.call_when(self._batch.end, self._finish, self._batch)
 
@@ -166,7 +166,7 @@ class EngineStation:
                 ],
             )
         )
-        self._room.ring()
+        self._room.notify()
         self._wake()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -199,6 +199,6 @@ class EngineStation:
         self._version, self._pending, self._working = self._pending, None, False
         at_once(self._world.coordinator.engine_holds(WeightReport(self.name, self._version, digest_of(self._version))))
         self._world.count_groups()
-        self._room.ring()
+        self._room.notify()
         self._swapped()
         self._wake()

@@ -23,11 +23,11 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
 from omni_async.performance.unmeasured import with_estimates
-from omni_async.simulation.engine import EngineStation
-from omni_async.simulation.lots import choose_lot, in_lots
+from omni_async.simulation.bundles import choose_bundle, in_bundles
+from omni_async.simulation.engine import SimulatedEngine
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.result import Simulated
-from omni_async.simulation.stations import PublisherStation, TrainerStation, reward_worker, watch
+from omni_async.simulation.simulated_roles import SimulatedPublisher, SimulatedTrainer, reward_worker, watch
 from omni_async.simulation.times import times_of
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
 from omni_async.simulation.world import SharedDevices, World
@@ -67,25 +67,25 @@ def simulate(
     *,
     updates: int | None = None,
     seed: int = 0,
-    lot: int | None = None,
+    bundle: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
     """The job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates (None: the
     recipe's, at least 200).
 
-    `lot`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told of
-    every update. Groups are never rejected, validation and checkpoints are left out. ValueError for too few updates or
-    a lot that does not divide a group; RuntimeError if the run fails, which would be a bug.
+    `bundle`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told
+    of every update. Groups are never rejected, validation and checkpoints are left out. ValueError for too few updates
+    or a lot that does not divide a group; RuntimeError if the run fails, which would be a bug.
     """
     started = time.perf_counter()
     profile = with_estimates(profile, config)
     updates = default_updates(config) if updates is None else updates
-    lot = choose_lot(config, updates) if lot is None else lot
+    bundle = choose_bundle(config, updates) if bundle is None else bundle
     steady = Steady(config, updates)
     ends: list[float] = []
 
     async def play() -> World:
-        world = _world(config, profile, updates, seed, lot)
+        world = _world(config, profile, updates, seed, bundle)
 
         def updated(version: int) -> None:
             ends.append(world.loop.now)
@@ -127,19 +127,19 @@ def simulate(
         staleness_mean=sum(age * count for age, count in staleness.items()) / sum(staleness.values()),
         staleness_max=max(staleness),
         buffers={
-            buffer: world.meters.occupancy(buffer, lot if buffer == "trajectories" else 1)
+            buffer: world.meters.occupancy(buffer, bundle if buffer == "trajectories" else 1)
             for buffer in world.meters.places
         },
         counters=world.coordinator.ledger.counters(),
         times=times,
         law_s=async_step(times, config.staleness.max_updates),
-        lot=lot,
+        bundle=bundle,
     )
 
 
-def _world(config: Config, profile: Profile, updates: int, seed: int, lot: int) -> World:
+def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: int) -> World:
     plan = plan_updates(config)
-    config = _bare(in_lots(config, lot), updates)
+    config = _bare(in_bundles(config, bundle), updates)
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
         raise TypeError("a simulation runs on a loop of virtual time")
@@ -157,7 +157,7 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, lot: int) 
         loop=loop,
         meters=Meters(loop.time, workers, capacities),
         seed=seed,
-        lot=lot,
+        bundle=bundle,
         shared=SharedDevices(loop) if config.placement.colocated else None,
     )
 
@@ -177,13 +177,13 @@ def _bare(config: Config, updates: int) -> Config:
 
 
 async def _play(world: World, updated: Callable[[int], None]) -> None:
-    publisher = PublisherStation(world)
-    engines = [EngineStation(name, world, publisher.swapped) for name in world.config.engine_names]
+    publisher = SimulatedPublisher(world)
+    engines = [SimulatedEngine(name, world, publisher.swapped) for name in world.config.engine_names]
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch(world), name="watcher")
             tasks.create_task(publisher.run(engines), name="publisher")
-            tasks.create_task(TrainerStation(world, publisher, updated).run(), name="trainer")
+            tasks.create_task(SimulatedTrainer(world, publisher, updated).run(), name="trainer")
             for engine in engines:
                 tasks.create_task(engine.lease(), name=engine.name)
             for number in range(world.config.reward.workers):

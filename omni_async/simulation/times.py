@@ -14,9 +14,11 @@ from omni_async.performance.unmeasured import unmeasured, with_estimates
 def times_of(config: Config, profile: Profile) -> StageTimes:
     """Mean seconds per update, in the profile's time."""
     plan = plan_updates(config)
-    return stage_times(config, with_estimates(profile, config), streams=plan.mode != "collect", assesses=plan.assess)
+    return stage_times(
+        config, with_estimates(profile, config), streams=plan.mode != "collect", recomputes_proximal=plan.proximal
+    )
 
 
 def not_measured(config: Config, profile: Profile) -> list[str]:
     """Sentences about stages that the job needs and the profile has no time for."""
-    return unmeasured(profile, config, assesses=plan_updates(config).assess)
+    return unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

@@ -155,7 +155,7 @@ class Explainer:
 
     def _reserved(self, path: str) -> str:
         occupancy = self._chosen.simulated.buffers[BUFFER_NAMES[path]]
-        unit = count(self._chosen.keys, path) / occupancy.capacity  # the simulator may count lots
+        unit = count(self._chosen.keys, path) / occupancy.capacity  # the simulator may count bundles
         if occupancy.largest < occupancy.capacity:
             return f"never more than {occupancy.largest * unit:.0f} were reserved"
         return f"all are reserved at times, {occupancy.mean * unit:.0f} on average"

@@ -212,7 +212,7 @@ def _grid(fewest: int, most: int, unit: int) -> list[int]:
 
 
 def _reserved(here: Point, path: str) -> int:
-    """Most places of a buffer that were ever reserved at once. The simulator may count lots, so only the fraction is
+    """Most places of a buffer that were ever reserved at once. The simulator may count bundles, so only the fraction is
     meaningful."""
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
     return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)

@@ -97,7 +97,7 @@ class _Law:
 
     def of(self, workers: dict[str, int]) -> Split:
         config, plan = with_keys(self.config, _roomy(self.config, workers)), self._plan
-        times = stage_times(config, self._profile, streams=plan.mode != "collect", assesses=plan.assess)
+        times = stage_times(config, self._profile, streams=plan.mode != "collect", recomputes_proximal=plan.proximal)
         return Split(workers, times, times.bottleneck[1])
 
 

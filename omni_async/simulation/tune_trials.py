@@ -24,7 +24,7 @@ from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 _FEWEST_UPDATES = 16
 _MOST_UPDATES = 160
 _PRECISION = 0.005
-_MOST_LOTS = 10_000
+_MOST_BUNDLES = 10_000
 _SEEDS = 3
 
 
@@ -32,7 +32,7 @@ class Simulate(Protocol):
     """`omni_async.simulation.simulate.simulate`, or a stand-in for it."""
 
     def __call__(
-        self, config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None
+        self, config: Config, profile: Profile, *, updates: int | None, seed: int, bundle: int | None
     ) -> Simulated: ...
 
 
@@ -70,7 +70,7 @@ class Trials:
         self._seed = seed
         self._progress = progress
         self._steady = steady_updates(config, profile)
-        self._lot = _lot(config, self._steady)
+        self._bundle = _bundle(config, self._steady)
         self._points: dict[tuple[tuple[str, Value], ...], Point | None] = {}
 
     @property
@@ -134,7 +134,7 @@ class Trials:
         """Simulate any configuration of the same job, whatever the budget says."""
         seed = self._seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
-        simulated = self._simulate(config, self.profile, updates=updates, seed=seed, lot=self._lot)
+        simulated = self._simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
         simulated = replace(simulated, wall_s=0.0)  # what the search took is not what it found
         point = Point(keys, simulated.images_per_s, simulated)
         self.made += 1
@@ -155,10 +155,12 @@ def steady_updates(config: Config, profile: Profile) -> int:
     return math.ceil(min(max(needed, _FEWEST_UPDATES), _MOST_UPDATES))
 
 
-def _lot(config: Config, updates: int) -> int:
+def _bundle(config: Config, updates: int) -> int:
     """Samples simulated as one, the same in every run: as few as let a run take about a second, and none that a batch
     would have to split."""
     rollout = config.rollout
     whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
     samples = updates * config.trainer.groups_per_update * rollout.group_size
-    return next((lot for lot in range(1, whole + 1) if whole % lot == 0 and samples / lot <= _MOST_LOTS), whole)
+    return next(
+        (bundle for bundle in range(1, whole + 1) if whole % bundle == 0 and samples / bundle <= _MOST_BUNDLES), whole
+    )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from omni_async.actors.plan import Plan
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 from omni_async.performance.profile import Profile
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
@@ -59,7 +59,7 @@ class SharedDevices:
         self._working = 0
         self._turn = 0
         self._last_turn: dict[Draws, int] = {}
-        self._left = Bell()
+        self._left = Event()
 
     async def take(self, role: str, worker: Draws) -> None:
         while self._working and self._holder != role:
@@ -75,13 +75,13 @@ class SharedDevices:
     def leave(self) -> None:
         self._working -= 1
         if not self._working:
-            self._left.ring()
+            self._left.notify()
 
 
 @dataclass
 class World:
-    """`lot`: samples that are simulated as one; `config` counts in lots, service times in samples. `shared` is None
-    where every role has devices of its own."""
+    """`bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is
+    None where every role has devices of its own."""
 
     config: Config
     profile: Profile
@@ -90,7 +90,7 @@ class World:
     loop: VirtualTimeLoop
     meters: Meters
     seed: int
-    lot: int
+    bundle: int
     shared: SharedDevices | None
 
     taken: int = 0

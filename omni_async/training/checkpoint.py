@@ -2,7 +2,7 @@
 can read.
 
 They are the trained parameters (adapters only under LoRA), the further policies kept beside them
-(`shadow.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
+(`auxiliary.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
 memory first, and goes on in a thread of its own.
 """
 
@@ -28,20 +28,20 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", modul
 
 _FOLDER = "tensors"
 _MODEL = "model."
-_SHADOW = "shadow."
+_AUXILIARY = "auxiliary."
 _OPTIMIZER = "optimizer."
 
 
 def begin_save(
     folder: Path,
     parameters: Mapping[str, nn.Parameter],
-    shadows: Mapping[str, Tensor],
+    auxiliary: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> Future[Any]:
     """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group`: of the ranks, on
     the CPU, used for nothing else meanwhile; None where there is one."""
-    tensors = _weights(parameters, shadows) | {
+    tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
     writer = HuggingFaceStorageWriter(str(folder / _FOLDER), save_distributed=True)
@@ -53,10 +53,10 @@ def begin_save(
 def load(
     folder: Path,
     parameters: Mapping[str, nn.Parameter],
-    shadows: Mapping[str, Tensor],
+    auxiliary: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Reads a checkpoint into `parameters`, `shadows` and `optimizer`, in place. TrainingError if it is of another
+    """Reads a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place. TrainingError if it is of another
     model or not there."""
     tensors = folder / _FOLDER
     if not any(tensors.glob("*.safetensors")):
@@ -65,8 +65,8 @@ def load(
         stored = set(HuggingFaceStorageReader(str(tensors)).read_metadata().state_dict_metadata)
     except Exception as error:
         raise TrainingError(f"checkpoint {folder} cannot be read: {type(error).__name__}: {error}") from error
-    weights = _weights(parameters, shadows)
-    found = {key for key in stored if key.startswith((_MODEL, _SHADOW))}
+    weights = _weights(parameters, auxiliary)
+    found = {key for key in stored if key.startswith((_MODEL, _AUXILIARY))}
     if weights.keys() != found:
         example = min(weights.keys() ^ found)
         raise TrainingError(
@@ -82,9 +82,9 @@ def load(
         raise TrainingError(f"checkpoint {folder} does not fit this model: {type(error).__name__}: {reason}") from error
 
 
-def _weights(parameters: Mapping[str, nn.Parameter], shadows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _weights(parameters: Mapping[str, nn.Parameter], auxiliary: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_MODEL + name: p.detach() for name, p in parameters.items()} | {
-        _SHADOW + name: tensor for name, tensor in shadows.items()
+        _AUXILIARY + name: tensor for name, tensor in auxiliary.items()
     }
 
 

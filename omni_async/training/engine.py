@@ -1,12 +1,12 @@
 """One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and
 no model family.
 
-The engine waits for nobody but its fellow ranks. `setup`, `assess`, `accumulate`, `step`, `log_probs`, `snapshot`,
-`export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
-those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least one; of a
-preference pair with both). `discard` is local, but all ranks must make the same choice.
+The engine waits for nobody but its fellow ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`,
+`snapshot`, `export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the
+same order, those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least
+one; of a preference pair with both). `discard` is local, but all ranks must make the same choice.
 
-    for group in update:  assess(this rank's samples)        # only where a correction needs it before the first step
+    for group in update:  recompute_proximal(this rank's samples)  # where a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
     metrics = step()      # gradient of the mean loss over rows
     weights = snapshot(version, buckets)
@@ -29,6 +29,7 @@ from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
 from omni_async.training import checkpoint
+from omni_async.training.auxiliary import forget_gathered
 from omni_async.training.device import rank_device
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_loss import ForwardLoss
@@ -44,7 +45,6 @@ from omni_async.training.optimizer import (
     set_learning_rate,
 )
 from omni_async.training.row_loss import RowLoss
-from omni_async.training.shadows import forget_gathered
 from omni_async.training.transition_loss import TransitionLoss
 from omni_async.types import SampleDrift, WeightManifest
 from omni_async.weights.buckets import Bucket, BucketSet
@@ -101,10 +101,10 @@ class TrainEngine:
             torch.autograd.backward(self._loss.losses(group, rows, counts).sum() * weight)
         self._has_rows = True
 
-    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         """The proximal pass of decoupled corrections over this rank's samples; `accumulate` uses it until the update's
         last step."""
-        return self._loss.assess(group)
+        return self._loss.recompute_proximal(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks'
@@ -150,12 +150,16 @@ class TrainEngine:
 
     def _follow(self) -> None:
         """After an optimizer step: the moving average, and after an update's last step the old policy."""
-        shadows, ema, per_update = self._model.shadows, self.config.trainer.ema, self.config.trainer.steps_per_update
+        auxiliary, ema, per_update = (
+            self._model.auxiliary,
+            self.config.trainer.ema,
+            self.config.trainer.steps_per_update,
+        )
         if ema is not None and ema_due(self.optimizer_steps - 1, ema.every):
-            shadows.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
+            auxiliary.follow("ema", ema_decay(self.optimizer_steps - 1, ema.decay, ema.warmup))
         update, step = divmod(self.optimizer_steps, per_update)
-        if step == 0 and "old" in shadows:
-            shadows.follow("old", self._objective.old_decay(self.config.algorithm, update))
+        if step == 0 and "old" in auxiliary:
+            auxiliary.follow("old", self._objective.old_decay(self.config.algorithm, update))
         if step == 0:
             self._loss.end_update(self._progress)
         else:
@@ -199,7 +203,9 @@ class TrainEngine:
         """None: only take part in gathering the shards."""
         lora, dtype = self.config.model.lora, None
         old = {
-            name.removeprefix("old."): t for name, t in self._model.shadows.tensors().items() if name.startswith("old.")
+            name.removeprefix("old."): t
+            for name, t in self._model.auxiliary.tensors().items()
+            if name.startswith("old.")
         }
         adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
         tensors: Iterator[tuple[str, Tensor]]
@@ -234,7 +240,7 @@ class TrainEngine:
         is done when this rank's part of them is written. And what `load` needs besides, as plain values. Call it
         between steps: gradients are not kept."""
         saving = checkpoint.begin_save(
-            Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer, self._saving_group
+            Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer, self._saving_group
         )
         return saving, {"optimizer_steps": self.optimizer_steps}
 
@@ -242,7 +248,7 @@ class TrainEngine:
         """Continues from a checkpoint that any number of ranks may have written; `state` is what `begin_save` gave
         beside it."""
         self.discard()
-        checkpoint.load(Path(folder), self._trainable, self._model.shadows.tensors(), self._optimizer)
+        checkpoint.load(Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer)
         forget_gathered(self._model.transformer)
         self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from omni_async.algorithms.forward_process import noised
 from omni_async.algorithms.objectives.base import ForwardInputs
-from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
@@ -23,7 +23,7 @@ from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
 
-_INPUT_OF: dict[Shadow, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
+_INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
 
 
 class ForwardLoss:
@@ -51,7 +51,7 @@ class ForwardLoss:
         self._micro_batch_size = config.trainer.micro_batch_size
         self._latent_shape = policy.latent_shape(rollout.height, rollout.width)
         self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
-        self._shadows = sorted(objective.shadows(algorithm))
+        self._auxiliary = sorted(objective.auxiliary(algorithm))
         self._paired = objective.unit == "pair"
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
         self._progress = 0.0
@@ -77,8 +77,8 @@ class ForwardLoss:
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
-            _INPUT_OF[shadow]: self._model.shadow_velocity(shadow, x, rows.sigma, rows.conditioning)
-            for shadow in self._shadows
+            _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(auxiliary, x, rows.sigma, rows.conditioning)
+            for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
             velocity=self._model.velocity(x, rows.sigma, rows.conditioning),
@@ -97,9 +97,9 @@ class ForwardLoss:
             self._metrics.record_loss(output.loss, rows.advantage, output.metrics)
         return output.loss
 
-    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         raise TrainingError(
-            f"{self._objective.name} has no ratio to the policy that made a sample, so there is nothing to assess"
+            f"{self._objective.name} has no ratio to the policy that made a sample, so there is no proximal pass"
         )
 
     def log_probs(self, group: GroupBatch) -> Tensor:

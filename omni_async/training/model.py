@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from omni_async.algorithms.registry import Objective, Shadow
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.config.schema import Config, Lora
 from omni_async.policy import Policy
+from omni_async.training.auxiliary import AuxiliaryPolicies
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.errors import TrainingError
-from omni_async.training.shadows import Shadows
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import ADAPTER, diffusers_name, is_injected_adapter
 
@@ -49,7 +49,7 @@ class TrainedModel:
 
     transformer: the module the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
     trainable: what the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise.
-    shadows: the further policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
+    auxiliary: the further policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
     digest: of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else empty).
     """
 
@@ -74,11 +74,13 @@ class TrainedModel:
             _enable_gradient_checkpointing(self.transformer)
         self._place(self.transformer, mesh)
         self.trainable = {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
-        self.shadows = Shadows(self.transformer, self.trainable)
-        wanted = set(objective.shadows(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
-        for shadow in sorted(wanted):
-            if shadow != "reference" or self.lora is None:  # under LoRA the reference is the model without its adapters
-                self.shadows.add(shadow)
+        self.auxiliary = AuxiliaryPolicies(self.transformer, self.trainable)
+        wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
+        for auxiliary in sorted(wanted):
+            if (
+                auxiliary != "reference" or self.lora is None
+            ):  # under LoRA the reference is the model without its adapters
+                self.auxiliary.add(auxiliary)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
         """The policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
@@ -97,14 +99,16 @@ class TrainedModel:
         return velocity.float()
 
     @torch.no_grad()
-    def shadow_velocity(self, shadow: Shadow, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+    def auxiliary_velocity(
+        self, auxiliary: AuxiliaryPolicy, latents: Tensor, sigma: Tensor, conditioning: TensorDict
+    ) -> Tensor:
         """The velocity of another policy, without gradient. `reference` is the policy as loaded."""
-        if shadow == "reference" and self.lora is not None:
+        if auxiliary == "reference" and self.lora is not None:
             with _adapters_off(self.transformer):
                 return self.velocity(latents, sigma, conditioning)
-        if shadow not in self.shadows:
-            raise TrainingError(f"there is no {shadow} policy: the objective did not ask for one")
-        with self.shadows.using(shadow):
+        if auxiliary not in self.auxiliary:
+            raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")
+        with self.auxiliary.using(auxiliary):
             return self.velocity(latents, sigma, conditioning)
 
     def base(self) -> dict[str, nn.Parameter]:

@@ -21,7 +21,7 @@ class RowLoss(Protocol[Rows]):
     def losses(self, group: GroupBatch, rows: Rows, counts: bool) -> Tensor:
         """(R,) with gradient; records metrics of rows that count."""
 
-    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         """The proximal pass: this rank's samples under the current weights, remembered until `end_update`."""
 
     def log_probs(self, group: GroupBatch) -> Tensor:

@@ -2,7 +2,7 @@
 is logged of drift.
 
 Which policy a ratio is taken to is `correction.mode`; `omni_async.training.proximal` says when the proximal policy
-needs a pass of its own (`assess`).
+needs a pass of its own (`recompute_proximal`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class TransitionLoss:
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         reference = None
-        if "reference" in self._objective.shadows(self._algorithm):
-            velocity = self._model.shadow_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
+        if "reference" in self._objective.auxiliary(self._algorithm):
+            velocity = self._model.auxiliary_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows)
         proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(
@@ -117,7 +117,7 @@ class TransitionLoss:
         return output.loss
 
     @torch.no_grad()
-    def assess(self, group: GroupBatch) -> list[SampleDrift]:
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         """The proximal pass: this rank's samples under the current weights, remembered until `end_update`."""
         places: list[tuple[int, int]] = []
         drifts: list[Drift] = []

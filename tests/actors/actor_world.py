@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.config import Config, check
-from omni_async.control.continuation import Continuation
-from omni_async.control.waiting import Bell
+from omni_async.control.control_state import ControlState
+from omni_async.control.waiting import Event
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
@@ -202,21 +202,21 @@ class Desk:
         self.phases: list[str] = []
         self.log: list[str] = []
         self.refuses: Exception | None = None  # what `samples_done` and `report_spans` raise
-        self._bell = Bell()
+        self._event = Event()
 
     def offer(self, *work: Any) -> None:
         for item in work:
             queue = {SampleRequest: self.requests, ScoreJob: self.jobs, ReadyGroup: self.groups}[type(item)]
             queue.append(item)
-        self._bell.ring()
+        self._event.notify()
 
     def close(self) -> None:
         self.closed = True
-        self._bell.ring()
+        self._event.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            await self._bell.wait()
+            await self._event.wait()
 
     async def _take(self, queue: list[Any], limit: int) -> list[Any]:
         await self.until(lambda: bool(queue) or self.closed)
@@ -233,7 +233,7 @@ class Desk:
         if self.refuses:
             raise self.refuses
         self.done += results
-        self._bell.ring()
+        self._event.notify()
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         self.failed.append((sample_id, error))
@@ -244,7 +244,7 @@ class Desk:
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
         assert kinds.keys() == {result.sample_id for result in results}
         self.scored_batches.append(results)
-        self._bell.ring()
+        self._event.notify()
 
     async def scorer_wrong(self, reason: str) -> bool:
         self.wrong.append(reason)
@@ -266,7 +266,7 @@ class Desk:
     async def update_done(self, report: UpdateReport) -> bool:
         self.updates.append(report)
         self.log.append(f"update {report.version}")
-        self._bell.ring()
+        self._event.notify()
         return True
 
     async def announce(self, version: int, digest: str) -> None:
@@ -276,7 +276,7 @@ class Desk:
     async def engine_holds(self, report: WeightReport) -> None:
         self.held.append(report)
         self.log.append(f"{report.engine} holds {report.version}")
-        self._bell.ring()
+        self._event.notify()
 
     async def report_spans(self, spans: list[Span]) -> None:
         if self.refuses:
@@ -286,20 +286,20 @@ class Desk:
     async def phase(self, text: str) -> None:
         self.phases.append(text)
 
-    async def continuation(self) -> Continuation:
+    async def continuation(self) -> ControlState:
         version = self.updates[-1].version if self.updates else self.version
-        return Continuation(version=version, next_group=77, ready=tuple(self.waiting))
+        return ControlState(version=version, next_group=77, ready=tuple(self.waiting))
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
         self.taken_up += groups
 
     async def group_gone(self, group: int, reason: str) -> None:
         self.gone.append((group, reason))
-        self._bell.ring()
+        self._event.notify()
 
     async def engine_lost(self, engine: str, reason: str) -> None:
         self.lost.append((engine, reason))
-        self._bell.ring()
+        self._event.notify()
 
 
 class LossyStore(LocalStore):
@@ -394,7 +394,7 @@ class AccountingRank:
         self.weight = 0.0  # of the rows since the last step
         self.step_weights: list[float] = []
         self.scales: list[float] = []
-        self.assessed: list[TrainGroup] = []
+        self.recomputed: list[TrainGroup] = []
         self.batches: list[TrainGroup] = []
         self.fetched: dict[int, tuple[Any, ...]] = {}  # whole groups
         self.lost: set[Any] = set()
@@ -415,9 +415,9 @@ class AccountingRank:
             raise ObjectLost(f"{missing[0]} is gone")
         self.fetched[group] = tuple(trajectories)
 
-    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
-        self.assessed.append(batch)
-        self.log.append("assess")
+    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
+        self.recomputed.append(batch)
+        self.log.append("proximal")
         return [self._drifts[trajectory] for trajectory in self.fetched[batch.group][self._share]]
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:

@@ -28,7 +28,7 @@ PROFILE = Profile(
     source="a test",
     generate=ServiceTime(),
     score=ServiceTime(fixed_s=1.0, unit_s=0.5),
-    assess=ServiceTime(unit_s=0.25),
+    proximal=ServiceTime(unit_s=0.25),
     train=ServiceTime(unit_s=1.0),
     step=ServiceTime(fixed_s=2.0),
     export=ServiceTime(fixed_s=3.0),
@@ -153,7 +153,7 @@ def test_a_pass_fetches_the_group_and_takes_the_profiles_time_for_a_ranks_share(
             "the fetch is part of the pass that follows it"
         )
         await rank.fetch(3, trajectories())
-        assert await seconds(rank.assess(GROUP)) == pytest.approx(0.5 - 0.3)
+        assert await seconds(rank.recompute_proximal(GROUP)) == pytest.approx(0.5 - 0.3)
         assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0), "and of that alone"
         assert await seconds(rank.step(1.0)) == pytest.approx(2.0)
         assert len(store.fetched) == 8
@@ -239,7 +239,7 @@ def test_a_plan_that_collects_does_everything_at_the_end() -> None:
     changes = {"trainer.steps_per_update": 2, "algorithm.correction.mode": "none"}
     times, desk = update(make_config(**changes), 2)
     assert times == [(10.0, 10.0), (20.0, 20.0)]
-    assert desk.times("assess") == [(20.0, 21.0), (21.0, 22.0)]
+    assert desk.times("proximal") == [(20.0, 21.0), (21.0, 22.0)]
     assert desk.times("train") == [(22.0, 26.0), (26.0, 28.0), (28.0, 32.0), (32.0, 34.0)]
 
 

@@ -126,12 +126,12 @@ def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty
 ) -> None:
     chosen = plan(**changes)
     assert chosen.weigh is weigh
-    assert chosen.assess is weigh, "with one step per update the proximal policy is the one in training"
+    assert chosen.proximal is weigh, "with one step per update the proximal policy is the one in training"
     assert weigh <= (chosen.mode == "collect")
 
 
 @pytest.mark.parametrize(
-    ("mode", "steps", "assess"),
+    ("mode", "steps", "proximal"),
     [
         ("decoupled", 1, False),
         ("decoupled", 2, True),
@@ -141,18 +141,18 @@ def test_weights_come_first_where_they_look_at_all_rows_or_would_scale_a_penalty
         ("interpolated", 2, False),
     ],
 )
-def test_groups_are_assessed_where_the_proximal_policy_is_gone_before_the_last_step(
-    mode: str, steps: int, assess: bool
+def test_groups_get_a_proximal_pass_where_the_proximal_policy_is_gone_before_the_last_step(
+    mode: str, steps: int, proximal: bool
 ) -> None:
     chosen = plan(**correction(mode=mode), **{"trainer.steps_per_update": steps})
-    assert chosen.assess is assess
+    assert chosen.proximal is proximal
     assert not chosen.weigh
 
 
-def test_objectives_on_final_latents_have_nothing_to_assess_or_to_weigh() -> None:
+def test_objectives_on_final_latents_have_nothing_to_recompute_or_to_weigh() -> None:
     for name in ("diffusion_nft", "awm", "diffusion_dpo"):
         chosen = forward(name, **{"trainer.steps_per_update": 2, **TEMPERED, **({} if name == "diffusion_dpo" else KL)})
-        assert not chosen.assess and not chosen.weigh
+        assert not chosen.proximal and not chosen.weigh
 
 
 # ---- what is trained of a group --------------------------------------------------------------------------------------

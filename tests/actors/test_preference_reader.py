@@ -42,7 +42,7 @@ class Desk(QuietDesk):
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         await super().sample_failed(engine, sample_id, error)
-        self._bell.ring()
+        self._event.notify()
 
 
 class Pictures:

@@ -274,8 +274,8 @@ def test_versions_go_on_when_every_engine_is_lost():
 
 def test_an_engine_that_is_dismissed_gets_nothing_more():
     async def scene(stage: Stage) -> None:
-        stage.publisher.dismiss("rollout-0")
-        stage.publisher.dismiss("rollout-7")
+        stage.publisher.remove_engine("rollout-0")
+        stage.publisher.remove_engine("rollout-7")
         stage.publish(1)
         await stage.until(lambda: bool(stage.desk.held))
         assert stage.received(0) == [] and stage.desk.lost == []

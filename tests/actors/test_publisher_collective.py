@@ -152,7 +152,7 @@ def test_one_that_is_dismissed_is_not_waited_for_by_the_next_version() -> None:
     async def scene(stage: Stage) -> None:
         stage.publish(0)
         await stage.held(0, "rollout-0", "gone")
-        stage.publisher.dismiss("gone")
+        stage.publisher.remove_engine("gone")
         stage.publish(1)
         await stage.held(1, "rollout-0")
 

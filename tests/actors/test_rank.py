@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from omni_async.actors.rank import Rank
 from omni_async.checkpoint.state import State, write_state
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
@@ -41,9 +41,9 @@ class Engine:
     def load(self, folder: str, state: dict[str, Any]) -> None:
         self._called(f"load {Path(folder).name} {state}")
 
-    def assess(self, group: GroupBatch) -> list[SampleDrift]:
-        self._called("assess")
-        self.groups.append(("assess", group))
+    def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
+        self._called("proximal")
+        self.groups.append(("proximal", group))
         return [SampleDrift((float(number),), None, 4) for number in group.trajectories]
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
@@ -137,8 +137,8 @@ def test_both_samples_of_a_pair_go_to_every_rank() -> None:
 def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
     async def main() -> None:
         made, engine = await started(1, 2)
-        assert [drift.log_ratio for drift in await made.assess(await fetched(made, 4))] == [(1.0,), (3.0,)]
-        assert [kind for kind, _ in engine.groups] == ["assess"]
+        assert [drift.log_ratio for drift in await made.recompute_proximal(await fetched(made, 4))] == [(1.0,), (3.0,)]
+        assert [kind for kind, _ in engine.groups] == ["proximal"]
 
     asyncio.run(main())
 
@@ -154,12 +154,12 @@ def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_ofte
         await made.fetch(9, ["b", 1, "b", 3])
         store.lost = {1, 3}
         batch = make_batch(4)
-        await made.assess(batch)
+        await made.recompute_proximal(batch)
         await made.accumulate(batch, 1.0)
         await made.discard()
         await made.accumulate(batch, 1.0)
         assert [(kind, [*group.trajectories]) for kind, group in engine.groups] == [
-            ("assess", [1, 3]),
+            ("proximal", [1, 3]),
             ("accumulate", [1, 3]),
             ("accumulate", [1, 3]),
         ]
@@ -180,7 +180,7 @@ def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
         await made.accumulate(second, 1.0)  # fetched, and not in that step
         await made.step(1.0)
         with pytest.raises(KeyError):
-            await made.assess(second)
+            await made.recompute_proximal(second)
 
     asyncio.run(main())
 
@@ -190,7 +190,7 @@ def test_a_group_that_was_not_read_is_an_error_and_one_that_cannot_be_is_lost() 
         made = Rank(0, 1, Engine, LossyStore(1))  # type: ignore[arg-type]
         await made.setup(None, None)
         with pytest.raises(KeyError):
-            await made.assess(make_batch(2))
+            await made.recompute_proximal(make_batch(2))
         with pytest.raises(ObjectLost, match="1 is gone"):
             await made.fetch(9, range(2))
         with pytest.raises(KeyError):
@@ -259,7 +259,7 @@ def test_a_checkpoint_is_read_after_the_model_with_what_was_kept_beside_it(tmp_p
         made = Rank(0, 1, lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
         folder = tmp_path / "update-000003"
         folder.mkdir()
-        write_state(folder, State(Continuation(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))
+        write_state(folder, State(ControlState(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))
         await made.setup(str(folder), None)
         assert engine.calls == ["setup", "load update-000003 {'optimizer_steps': 7}"]
 

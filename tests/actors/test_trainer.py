@@ -19,7 +19,7 @@ from omni_async.actors.update import PolicyGradient
 from omni_async.checkpoint import State, read_state, require_whole
 from omni_async.checkpoint.state import write_state
 from omni_async.control.clock import ManualClock
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot
@@ -46,7 +46,7 @@ class Publications:
     async def admit(self, name: str, producer: Any) -> None:
         self._log.append(f"admit {name}")
 
-    def dismiss(self, name: str) -> None:
+    def remove_engine(self, name: str) -> None:
         self._log.append(f"dismiss {name}")
 
 
@@ -138,7 +138,7 @@ def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
 
     async def main() -> None:
         await stage.trainer.admit("rollout-1", object())
-        await stage.trainer.dismiss("rollout-0")
+        await stage.trainer.remove_engine("rollout-0")
 
     play(main())
     assert stage.desk.log == ["admit rollout-1", "dismiss rollout-0"]
@@ -204,7 +204,7 @@ def test_an_early_end_stops_it_and_leaves_a_checkpoint_of_the_last_whole_update(
 def test_a_resumed_trainer_continues_with_the_checkpoints_version(tmp_path):
     folder = tmp_path / "somewhere"
     folder.mkdir()
-    write_state(folder, State(Continuation(version=2, next_group=4), "qwen_image", "flow_grpo"))
+    write_state(folder, State(ControlState(version=2, next_group=4), "qwen_image", "flow_grpo"))
     stage = Stage(tmp_path / "new", 4, **{"checkpoint.resume": str(folder)})
     stage.desk.version = 2
     stage.play()
@@ -282,7 +282,7 @@ def test_rewards_are_remembered_only_where_that_was_asked_for(tmp_path):
 
 def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
     write_state(
-        tmp_path, State(Continuation(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}})
+        tmp_path, State(ControlState(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}})
     )
     stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
 
@@ -429,7 +429,7 @@ def test_weights_that_the_ledger_does_not_know_of_are_not_saved(tmp_path):
     stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
     continuation = stage.desk.continuation
 
-    async def as_of_the_end() -> Continuation:
+    async def as_of_the_end() -> ControlState:
         return msgspec.structs.replace(await continuation(), version=1)
 
     stage.desk.continuation = as_of_the_end

@@ -46,7 +46,7 @@ class Trained:
         policy = TinyPolicy("0")
         plan = plan_updates(config)
         if first_look_at_all:
-            plan = replace(plan, mode="collect", assess=True, weigh=True)
+            plan = replace(plan, mode="collect", proximal=True, weigh=True)
         behaviour = policy.load_transformer(torch.float32)
         if stale:
             generator = torch.Generator().manual_seed(1)
@@ -375,7 +375,7 @@ def test_an_update_is_given_up_between_two_groups_as_long_as_it_has_changed_noth
     config = make_config(**{"trainer.groups_per_update": 4, **COLLECTED})
     with pytest.raises(Abandoned):
         run_update(
-            config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried
+            config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.hurried
         )
     assert rank.accumulated == after
 
@@ -383,5 +383,7 @@ def test_an_update_is_given_up_between_two_groups_as_long_as_it_has_changed_noth
 def test_an_update_that_has_begun_to_step_is_finished():
     rank = HurriedRank(3)
     config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **COLLECTED})
-    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], hurry=lambda: rank.hurried)
+    run_update(
+        config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.hurried
+    )
     assert rank.accumulated == 4

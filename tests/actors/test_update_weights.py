@@ -54,7 +54,7 @@ def test_weights_of_all_groups_and_ranks_go_to_the_samples_they_were_found_on(wo
     ranks, _ = weigh(world, **{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     expected = LOG_RATIOS.exp() / LOG_RATIOS.exp().mean()
     for rank in ranks:
-        assert rank.log == ["assess", "assess", "accumulate", "accumulate", "step"]
+        assert rank.log == ["proximal", "proximal", "accumulate", "accumulate", "step"]
         torch.testing.assert_close(weights_of(rank), expected, rtol=1e-12, atol=0)
     advantages = torch.tensor(REWARDS[:2], dtype=torch.float64)
     advantages = advantages - advantages.mean(1, keepdim=True)
@@ -65,9 +65,9 @@ def test_weights_of_all_groups_and_ranks_go_to_the_samples_they_were_found_on(wo
 
 def test_weights_and_advantages_are_given_together_and_the_looks_before_have_neither():
     [rank], _ = weigh(**{"algorithm.correction": {"mode": "decoupled", "weights": "tempered"}})
-    assert [batch.advantages for batch in rank.assessed] == [(0.0,) * 4] * 2
-    assert all(batch.weights is None for batch in rank.assessed)
-    for looked, trained in zip(rank.assessed, rank.batches, strict=True):
+    assert [batch.advantages for batch in rank.recomputed] == [(0.0,) * 4] * 2
+    assert all(batch.weights is None for batch in rank.recomputed)
+    for looked, trained in zip(rank.recomputed, rank.batches, strict=True):
         assert (looked.group, looked.seeds, looked.staleness) == (trained.group, trained.seeds, trained.staleness)
 
 
@@ -168,7 +168,7 @@ def test_an_update_with_every_row_masked_has_no_gradient():
 def test_weights_of_an_update_are_made_once_for_all_its_steps():
     settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None}
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1, "trainer.steps_per_update": 2})
-    assert rank.log == ["assess", "assess", "accumulate", "step", "accumulate", "step"]
+    assert rank.log == ["proximal", "proximal", "accumulate", "step", "accumulate", "step"]
     torch.testing.assert_close(weights_of(rank), LOG_RATIOS.exp() / LOG_RATIOS.exp().mean(), rtol=1e-12, atol=0)
 
 
@@ -183,9 +183,9 @@ def test_several_steps_look_at_every_group_when_it_arrives(mode):
         )
         for number in range(2):
             await update.add(make_group(number, REWARDS[number]))
-            assert rank.log == ["assess"] * (number + 1)
+            assert rank.log == ["proximal"] * (number + 1)
         metrics = await update.finish()
-        assert rank.log == ["assess"] * 2 + ["accumulate", "step"] * 2
+        assert rank.log == ["proximal"] * 2 + ["accumulate", "step"] * 2
         assert all(batch.weights is None for batch in rank.batches), "each row's own correction is the rank's to make"
         assert metrics == {"loss": 1.5}
 

@@ -97,7 +97,7 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "shadows"),
+    ("name", "settings", "auxiliary"),
     [
         ("flow_grpo", Algorithm(), set()),
         ("flow_grpo", WITH_KL, {"reference"}),
@@ -120,9 +120,9 @@ def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage() -> No
     ],
 )
 def test_further_policies_are_kept_only_where_the_settings_want_them(
-    name: str, settings: Algorithm, shadows: set[str]
+    name: str, settings: Algorithm, auxiliary: set[str]
 ) -> None:
-    assert find_objective(name).shadows(settings) == shadows
+    assert find_objective(name).auxiliary(settings) == auxiliary
 
 
 def test_the_old_policy_follows_as_its_objective_says() -> None:
@@ -152,7 +152,7 @@ def test_other_packages_add_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     defaults: tuple[Any, ...] = (
         found.unit,
         found.homogeneous(Algorithm()),
-        found.shadows(Algorithm()),
+        found.auxiliary(Algorithm()),
         found.old_decay(Algorithm(), 3),
     )
     assert defaults == ("row", False, frozenset(), 0.0)

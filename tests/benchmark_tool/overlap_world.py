@@ -70,7 +70,7 @@ def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
         spans.append(Span("reward-0", "score", now, now + REWARD, {"samples": 1}))
         now += REWARD + CONTROL
         spans.append(Span("trainer", "starved", waiting, now))
-        spans.append(Span("trainer", "assess", now, now + RECOMPUTE, {"version": version}))
+        spans.append(Span("trainer", "proximal", now, now + RECOMPUTE, {"version": version}))
         now += RECOMPUTE
         for part in range(2):
             spans.append(Span("trainer", "train", now, now + TRAINING / 2, {"version": version, "step": part}))

@@ -14,7 +14,7 @@ _ACTORS = st.sampled_from(["trainer", "rollout-0", "rollout-1", "rollout-2", "re
 _KINDS = st.sampled_from(
     [
         "train",
-        "assess",
+        "proximal",
         "export",
         "checkpoint",
         "generate",
@@ -76,7 +76,7 @@ def test_every_unit_of_time_belongs_to_the_first_category_that_holds_in_it(spans
         engines = under_way("generate", second)
         tests = {
             "training": under_way("train", second, "trainer"),
-            "recompute": under_way("assess", second, "trainer"),
+            "recompute": under_way("proximal", second, "trainer"),
             "export": under_way("export", second, "trainer"),
             "generation": len(engines) >= 3,
             "tail": engines,

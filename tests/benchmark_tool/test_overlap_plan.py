@@ -143,7 +143,7 @@ def test_an_objective_that_corrects_nothing_has_nothing_to_share(tmp_path):
 def test_every_arm_corrects_in_the_same_way(tmp_path, given, mode):
     found = plan(tmp_path, *given)
     assert {p.config.correction.mode for p in found.arms} == {mode}
-    assert len({plan_updates(p.config).assess for p in found.arms}) == 1
+    assert len({plan_updates(p.config).proximal for p in found.arms}) == 1
     assert automatic_correction(8).mode != automatic_correction(2).mode  # what `auto` would have made of it
 
 

@@ -38,10 +38,10 @@ def test_a_record_counts_three_events_for_each_group() -> None:
 def test_the_stopwatch_runs_while_a_call_runs_and_not_while_it_waits() -> None:
     class Clerk:
         def __init__(self) -> None:
-            self.bell = asyncio.Event()
+            self.event = asyncio.Event()
 
         async def wait(self, what: str) -> str:
-            await self.bell.wait()
+            await self.event.wait()
             return what
 
         async def fail(self) -> None:
@@ -55,7 +55,7 @@ def test_the_stopwatch_runs_while_a_call_runs_and_not_while_it_waits() -> None:
         before = watch.seconds
         await asyncio.sleep(0.02)
         assert watch.seconds == before > 0
-        clerk.bell.set()
+        clerk.event.set()
         assert await waiting == "tea"
         assert watch.seconds > before
         with pytest.raises(LookupError, match="nothing here"):

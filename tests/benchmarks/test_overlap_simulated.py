@@ -45,7 +45,7 @@ def test_the_recipes_readme_names_the_laws_smallest_useful_budget(recipe: Path) 
     config = load(recipe, ["staleness.max_updates=2"])
     assert config.emulation is not None
     profile, plan = load_profile(config.emulation.profile), plan_updates(config)
-    times = stage_times(config, profile, streams=plan.mode != "collect", assesses=plan.assess)
+    times = stage_times(config, profile, streams=plan.mode != "collect", recomputes_proximal=plan.proximal)
     (line,) = [line for line in (recipe.parent / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert float(cells[3]) == pytest.approx(times.bottleneck[1], rel=0.01)

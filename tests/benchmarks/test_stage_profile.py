@@ -52,7 +52,11 @@ def test_every_stage_is_measured_at_every_batch_size(out: Path) -> None:
 def test_the_profile_replays_what_was_measured(out: Path) -> None:
     measured, profile = measured_in(out), load_profile(str(out / "profile.json"))
     rest = load_profile("qwen_image_lora_h800")
-    for stage, timings in (("generate", measured.generate), ("assess", measured.recompute), ("train", measured.train)):
+    for stage, timings in (
+        ("generate", measured.generate),
+        ("proximal", measured.recompute),
+        ("train", measured.train),
+    ):
         seconds = sum(timing.median_s for timing in timings)
         assert sum(getattr(profile, stage).mean(timing.units) for timing in timings) == pytest.approx(seconds, rel=1e-6)
     assert profile.export.mean() == measured.publish["lora"].export_s
@@ -146,7 +150,9 @@ def test_published_throughput_stands_beside_a_model_of_the_published_size(out: P
     assert "| published: LoRA rank 64, guidance, 4 H800 | 0.305 |" in table
     assert "| published: all weights, no guidance, 4 H200 | 0.510 |" in table
     # Of one GPU of four, one image at a time and two trained at a time, with the profile's own scoring and hand-overs.
-    stages = 128 * (profile.generate.mean(2) / 2 + profile.assess.unit_s + profile.train.unit_s + profile.score.unit_s)
+    stages = 128 * (
+        profile.generate.mean(2) / 2 + profile.proximal.unit_s + profile.train.unit_s + profile.score.unit_s
+    )
     others = (
         2 * profile.step.mean()
         + profile.export.mean()

@@ -23,7 +23,7 @@ from omni_async.checkpoint.folders import finish, newest_first, partial, rotate
 from omni_async.checkpoint.manifest import sync, write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
-from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 
 
 def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
@@ -32,7 +32,7 @@ def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     shutil.rmtree(place, ignore_errors=True)
     (place / "tensors").mkdir(parents=True)
     save_file({"model.x": np.arange(200, dtype=np.uint8)}, place / "tensors" / "shard.safetensors")
-    control = Continuation(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
+    control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
     write_state(place, State(control, "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)
@@ -43,7 +43,7 @@ def test_what_was_written_is_whole_and_says_what_it_is(tmp_path: Path) -> None:
     folder = make(tmp_path, 20)
     require_whole(folder)
     state = read_state(folder)
-    assert state.control == Continuation(version=20, next_group=9, unfinished=(Unfinished(7, 2),))
+    assert state.control == ControlState(version=20, next_group=9, unfinished=(Unfinished(7, 2),))
     assert [path.name for path in tmp_path.iterdir()] == ["update-000020"]
 
 
@@ -199,10 +199,10 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (b"{}", "has format 1, this version reads 3"),
-        (b'{"format": 2}', "has format 2, this version reads 3"),
-        (b'{"format": 3}', "missing required field"),
-        (b'{"format": 3, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
+        (b"{}", "has format 1, this version reads 4"),
+        (b'{"format": 3}', "has format 3, this version reads 4"),
+        (b'{"format": 4}', "missing required field"),
+        (b'{"format": 4, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
     ],
@@ -248,7 +248,7 @@ def test_the_state_comes_back_as_it_was(
     folder = tmp_path_factory.mktemp("state")
     ledger = LedgerState(3, {"trained": 3}, reasons, staleness)
     state = State(
-        Continuation(version, 5, 7, None, ledger, tuple(map(Unfinished, groups))),
+        ControlState(version, 5, 7, None, ledger, tuple(map(Unfinished, groups))),
         "p",
         "a",
         {"optimizer_steps": 3},
@@ -292,7 +292,7 @@ def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp
     folder = tmp_path / folder_name(3)
     place = partial(folder)
     place.mkdir(parents=True)
-    write_state(place, State(Continuation(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
+    write_state(place, State(ControlState(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
     write_manifest(place)
     finish(folder)
     require_whole(folder)

@@ -17,7 +17,7 @@ from omni_async.checkpoint import CheckpointError, State, require_whole
 from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
-from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 
 SAMPLE = ReadySample("7/0", None, None, Score(0.5), (0, 0))
@@ -28,10 +28,10 @@ READY = ReadyGroup(7, Prompt(0, "x"), None, 0, (SAMPLE,))
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "checkpoint" / "tensors").mkdir(parents=True)
     save_file({"model.x": np.zeros(4, np.float32)}, tmp_path / "checkpoint" / "tensors" / "shard.safetensors")
-    return with_state(tmp_path / "checkpoint", Continuation(version=3, next_group=9))
+    return with_state(tmp_path / "checkpoint", ControlState(version=3, next_group=9))
 
 
-def with_state(folder: Path, control: Continuation, **engine: object) -> Path:
+def with_state(folder: Path, control: ControlState, **engine: object) -> Path:
     write_state(folder, State(control, "p", "a", dict(engine)))
     return vouched(folder)
 
@@ -171,27 +171,27 @@ def test_a_shard_whose_tensors_lie_elsewhere_is_refused(folder: Path, offsets: t
 @pytest.mark.parametrize(
     ("control", "why"),
     [
-        (Continuation(version=-1), "version is -1"),
-        (Continuation(version=10**400), "version is a number of 1329 bits"),
-        (Continuation(next_group=10**13), "next_group is 10000000000000"),
-        (Continuation(validated=-3), "validated is -3"),
-        (Continuation(ledger=LedgerState(-1)), "admitted is -1"),
-        (Continuation(ledger=LedgerState(1, {"trained": -5})), "trained is -5"),
-        (Continuation(ledger=LedgerState(1, staleness={-1: 4})), "staleness is -1"),
-        (Continuation(unfinished=(Unfinished(-4),)), "an unfinished group is -4"),
-        (Continuation(unfinished=(Unfinished(4), Unfinished(4))), "a group stands there twice"),
-        (Continuation(unfinished=(Unfinished(7),), ready=(READY,)), "a group stands there twice"),
-        (Continuation(ready=(msgspec.structs.replace(READY, samples=()),)), "has no samples"),
+        (ControlState(version=-1), "version is -1"),
+        (ControlState(version=10**400), "version is a number of 1329 bits"),
+        (ControlState(next_group=10**13), "next_group is 10000000000000"),
+        (ControlState(validated=-3), "validated is -3"),
+        (ControlState(ledger=LedgerState(-1)), "admitted is -1"),
+        (ControlState(ledger=LedgerState(1, {"trained": -5})), "trained is -5"),
+        (ControlState(ledger=LedgerState(1, staleness={-1: 4})), "staleness is -1"),
+        (ControlState(unfinished=(Unfinished(-4),)), "an unfinished group is -4"),
+        (ControlState(unfinished=(Unfinished(4), Unfinished(4))), "a group stands there twice"),
+        (ControlState(unfinished=(Unfinished(7),), ready=(READY,)), "a group stands there twice"),
+        (ControlState(ready=(msgspec.structs.replace(READY, samples=()),)), "has no samples"),
     ],
 )
-def test_a_state_that_no_run_can_have_is_refused(folder: Path, control: Continuation, why: str) -> None:
+def test_a_state_that_no_run_can_have_is_refused(folder: Path, control: ControlState, why: str) -> None:
     said = refusal(with_state(folder, control))
     assert "is of no run: " in said and why in said
 
 
 def test_a_counter_that_no_machine_counts_to_is_refused(folder: Path) -> None:
     assert "engine.optimizer_steps is a number of" in refusal(
-        with_state(folder, Continuation(), optimizer_steps=10**100)
+        with_state(folder, ControlState(), optimizer_steps=10**100)
     )
 
 
@@ -202,9 +202,9 @@ def test_a_deeply_nested_state_is_refused(folder: Path) -> None:
 
 
 def test_a_ready_group_without_trajectories_is_refused(folder: Path) -> None:
-    assert "000000007.safetensors is missing" in refusal(with_state(folder, Continuation(ready=(READY,))))
+    assert "000000007.safetensors is missing" in refusal(with_state(folder, ControlState(ready=(READY,))))
     write_group(folder, 7, [np.zeros(3, np.float32)])
-    require_whole(with_state(folder, Continuation(ready=(READY,))))
+    require_whole(with_state(folder, ControlState(ready=(READY,))))
 
 
 @pytest.mark.parametrize(

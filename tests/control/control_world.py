@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config, check
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
 from omni_async.types import (
@@ -109,11 +109,11 @@ def make_coordinator(
     validation_prompts: int = 2,
     start_version: int = 0,
     start_group: int = 0,
-    start: Continuation | None = None,
+    start: ControlState | None = None,
 ) -> tuple[Coordinator, list[LedgerEntry]]:
     """A coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
-    start = start or Continuation(version=start_version, next_group=start_group)
+    start = start or ControlState(version=start_version, next_group=start_group)
     coordinator = Coordinator(
         config, "run-1", make_prompts(prompts), make_prompts(validation_prompts), entries.append, start
     )

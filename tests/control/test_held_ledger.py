@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from omni_async.control.continuation import LedgerState
+from omni_async.control.control_state import LedgerState
 from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.control.ledger_prefix import encode_line, extend

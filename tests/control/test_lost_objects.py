@@ -433,7 +433,7 @@ def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_t
         for number in range(
             8
         ):  # it is back: one worker after the other has an answer for the sample it knows, and asks
-            c._outcomes.asks(f"reward-{number}")
+            c._sample_events.asks(f"reward-{number}")
         await goes_down("reward-5")
         assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], (
             "when all was well"

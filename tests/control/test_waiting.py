@@ -1,4 +1,4 @@
-"""Bell, line, event log and clocks: the small parts everything waits on."""
+"""Event, line, event log and clocks: the small parts everything waits on."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
 from omni_async.control.events import EventLog, Picture
-from omni_async.control.waiting import Bell, Line, unless
+from omni_async.control.waiting import Event, FairQueue, unless
 from omni_async.types import Prompt, Score
 
 
 def test_a_ring_wakes_everyone_who_waits_and_nobody_later() -> None:
     async def main() -> None:
-        bell = Bell()
-        bell.ring()
-        waiters = [asyncio.create_task(bell.wait()) for _ in range(3)]
+        event = Event()
+        event.notify()
+        waiters = [asyncio.create_task(event.wait()) for _ in range(3)]
         await asyncio.sleep(0)
-        assert bell.waiting == 3
-        bell.ring()
-        assert bell.waiting == 0
+        assert event.waiting == 3
+        event.notify()
+        assert event.waiting == 0
         await asyncio.gather(*waiters)
-        late = asyncio.create_task(bell.wait())
+        late = asyncio.create_task(event.wait())
         await asyncio.sleep(0)
         assert not late.done()
         late.cancel()
@@ -34,17 +34,17 @@ def test_a_ring_wakes_everyone_who_waits_and_nobody_later() -> None:
 
 def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     async def main() -> None:
-        bell = Bell()
-        first, second = (asyncio.create_task(bell.wait()) for _ in range(2))
+        event = Event()
+        first, second = (asyncio.create_task(event.wait()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert bell.waiting == 1
-        bell.ring()
+        assert event.waiting == 1
+        event.notify()
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
-        assert bell.waiting == 0
+        assert event.waiting == 0
 
     asyncio.run(main())
 
@@ -53,20 +53,20 @@ def test_many_waiters_see_every_condition_change() -> None:
     """Check, wait, check again: ten consumers of one counter take each item once."""
 
     async def main() -> None:
-        bell = Bell()
+        event = Event()
         items: list[int] = []
         taken: list[int] = []
 
         async def consume() -> None:
             while True:
                 while not items:
-                    await bell.wait()
+                    await event.wait()
                 taken.append(items.pop())
 
         consumers = [asyncio.create_task(consume()) for _ in range(10)]
         for number in range(100):
             items.append(number)
-            bell.ring()
+            event.notify()
             if number % 7 == 0:
                 await asyncio.sleep(0)
         for _ in range(20):
@@ -88,7 +88,7 @@ class Counterful:
         self.items: list[int] = []
         self.taken: list[tuple[str, int]] = []
         self.looks = 0
-        self.line = Line(self.is_open)
+        self.line = FairQueue(self.is_open)
 
     def is_open(self) -> bool:
         self.looks += 1
@@ -96,7 +96,7 @@ class Counterful:
 
     def put(self, *items: int) -> None:
         self.items += items
-        self.line.ring()
+        self.line.notify()
 
     async def take(self, who: str) -> int:
         def first() -> int:
@@ -172,7 +172,7 @@ def test_an_event_wakes_as_many_as_there_is_work_for_however_many_wait() -> None
         assert counter.looks <= 10, "not one look of each of a thousand waiters"
         counter.looks = 0
         for _ in range(50):
-            counter.line.ring()  # nothing is there
+            counter.line.notify()  # nothing is there
         await turns(5)
         assert counter.looks == 50
         assert counter.line.waiting == 997
@@ -202,15 +202,15 @@ def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
 def test_who_is_sent_home_waits_no_longer_and_the_others_keep_their_places() -> None:
     async def main() -> None:
         opened, served = False, []
-        line = Line(lambda: opened)
+        line = FairQueue(lambda: opened)
         waiting = [asyncio.create_task(line.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
         await asyncio.sleep(0)
-        line.send_home("b")
+        line.evict("b")
         await waiting[1]
         assert served == ["b"] and line.waiting == 2
         await line.take(lambda: served.append("b again"), "b")
         opened = True
-        line.ring()
+        line.notify()
         await asyncio.gather(*waiting)
         assert served == ["b", "b again", "a", "c"]
 

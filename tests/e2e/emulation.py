@@ -27,7 +27,7 @@ PROFILE = Profile(
     source="made up",
     generate=ServiceTime(fixed_s=2.0, unit_s=1.0),
     score=ServiceTime(fixed_s=0.5, unit_s=0.25),
-    assess=ServiceTime(unit_s=0.2),
+    proximal=ServiceTime(unit_s=0.2),
     train=ServiceTime(fixed_s=0.4, unit_s=0.4),
     step=ServiceTime(fixed_s=1.0),
     export=ServiceTime(fixed_s=0.5),
@@ -101,7 +101,7 @@ def emulate(recipe: Path, *overrides: str, folder: Path | None = None) -> Emulat
         cluster = InProcessCluster(inputs, RunDirectory(folder), VirtualClock())
         await cluster.start()
         services = [asyncio.create_task(work) for work in cluster.services().values()]
-        await asyncio.gather(watch(cluster), *cluster.work().values(), *cluster.crew().values())
+        await asyncio.gather(watch(cluster), *cluster.work().values(), *cluster.workers().values())
         for service in services:
             service.cancel()
         await asyncio.gather(*services, return_exceptions=True)

@@ -94,8 +94,8 @@ def test_log_probs_are_recomputed_where_the_algorithm_needs_it(recipe: Path, col
         *(["algorithm.correction.mode=none"] if collected else []),
     ]
     run = finished(emulate(recipe, *overrides))
-    assessed = sum(span.kind == "assess" for span in run.spans)
-    assert assessed == (3 * 8 if collected else 0)
+    recomputed = sum(span.kind == "proximal" for span in run.spans)
+    assert recomputed == (3 * 8 if collected else 0)
     assert run.steps(1, 3) == pytest.approx([sync_step(times_of(run.config, PROFILE))] * 2, rel=1e-3)
 
 
@@ -169,7 +169,7 @@ def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, sch
         "generate": rollout.max_batch,
         "score": run.config.reward.batch,
         "train": per_rank,
-        "assess": per_rank,
+        "proximal": per_rank,
     }.items():
         assert getattr(found, stage).mean(units) == pytest.approx(getattr(profile, stage).mean(units), rel=0.05), stage
     for stage in ("step", "export", "publish", "swap"):

@@ -32,7 +32,7 @@ SMALL = Payload(trajectory=20_000, media=3_000, weights=100_000)
 
 def profile(slow: str, seconds: float, payload: Payload = SMALL) -> Profile:
     """Everything is quick but for one stage."""
-    stages = ("generate", "score", "assess", "train", "step", "export", "publish", "swap", "switch")
+    stages = ("generate", "score", "proximal", "train", "step", "export", "publish", "swap", "switch")
     return Profile(
         name="small",
         source="made up",

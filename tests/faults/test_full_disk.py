@@ -155,7 +155,7 @@ def test_a_fault_that_cannot_be_recorded_ends_the_run_with_the_reason(
         await control.over.wait()
 
     monkeypatch.setattr(
-        runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, crew={"rollout-0": engine})
+        runtime, "build_cluster", lambda *_: HandCluster({"trainer": trainer}, workers={"rollout-0": engine})
     )
     summary = train(preflight(write_world(tmp_path)), RememberingConsole())
     assert summary.status == "failed"

@@ -19,7 +19,7 @@ from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import read_state, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config, ConfigError, load
-from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from tests.e2e.emulation import write_recipe
@@ -35,7 +35,7 @@ def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None
     ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
     write_state(
         folder,
-        State(Continuation(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"),
+        State(ControlState(version, 9, 36, None, ledger, (Unfinished(5), Unfinished(6)), ready), pipeline, "flow_grpo"),
     )
     write_manifest(folder)
 

@@ -92,7 +92,7 @@ def test_validation_samples_take_other_steps_and_do_not_count() -> None:
 def test_every_other_stage_is_what_its_spans_say() -> None:
     spans = [Span("reward-0", "score", 10.0 * n, 10.0 * n + 1.0 + 0.25 * n, {"samples": n}) for n in (1, 2, 4, 8)]
     spans += [Span("trainer", "train", 10.0 * g, 10.0 * g + 2.0, {"version": 0, "group": g}) for g in range(3)]
-    spans += [Span("trainer", "assess", 10.0 * g, 10.0 * g + 1.2, {"version": 0, "group": g}) for g in range(3)]
+    spans += [Span("trainer", "proximal", 10.0 * g, 10.0 * g + 1.2, {"version": 0, "group": g}) for g in range(3)]
     spans += trained(40.0)
     spans += [
         Span("trainer", "export", 41.0, 41.7, {"version": 1}),
@@ -107,7 +107,7 @@ def test_every_other_stage_is_what_its_spans_say() -> None:
     found = measured(spans)
     assert (found.score.fixed_s, found.score.unit_s) == pytest.approx((1.0, 0.25))
     assert found.train.mean(4) == pytest.approx(2.0), "eight samples on two ranks are four units"
-    assert found.assess.mean(4) == pytest.approx(1.2)
+    assert found.proximal.mean(4) == pytest.approx(1.2)
     assert found.step.mean() == pytest.approx(0.5)
     assert found.export.mean() == pytest.approx(0.7)
     assert found.publish.mean() == pytest.approx(2.0), "until the last engine has staged it"
@@ -130,7 +130,7 @@ def test_what_a_run_has_no_spans_of_is_zero_and_named() -> None:
     assert set(found.stages()) - {"score"} == {stage for stage, service in found.stages().items() if service == NOTHING}
     assert (
         found.assumed
-        == "zero because the run shows nothing of it: generate, assess, train, step, export, publish, swap, switch"
+        == "zero because the run shows nothing of it: generate, proximal, train, step, export, publish, swap, switch"
     )
     assert found.name == "run-1" and found.source.startswith("a test")
 

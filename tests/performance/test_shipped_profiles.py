@@ -69,16 +69,16 @@ def test_generation_with_lora_takes_what_is_published_one_by_one_and_in_batches(
 
 def test_the_wan_log_is_split_into_its_own_stages() -> None:
     profile, per_npu = load_profile("wan22_dance"), SAMPLES / 8
-    assert profile.assess.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
+    assert profile.proximal.mean(per_npu) == pytest.approx(548.9, rel=1e-4)
     assert profile.train.mean(per_npu) + 4 * profile.step.mean() == pytest.approx(735.3, rel=1e-4)
     assert profile.export.mean() + profile.publish.mean() + profile.swap.mean() == pytest.approx(6.8, rel=1e-4)
 
 
 def test_a_node_of_eight_gpus_does_the_work_of_eight_gpus() -> None:
     gpu, node = load_profile("qwen_image_full_h200"), load_profile("qwen_image_full_h100_64")
-    for stage in ("generate", "score", "assess", "train"):
+    for stage in ("generate", "score", "proximal", "train"):
         assert getattr(gpu, stage).unit_s / getattr(node, stage).unit_s == pytest.approx(8, rel=1e-4)
-    assert node.generate.fixed_s == gpu.train.fixed_s == 0 < node.assess.fixed_s < node.train.fixed_s
+    assert node.generate.fixed_s == gpu.train.fixed_s == 0 < node.proximal.fixed_s < node.train.fixed_s
 
 
 def test_the_judge_takes_three_seconds_in_the_median_and_a_minute_once_in_a_hundred() -> None:

@@ -47,14 +47,14 @@ def job(**trainer: object) -> Config:
 )
 def test_a_forward_pass_is_estimated_from_what_training_does(lora, checkpointing, passes):
     config = replace(job(gradient_checkpointing=checkpointing), model=Model(path="model", lora=lora))
-    assert with_estimates(PROFILE, config).assess.mean(4) == pytest.approx(PROFILE.train.mean(4) / passes)
-    assert f"1/{passes} of a group's training" in unmeasured(PROFILE, config, assesses=True)[0]
+    assert with_estimates(PROFILE, config).proximal.mean(4) == pytest.approx(PROFILE.train.mean(4) / passes)
+    assert f"1/{passes} of a group's training" in unmeasured(PROFILE, config, recomputes_proximal=True)[0]
 
 
 def test_what_was_measured_stays():
-    measured = replace(PROFILE, assess=SECOND)
+    measured = replace(PROFILE, proximal=SECOND)
     assert with_estimates(measured, job()) == measured
-    assert unmeasured(measured, job(), assesses=True) == []
+    assert unmeasured(measured, job(), recomputes_proximal=True) == []
 
 
 def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
@@ -67,7 +67,7 @@ def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
 def test_it_is_said_only_where_the_job_needs_it():
     [said] = not_measured(job(), PROFILE)
     assert said.startswith(
-        "profile run has no time for assess, the pass that recomputes log-probs for the correction: estimated as 1/3"
+        "profile run has no time for proximal, the pass that recomputes log-probs for the correction: estimated as 1/3"
     )
     assert not_measured(job(steps_per_update=1), PROFILE) == []
 

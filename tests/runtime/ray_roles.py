@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 
 
 class UnsettledError(RuntimeError):
@@ -30,22 +30,22 @@ class Meeting:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._bell = Bell()
+        self._event = Event()
         self._open = False
 
     async def next_groups(self, version: int, places: int) -> int:  # a long call, by its name
         assert asyncio.get_running_loop() is self._loop
         while not self._open:
-            await self._bell.wait()
+            await self._event.wait()
         return version
 
     async def announce(self, version: int, digest: str) -> int:  # a control call: how many wait
         assert asyncio.get_running_loop() is self._loop
-        return self._bell.waiting
+        return self._event.waiting
 
     async def stop(self, reason: str) -> None:
         self._open = True
-        self._bell.ring()
+        self._event.notify()
 
 
 class Echo:

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from omni_async.config import Config, load
-from omni_async.control.continuation import LedgerState
+from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.store import LocalStore, ObjectStore
@@ -128,13 +128,13 @@ Role = Callable[[Control], Coroutine[Any, Any, None]]
 
 
 class HandCluster:
-    """A Cluster of roles that are given as functions of the control. Those of the `crew` are replaced by others of the
-    same kind."""
+    """A Cluster of roles that are given as functions of the control. Those of the `workers` are replaced by others of
+    the same kind."""
 
     def __init__(
-        self, work: dict[str, Role], services: dict[str, Role] | None = None, crew: dict[str, Role] | None = None
+        self, work: dict[str, Role], services: dict[str, Role] | None = None, workers: dict[str, Role] | None = None
     ) -> None:
-        self._crew = crew or {}
+        self._workers = workers or {}
         self.lost: list[str] = []
         self.gone: str | None = None  # what `find_lost` finds
         self.coordinator: Any = Control()
@@ -148,26 +148,26 @@ class HandCluster:
     async def start(self) -> None:
         """Nothing has to be loaded."""
 
-    def crew(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: role(self.coordinator) for name, role in self._crew.items()}
+    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: role(self.coordinator) for name, role in self._workers.items()}
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove_worker(self, name: str, reason: str) -> None:
         self.lost.append(name)
 
-    async def hire(self, name: str) -> Coroutine[Any, Any, Any]:
-        return self._crew[name.partition(".")[0]](self.coordinator)
+    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
+        return self._workers[name.partition(".")[0]](self.coordinator)
 
-    async def dismiss(self, name: str) -> None:
+    async def drain_worker(self, name: str) -> None:
         """Nobody listens."""
 
-    async def hurry(self) -> None:
+    async def preempt(self) -> None:
         """No role has anything to give up."""
 
     async def find_lost(self) -> str | None:
         return self.gone
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._crew)}
+        return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._workers)}
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: role(self.coordinator) for name, role in self._work.items()}

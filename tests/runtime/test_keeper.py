@@ -22,7 +22,7 @@ class Team:
         self.start_s = start_s
         self.at_work: dict[str, asyncio.Future[None]] = {}
         self.lost: list[tuple[str, str]] = []
-        self.hired: list[str] = []
+        self.started: list[str] = []
         self.refuse: list[Exception] = []
         self.linger: set[str] = set()  # those that do not go at once
         self.dismissed: set[str] = set()
@@ -39,20 +39,20 @@ class Team:
     def kill(self, name: str, why: str = "killed") -> None:
         self.at_work[name].set_exception(PeerLost(f"{name}: {why}"))
 
-    def send_home(self, name: str) -> None:
+    def evict(self, name: str) -> None:
         self.at_work[name].set_result(None)
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove_worker(self, name: str, reason: str) -> None:
         self.lost.append((name, reason))
 
-    async def hire(self, name: str) -> Work:
+    async def start_worker(self, name: str) -> Work:
         await asyncio.sleep(self.start_s)
         if self.refuse:
             raise self.refuse.pop(0)
-        self.hired.append(name)
+        self.started.append(name)
         return self.work(name)
 
-    async def dismiss(self, name: str) -> None:
+    async def drain_worker(self, name: str) -> None:
         if name not in self.linger:
             self.at_work.get(name, asyncio.get_running_loop().create_future()).set_result(None)
             self.dismissed.add(name)
@@ -85,7 +85,7 @@ class World:
                         task.result()
                 self.keeper.close()
                 for name in [*self.team.at_work]:
-                    self.team.send_home(name)
+                    self.team.evict(name)
                 await supervisor.wait()
 
         run(main())
@@ -129,24 +129,24 @@ def test_who_was_sent_home_and_then_given_up_is_replaced() -> None:
     """The coordinator sends an engine home the moment the publisher gives it up; the driver hears of it later."""
 
     async def story(world: World) -> None:
-        world.team.send_home("rollout-0")
+        world.team.evict("rollout-0")
         await asyncio.sleep(10)
-        assert world.team.hired == []
+        assert world.team.started == []
         world.keeper.give_up("rollout-0", "other weights")
         await asyncio.sleep(10)
-        assert world.team.hired == ["rollout-0.2"]
+        assert world.team.started == ["rollout-0.2"]
 
     World().play(story)
 
 
 def test_the_end_of_a_run_is_no_loss() -> None:
     async def story(world: World) -> None:
-        world.team.send_home("rollout-0")
+        world.team.evict("rollout-0")
         await asyncio.sleep(1)
 
     world = World()
     world.play(story)
-    assert not world.team.lost and not world.team.hired and not world.faults
+    assert not world.team.lost and not world.team.started and not world.faults
 
 
 def test_a_failure_after_the_run_closed_is_no_loss() -> None:
@@ -157,7 +157,7 @@ def test_a_failure_after_the_run_closed_is_no_loss() -> None:
 
     world = World()
     world.play(story)
-    assert not world.team.lost and not world.team.hired
+    assert not world.team.lost and not world.team.started
 
 
 def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
@@ -168,7 +168,7 @@ def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
     world = World()
     world.team.start_s = 1e6
     world.play(story)
-    assert not world.team.hired
+    assert not world.team.started
 
 
 def test_too_many_losses_of_one_place_within_an_hour_end_the_run() -> None:
@@ -316,7 +316,7 @@ def test_a_leaving_worker_that_is_given_up_is_not_replaced() -> None:
         await world.keeper.scale("rollout", 1)
         world.keeper.give_up("rollout-1", "it did not take version 3")
         await asyncio.sleep(100)
-        assert not world.team.hired and world.keeper.workers("rollout") == ["rollout-0"]
+        assert not world.team.started and world.keeper.workers("rollout") == ["rollout-0"]
 
     World().play(story)
 
@@ -351,7 +351,7 @@ def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> Non
         world.keeper.give_up("rollout-2", "it did not join")
         await world.keeper.scale("rollout", 3)
         await asyncio.sleep(100)
-        assert world.team.hired == ["rollout-2.2"] and not world.faults
+        assert world.team.started == ["rollout-2.2"] and not world.faults
 
     World().play(story)
 
@@ -381,8 +381,8 @@ def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> Non
     """The trainer is lost while an engine starts: nobody is there to hear that it did not join."""
 
     class Complaining(Team):
-        async def hire(self, name: str) -> Work:
-            self.hired.append(name)
+        async def start_worker(self, name: str) -> Work:
+            self.started.append(name)
             try:
                 await asyncio.sleep(1e6)
             except asyncio.CancelledError:
@@ -396,4 +396,4 @@ def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> Non
     world = World()
     world.team = Complaining()
     world.play(story)
-    assert world.team.hired == ["rollout-0.2"]
+    assert world.team.started == ["rollout-0.2"]

@@ -15,7 +15,7 @@ from runtime_world import Control, PictureStore, RememberingConsole, write_world
 
 from omni_async.config import Config
 from omni_async.control.clock import ManualClock
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.events import Picture, RunEvent
 from omni_async.runtime.observer import Observer
 from omni_async.tracking.faults import Fault, read_faults
@@ -205,7 +205,7 @@ def test_what_is_told_of_earlier_attempts_does_not_come_from_the_metrics_file(tm
     """It may have been removed or edited; what it lacks is said."""
     watched = watch(tmp_path)
     before = watched.observer.summary("done", None, None, 1008.0, [])
-    kept = msgspec.json.decode(msgspec.json.encode(asyncio.run(watched.coordinator.continuation())), type=Continuation)
+    kept = msgspec.json.decode(msgspec.json.encode(asyncio.run(watched.coordinator.continuation())), type=ControlState)
     lines = watched.run.metrics.read_bytes().splitlines(keepends=True)
     watched.run.metrics.unlink()
     if damage is not None:
@@ -324,7 +324,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
 def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_its_first_update(tmp_path):
     """The validation round is made again from the same checkpoint then; the fault stays."""
     config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
-    run, start = RunDirectory.create(config, clock), Continuation(version=60, validated=59)
+    run, start = RunDirectory.create(config, clock), ControlState(version=60, validated=59)
     watcher = Observer(config, run, console, None, clock, start, owns=False)
     validated = RunEvent("validation", {"version": 60, "parts": {"reward": 0.5}})
     show(watcher, validated, status="failed")
@@ -340,7 +340,7 @@ def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
     """Neither what earlier attempts took nor how long this one took to load."""
     watcher, *_ = observer(tmp_path, trainer={"updates": 100})
     assert watcher.progress()["eta_s"] is None
-    watcher.recall(Continuation(version=60))
+    watcher.recall(ControlState(version=60))
     assert (watcher.progress()["update"], watcher.progress()["eta_s"]) == (60, None)
     show(watcher, update(61, 5000.0, 5004.0))
     assert watcher.progress()["eta_s"] == 39 * 4.0

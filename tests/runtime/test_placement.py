@@ -11,7 +11,7 @@ import torch
 
 from omni_async.config.schema import Config, Resources
 from omni_async.policy import find_family
-from omni_async.runtime.placement import CONTROL, Seat, role_names, seating
+from omni_async.runtime.placement import CONTROL, ActorPlacement, plan_placements, role_names
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.roles import build_rank
 from omni_async.store import LocalStore
@@ -32,22 +32,22 @@ def config(placement: dict[str, Any], **sections: Any) -> Config:
 
 
 def test_every_actor_has_a_bundle_of_its_own() -> None:
-    seats = seating(config(GPUS), ROLES)
-    assert seats.bundles[0] == CONTROL
-    assert seats.bundles[1:] == (
+    actors = plan_placements(config(GPUS), ROLES)
+    assert actors.bundles[0] == CONTROL
+    assert actors.bundles[1:] == (
         *(Resources(cpus=2, gpus=1),) * 2,
         Resources(cpus=4),
         *(Resources(cpus=2.5, gpus=1),) * 2,
     )
-    assert [seat.bundle for seat in seats.seats.values()] == list(range(6))
-    assert seats.seats["trainer-1"] == Seat(5, 2.5, 1, 2)
-    assert seats.cpus == 14  # 13.01
+    assert [placement.bundle for placement in actors.actors.values()] == list(range(6))
+    assert actors.actors["trainer-1"] == ActorPlacement(5, 2.5, 1, 2)
+    assert actors.cpus == 14  # 13.01
 
 
 def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() -> None:
-    seats = seating(config(GPUS | {"colocated": True}), ROLES)
-    assert seats.bundles == (CONTROL, Resources(cpus=4, gpus=1), Resources(cpus=2.5, gpus=1))
-    assert {name: seat.bundle for name, seat in seats.seats.items()} == {
+    actors = plan_placements(config(GPUS | {"colocated": True}), ROLES)
+    assert actors.bundles == (CONTROL, Resources(cpus=4, gpus=1), Resources(cpus=2.5, gpus=1))
+    assert {name: placement.bundle for name, placement in actors.actors.items()} == {
         "coordinator": 0,
         "rollout-0": 1,
         "reward-0": 1,
@@ -55,24 +55,26 @@ def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() ->
         "rollout-1": 2,
         "trainer-1": 2,
     }
-    assert [seats.seats[name].gpus for name in ("rollout-0", "reward-0", "trainer")] == [0.5, 0, 0.5]
-    assert [seats.seats[name].threads for name in ("rollout-0", "reward-0", "trainer")] == [2, 4, 2], "they take turns"
+    assert [actors.actors[name].gpus for name in ("rollout-0", "reward-0", "trainer")] == [0.5, 0, 0.5]
+    assert [actors.actors[name].threads for name in ("rollout-0", "reward-0", "trainer")] == [2, 4, 2], (
+        "they take turns"
+    )
 
 
 @pytest.mark.parametrize("cpus", [(1, 1, 1), (2, 2, 2), (0.3, 0.7, 4), (7, 11, 13)])
 def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> None:
     placement = {role: {"cpus": share} for role, share in zip(("rollout", "reward", "trainer"), cpus, strict=True)}
-    seats = seating(config(placement | {"colocated": True}), ROLES)
-    for number, bundle in enumerate(seats.bundles):
-        asked = sum(seat.cpus for seat in seats.seats.values() if seat.bundle == number)
+    actors = plan_placements(config(placement | {"colocated": True}), ROLES)
+    for number, bundle in enumerate(actors.bundles):
+        asked = sum(placement.cpus for placement in actors.actors.values() if placement.bundle == number)
         assert bundle.cpus - 0.001 < asked <= bundle.cpus
 
 
 def test_emulated_devices_ask_for_nothing() -> None:
-    seats = seating(config(GPUS, emulation={"profile": "p.json"}), ROLES)
-    assert seats.bundles == () and seats.cpus == 0
-    assert set(seats.seats) == {name for names in ROLES.values() for name in names}
-    assert set(seats.seats.values()) == {Seat(None, 0.0, 0.0, 1)}
+    actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}), ROLES)
+    assert actors.bundles == () and actors.cpus == 0
+    assert set(actors.actors) == {name for names in ROLES.values() for name in names}
+    assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
 
 
 def test_every_worker_has_a_name_and_worker_0_of_the_trainer_is_the_trainer() -> None:

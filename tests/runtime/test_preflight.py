@@ -13,7 +13,7 @@ import pytest
 from runtime_world import write_checkpoint, write_world
 
 from omni_async.config import Config, ConfigError
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime import preflight as module
@@ -33,7 +33,7 @@ def test_a_sound_recipe_comes_back_with_its_prompts_and_a_fresh_start(tmp_path):
     assert [p.text for p in inputs.prompts] == ["a cat", "a dog"]
     assert [p.text for p in inputs.validation_prompts] == ["a cow"]
     assert inputs.family.name == "qwen_image"
-    assert inputs.start == Continuation() and inputs.run is None
+    assert inputs.start == ControlState() and inputs.run is None
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_with_both_names(tmp_path):
@@ -219,10 +219,12 @@ def test_emulated_devices_may_take_longer_than_real_ones_may(tmp_path):
         ("h800", "no profile 'h800'; shipped are "),
         ("gone.json", "gone.json: cannot be read: No such file or directory"),
         ("recipe.json", "recipe.json: not a profile: "),
+        ("old.json", "old.json: `assess` is called `proximal` now"),
     ],
 )
 def test_a_profile_that_cannot_be_had_is_refused(tmp_path, profile, why):
     (tmp_path / "recipe.json").write_text('{"name": "x"}')
+    (tmp_path / "old.json").write_text('{"name": "x", "assess": {}}')
     message = refusal(emulated(tmp_path, emulation={"profile": profile}))
     assert message.startswith("emulation.profile: ")
     assert why in message

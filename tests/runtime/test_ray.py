@@ -300,7 +300,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
             await cluster.connect()
             await cluster.start()
             services = [asyncio.ensure_future(work) for work in cluster.services().values()]
-            await asyncio.gather(*cluster.work().values(), *cluster.crew().values())
+            await asyncio.gather(*cluster.work().values(), *cluster.workers().values())
             kinds = [event.kind for event in await cluster.coordinator.events()]
             assert "ended" in kinds
             for service in services:
@@ -318,13 +318,13 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
 
 
 def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
-    """Ray grants every share that `seating` gives out."""
+    """Ray grants every share that `placements` gives out."""
     placement = {"colocated": True, "rollout": {"cpus": 1}, "reward": {"cpus": 1}, "trainer": {"cpus": 1}}
     cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
 
     async def main() -> None:
-        await cluster._reserve(cluster._seating.bundles)
-        proxies = [cluster._spawn(name, ray_roles.Echo) for name in cluster._seating.seats]
+        await cluster._reserve(cluster._placements.bundles)
+        proxies = [cluster._spawn(name, ray_roles.Echo) for name in cluster._placements.actors]
         assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
         await cluster.close()
 

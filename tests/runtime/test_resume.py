@@ -21,7 +21,7 @@ from omni_async.checkpoint.samples import made_with
 from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.resume import find_resume_point, newest_of_run
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
@@ -37,7 +37,7 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
     (run / "checkpoints").mkdir(parents=True)
     for version in versions:
         checkpoint_of(
-            run, State(Continuation(version=version, next_group=2 * version), config.model.pipeline, algorithm)
+            run, State(ControlState(version=version, next_group=2 * version), config.model.pipeline, algorithm)
         )
     if status is not None:
         (run / "summary.json").write_bytes(msgspec.json.encode({"status": status}))
@@ -135,7 +135,7 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
     for second in range(7):
         run_of(config, f"20250101-00000{second}", 4, status="done")
     inputs = preflight(config)
-    assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, Continuation())
+    assert (inputs.run, inputs.config.checkpoint.resume, inputs.start) == (None, None, ControlState())
     damaged, done = inputs.notes
     assert damaged.startswith("warning: passed over test-20260101-000000: ")
     assert (
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(
     run = run_of(config, "20260101-000000")
     states = write_ledger(run, 4)
     for version in (1, 2):
-        checkpoint_of(run, State(Continuation(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
+        checkpoint_of(run, State(ControlState(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
     lose_bytes(run / "ledger.jsonl", 9)
     point = find_resume_point(config)
     assert point is not None and point.state.version == 1
@@ -256,7 +256,7 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     run = run_of(config, "20260101-000000")
     states = write_ledger(run, 4)
     for version in (1, 2):
-        checkpoint_of(run, State(Continuation(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
+        checkpoint_of(run, State(ControlState(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
     double_line(run / "ledger.jsonl", 4)
     point = find_resume_point(config)
     assert point is not None and point.state.version == 2, "what comes after the lines that count is void"
@@ -284,7 +284,7 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
 def test_another_number_of_optimizer_steps_per_update_is_another_job(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000")
-    checkpoint_of(run, State(Continuation(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
+    checkpoint_of(run, State(ControlState(2), config.model.pipeline, "flow_grpo", engine={"optimizer_steps": 4}))
     assert "it made 4 optimizer steps in 2 updates, trainer.steps_per_update is 1" in refusal(
         recipe(tmp_path, str(run))
     )
@@ -302,7 +302,7 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
         and "it holds trained weights" in passed[0]
     )
     emulated = run_of(config, "20260102-000000")
-    folder = checkpoint_of(emulated, State(Continuation(3), config.model.pipeline, "flow_grpo"), emulated=True)
+    folder = checkpoint_of(emulated, State(ControlState(3), config.model.pipeline, "flow_grpo"), emulated=True)
     for place in (emulated, folder):
         assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(place)))
     point = find_resume_point(config)
@@ -314,7 +314,7 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
 def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     ready = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), (1,)),))
-    state = State(Continuation(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
+    state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
     same = find_resume_point(config)
     assert same is not None and same.state.control.ready == (ready,)

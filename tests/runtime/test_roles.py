@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runtime_world import write_world
 
-from omni_async.control.continuation import Continuation, LedgerState
+from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.roles import build_coordinator
 
@@ -21,7 +21,7 @@ def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_proc
     """Whoever resumes a run may have edited its scorer; a process that begins again after a loss has not."""
 
     async def main() -> None:
-        start = Continuation(
+        start = ControlState(
             version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0})
         )
         inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)

@@ -8,7 +8,7 @@ from typing import Any
 
 from chaos_job import Job
 
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.groups import SampleProgress
 from omni_async.control.ledger_prefix import encode_line, extend
@@ -119,7 +119,7 @@ class Checks:
         require(request.seed == expected, f"{request.sample_id} with seed {request.seed}, its own is {expected}")
         require(request.window == window_of(request.group, config), f"{request.sample_id} with window {request.window}")
 
-    def _continuation(self, coordinator: Coordinator, kept: Continuation) -> None:
+    def _continuation(self, coordinator: Coordinator, kept: ControlState) -> None:
         complete = {group.group for group in coordinator._groups.live.values() if group.complete}
         require(
             complete <= {group.group for group in kept.ready},
@@ -152,7 +152,7 @@ class Checks:
         self._rounds += rounds
         self._lives += 1
 
-    def goes_on(self, start: Continuation, lines: list[LedgerEntry]) -> None:
+    def goes_on(self, start: ControlState, lines: list[LedgerEntry]) -> None:
         """With `lines`, those of the ledger that the checkpoint counts: they must be the ones that it counted, as in a
         file."""
         size, digest = 0, ""

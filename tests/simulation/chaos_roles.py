@@ -20,7 +20,7 @@ from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.actors.trainer import Trainer
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
@@ -208,7 +208,7 @@ class Rank:
         finally:
             self.doing.discard("fetching")
 
-    async def assess(self, batch: TrainGroup) -> list[SampleDrift]:
+    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         await self._process.pause(self._world.train_s())
         return []
 
@@ -259,7 +259,7 @@ class Rank:
 class MemoryCheckpointer(Checkpointer):
     """Keeps in memory what the real one writes into a folder; one that is not whole is not there."""
 
-    keep: Callable[[Continuation], None]
+    keep: Callable[[ControlState], None]
 
     async def save(self, version: int) -> None:
         await self.settle(last=False)
@@ -269,7 +269,7 @@ class MemoryCheckpointer(Checkpointer):
         await asyncio.gather(*(rank.begin_save("") for rank in self._ranks))
         self._writing = asyncio.create_task(self._write_it(control), name=f"checkpoint {control.version}")
 
-    async def _write_it(self, control: Continuation) -> None:
+    async def _write_it(self, control: ControlState) -> None:
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         ready = []
         gone = []
@@ -285,7 +285,7 @@ class MemoryCheckpointer(Checkpointer):
             ready.append(replace(group, samples=tuple(samples)))
         self.keep(replace(control, ready=tuple(ready), unfinished=(*control.unfinished, *gone)))
 
-    async def take_up_from(self, control: Continuation) -> None:
+    async def take_up_from(self, control: ControlState) -> None:
         groups = []
         for group in control.ready:
             references = await self._store.put_all([sample.trajectory for sample in group.samples])
@@ -300,7 +300,7 @@ class MemoryCheckpointer(Checkpointer):
 class SimulatedTrainer(Trainer):
     """The real one, but for where its checkpoints go and come from."""
 
-    def __init__(self, keep: Callable[[Continuation], None], *args: Any) -> None:
+    def __init__(self, keep: Callable[[ControlState], None], *args: Any) -> None:
         super().__init__(*args)
         self._tracer = QuietTracer("trainer", self._coordinator, self._clock)
         there = self._checkpointer
@@ -309,7 +309,7 @@ class SimulatedTrainer(Trainer):
         )
         self.memory.keep = keep
 
-    async def start_from(self, control: Continuation) -> None:
+    async def start_from(self, control: ControlState) -> None:
         self._version = control.version
         await self.memory.take_up_from(control)
         await self._coordinator.require_fields(("latents",))

@@ -23,7 +23,7 @@ from omni_async.actors.emulated import EmulatedRule
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.events import RunEvent
 from omni_async.control.seeds import derive
@@ -47,7 +47,7 @@ class World:
         self.seen: Counter[str] = Counter(self._kind_of_job())  # what happened: for coverage
         self.faults = list(job.faults)
         self.messages = 0
-        self.checkpoint: Continuation | None = None
+        self.checkpoint: ControlState | None = None
         self.lines: list[LedgerEntry] = []
         self.now = 0.0
         self._life: Life | None = None
@@ -57,7 +57,7 @@ class World:
         for number in count(1):
             if number > MOST_LIVES:
                 raise Violation(f"not done after {MOST_LIVES} lives")
-            start = self.checkpoint or Continuation()
+            start = self.checkpoint or ControlState()
             del self.lines[start.ledger.lines :]
             self.checks.goes_on(start, self.lines)
             self._life = life = Life(self, start)
@@ -153,7 +153,7 @@ class World:
 
 
 class Life:
-    def __init__(self, world: World, start: Continuation) -> None:
+    def __init__(self, world: World, start: ControlState) -> None:
         self.world, self.config, self.start = world, world.config, start
         self.events: list[RunEvent] = []
         self.alive = True
@@ -232,7 +232,7 @@ class Life:
             self.world.lines.append(entry)
             self.world.seen[f"group {entry.event}"] += 1
 
-    def _keep(self, control: Continuation) -> None:
+    def _keep(self, control: ControlState) -> None:
         if self.alive:
             self.world.say(f"checkpoint {control.version}")
             self.world.seen["checkpoint"] += 1

@@ -23,7 +23,7 @@ from chaos_network import Process
 from chaos_roles import Made, Reference
 
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
 from omni_async.simulation.virtual_time import VirtualTimeLoop, run
 from omni_async.types import (
@@ -73,7 +73,7 @@ class Fleet:
         self.checks = Checks(Job(seed, config, None), self.prompts)  # type: ignore[arg-type]
         self.seen: Counter[str] = Counter()
         self.lines: list[LedgerEntry] = []
-        self.checkpoint = Continuation()
+        self.checkpoint = ControlState()
         self.updates: list[float] = []  # when each was made
         self.now = 0.0
 
@@ -312,7 +312,7 @@ class Shift:
                 )
         self._end()
 
-    def _keep(self, checkpoint: Continuation) -> None:
+    def _keep(self, checkpoint: ControlState) -> None:
         self.fleet.checkpoint = checkpoint
         self.fleet.seen["checkpoint"] += 1
 

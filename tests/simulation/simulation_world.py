@@ -139,6 +139,6 @@ def make_world(config: Config, profile: Profile, desk: Desk, seed: int = 0) -> W
         loop=loop,
         meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
         seed=seed,
-        lot=1,
+        bundle=1,
         shared=SharedDevices(loop) if config.placement.colocated else None,
     )

@@ -42,14 +42,14 @@ STAGES: dict[str, Any] = {"step": 0.5, "export": 0.4, "publish": 1.5, "swap": 0.
 
 
 @pytest.mark.parametrize("steps_per_update", [1, 2])
-@pytest.mark.parametrize("assesses", [False, True])
-def test_sync_is_the_sum_of_its_stages(steps_per_update: int, assesses: bool) -> None:
-    correction = {"mode": "decoupled", "weights": "tempered"} if assesses else {"mode": "bypass"}
+@pytest.mark.parametrize("recomputes_proximal", [False, True])
+def test_sync_is_the_sum_of_its_stages(steps_per_update: int, recomputes_proximal: bool) -> None:
+    correction = {"mode": "decoupled", "weights": "tempered"} if recomputes_proximal else {"mode": "bypass"}
     config = scheduled("sync", **JOB, trainer__steps_per_update=steps_per_update, algorithm__correction=correction)
-    profile = make_profile(generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.1, 0.3), assess=(0.1, 0.05), **STAGES)
+    profile = make_profile(generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.1, 0.3), proximal=(0.1, 0.05), **STAGES)
     found = agrees(config, profile, updates=12)
     # 2 rounds of 8, 4 batches of 8, 4 groups of 8, and the publish
-    trained = 4 * (0.1 + 8 * 0.3) + (4 * (0.1 + 8 * 0.05) if assesses else 0) + steps_per_update * 0.5
+    trained = 4 * (0.1 + 8 * 0.3) + (4 * (0.1 + 8 * 0.05) if recomputes_proximal else 0) + steps_per_update * 0.5
     assert found.step_s == pytest.approx(2 * 5.0 + 4 * 1.0 + trained + 0.4 + 1.5 + 0.2)
     assert sync_step(found.times) == pytest.approx(found.step_s)
     assert found.step_spread_s == pytest.approx(0, abs=1e-9)
@@ -124,7 +124,7 @@ profiles = st.builds(
     generate=stages,
     score=stages,
     train=stages,
-    assess=once,
+    proximal=once,
     step=once,
     export=once,
     publish=once,
@@ -176,7 +176,7 @@ def longest_job(config: Config, profile: Profile) -> float:
     """What one device does without a break, at most: how much a mean over few updates may be off."""
     rollout, trainer = config.rollout, config.trainer
     trained = trainer.groups_per_update * (
-        profile.train.mean(rollout.group_size) + profile.assess.mean(rollout.group_size)
+        profile.train.mean(rollout.group_size) + profile.proximal.mean(rollout.group_size)
     )
     made = profile.generate.mean(rollout.max_batch) + profile.score.mean(config.reward.batch)
     return (

@@ -28,7 +28,7 @@ PROFILE = make_profile(
     generate=(2.0, 0.5),
     score=(0.5, 0.2),
     train=(0.1, 0.25),
-    assess=(0.2, 0.1),
+    proximal=(0.2, 0.1),
     step=0.5,
     export=0.6,
     publish=1.5,
@@ -67,7 +67,7 @@ def measured(config: Config) -> tuple[float, list[int]]:
         async with Supervisor() as services, Supervisor() as workers:
             for name, work in cluster.services().items():
                 services.start(name, work)
-            for name, work in (cluster.work() | cluster.crew()).items():
+            for name, work in (cluster.work() | cluster.workers()).items():
                 workers.start(name, work)
             status = None
             while status is None:

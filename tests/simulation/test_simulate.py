@@ -17,7 +17,7 @@ from omni_async.cli import main
 from omni_async.control.coordinator import Coordinator
 from omni_async.performance.profile import write_profile
 from omni_async.simulation import simulate as module
-from omni_async.simulation.lots import choose_lot, in_lots
+from omni_async.simulation.bundles import choose_bundle, in_bundles
 from omni_async.simulation.meters import Gauge, Stretches, Window
 from omni_async.simulation.simulate import Steady, simulate
 from omni_async.simulation.sweep import arms
@@ -26,7 +26,7 @@ PROFILE = make_profile(
     generate=(1.0, 0.5),
     score=(0.2, 0.1),
     train=(0.0, 0.3),
-    assess=(0.1, 0.0),
+    proximal=(0.1, 0.0),
     step=1.0,
     export=0.4,
     publish=1.5,
@@ -126,7 +126,8 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
     assert 0 < found.buffers["slots"].mean <= 12
 
 
-# ---- reproducible, steady, in lots -----------------------------------------------------------------------------------
+# ---- reproducible, steady, in bundles
+# -----------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -163,35 +164,35 @@ def test_by_default_there_are_enough_updates() -> None:
 
 def test_lots_change_nothing_where_every_batch_holds_whole_lots() -> None:
     config = make_config(rollout__group_size=8, rollout__max_batch=8, rollout__max_inflight=8, reward__batch=8)
-    single, lots = simulate(config, PROFILE, updates=20, lot=1), simulate(config, PROFILE, updates=20, lot=4)
-    assert (single.lot, lots.lot) == (1, 4)
-    assert lots.step_s == pytest.approx(single.step_s)
-    assert lots.buffers["trajectories"].capacity == single.buffers["trajectories"].capacity
-    assert lots.buffers["trajectories"].mean == pytest.approx(single.buffers["trajectories"].mean, rel=0.05)
+    single, bundles = simulate(config, PROFILE, updates=20, bundle=1), simulate(config, PROFILE, updates=20, bundle=4)
+    assert (single.bundle, bundles.bundle) == (1, 4)
+    assert bundles.step_s == pytest.approx(single.step_s)
+    assert bundles.buffers["trajectories"].capacity == single.buffers["trajectories"].capacity
+    assert bundles.buffers["trajectories"].mean == pytest.approx(single.buffers["trajectories"].mean, rel=0.05)
 
 
 def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> None:
     huge: dict[str, Any] = {"rollout__group_size": 16, "trainer__groups_per_update": 256}
-    assert choose_lot(make_config(), 200) == 1
-    assert choose_lot(make_config(**huge), 1000) == 8
+    assert choose_bundle(make_config(), 200) == 1
+    assert choose_bundle(make_config(**huge), 1000) == 8
     # None where an engine would not get one of them, or where they do not divide what is computed together.
-    assert choose_lot(make_config(**huge, rollout__workers=4096), 1000) == 2
-    assert choose_lot(make_config(**huge, rollout__workers=8193), 1000) == 1
-    assert choose_lot(make_config(**huge, rollout__max_batch=15), 1000) == 1
-    assert choose_lot(make_config(**huge, reward__batch=1), 1000) == 1
+    assert choose_bundle(make_config(**huge, rollout__workers=4096), 1000) == 2
+    assert choose_bundle(make_config(**huge, rollout__workers=8193), 1000) == 1
+    assert choose_bundle(make_config(**huge, rollout__max_batch=15), 1000) == 1
+    assert choose_bundle(make_config(**huge, reward__batch=1), 1000) == 1
 
 
 def test_a_configuration_in_lots_has_the_same_proportions() -> None:
-    config = in_lots(
+    config = in_bundles(
         make_config(rollout__group_size=16, rollout__max_inflight=32, reward__batch=8, buffer__trajectories=64), 4
     )
     assert (config.rollout.group_size, config.rollout.max_batch, config.rollout.max_inflight) == (4, 4, 8)
     assert (config.reward.batch, config.buffer.trajectories) == (2, 16)
-    with pytest.raises(ValueError, match="lot: 3 samples do not divide"):
-        in_lots(make_config(), 3)
+    with pytest.raises(ValueError, match="bundle: 3 samples do not divide"):
+        in_bundles(make_config(), 3)
     for key in ("reward__batch", "rollout__max_batch", "rollout__max_inflight"):
-        with pytest.raises(ValueError, match=f"lot: 4 samples do not divide {key.replace('__', '.')} = 2"):
-            in_lots(
+        with pytest.raises(ValueError, match=f"bundle: 4 samples do not divide {key.replace('__', '.')} = 2"):
+            in_bundles(
                 make_config(**{"rollout__group_size": 16, "rollout__max_inflight": 32, "reward__batch": 8, key: 2}), 4
             )
 
@@ -306,8 +307,8 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(
             ["--profile", "P", "--updates", "12", "--sweep"],
             "--updates: a simulation with a budget of 8 updates needs at least 19, got 12",
         ),
-        (["--profile", "P", "--lot", "3"], "--lot: 3 samples do not divide rollout.group_size = 8"),
-        (["--profile", "P", "--lot", "8", "reward.batch=4"], "--lot: 8 samples do not divide reward.batch = 4"),
+        (["--profile", "P", "--bundle", "3"], "--bundle: 3 samples do not divide rollout.group_size = 8"),
+        (["--profile", "P", "--bundle", "8", "reward.batch=4"], "--bundle: 8 samples do not divide reward.batch = 4"),
         (["--profile", "P", "rollout.workers=0"], "rollout.workers: expected"),
         (["--profile", "P", "trainer.workers=3"], "trainer.workers: 3 ranks do not divide"),
         (["--profile", "P", "algorithm.name=nonsense"], "algorithm.name: expected one of"),
@@ -329,7 +330,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert said.count("\n") == 1 and said.startswith("omni-async: ")
 
 
-@pytest.mark.parametrize("arguments", [["--updates", "0"], ["--lot", "none"], ["--nonsense"], ["--profile"]])
+@pytest.mark.parametrize("arguments", [["--updates", "0"], ["--bundle", "none"], ["--nonsense"], ["--profile"]])
 def test_wrong_options_are_usage_errors(recipe: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["simulate", str(recipe), *arguments])

@@ -67,8 +67,8 @@ def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
 def test_what_is_recommended_is_never_slower_than_the_recipe(recipe, seed):
     """However much chance there is in the times, which is how much the search would give up for plainer values."""
 
-    def by_chance(config, profile, *, updates, seed, lot):
-        found = simulate_by_law(config, profile, updates=updates, seed=seed, lot=lot)
+    def by_chance(config, profile, *, updates, seed, bundle):
+        found = simulate_by_law(config, profile, updates=updates, seed=seed, bundle=bundle)
         luck = Random(f"{keys_of(config, TUNED)} {seed}").uniform(0.95, 1.05)
         return replace(found, images_per_s=found.images_per_s * luck)
 

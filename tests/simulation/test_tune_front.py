@@ -11,7 +11,7 @@ from omni_async.simulation.tune_front import front
 from omni_async.simulation.tune_trials import Point
 from tests.simulation.tune_world import PROFILE, job, simulate_by_law
 
-ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, lot=1)
+ANY = simulate_by_law(job(), PROFILE, updates=1, seed=0, bundle=1)
 
 
 def point(images_per_s, mean, largest):

@@ -170,11 +170,11 @@ def test_runs_are_longer_where_fewer_jobs_average_out_what_varies():
 
 
 def test_large_jobs_are_simulated_in_lots_that_no_batch_has_to_split():
-    lots = set()
+    bundles = set()
 
-    def asked(config, profile, *, lot, **more):
-        lots.add(lot)
-        return simulate_by_law(config, profile, lot=lot, **more)
+    def asked(config, profile, *, bundle, **more):
+        bundles.add(bundle)
+        return simulate_by_law(config, profile, bundle=bundle, **more)
 
     trials_of(job(), simulate=asked).run(job(), {})
     large = job(
@@ -183,7 +183,7 @@ def test_large_jobs_are_simulated_in_lots_that_no_batch_has_to_split():
         trainer={"groups_per_update": 512},
     )
     trials_of(large, simulate=asked).run(large, {})
-    assert lots == {1, 4}
+    assert bundles == {1, 4}
 
 
 def test_fewer_places_are_not_taken_for_enough_when_a_few_more_are_faster():

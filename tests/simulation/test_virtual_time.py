@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omni_async.control.supervisor import Supervisor, TaskFailed
-from omni_async.control.waiting import Bell
+from omni_async.control.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
 
 
@@ -326,10 +326,10 @@ def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any
 
 
 def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
-    bell = Bell()
+    event = Event()
 
     async def producer() -> None:
-        await bell.wait()
+        await event.wait()
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -343,7 +343,7 @@ def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
     assert any(
         line.startswith("  producer-0: ")
         and "producer (test_virtual_time.py:" in line
-        and "> Bell.wait (waiting.py:" in line
+        and "> Event.wait (waiting.py:" in line
         for line in lines
     )
     assert not any("sleeper" in line for line in lines)

@@ -69,11 +69,14 @@ def job(**sections: object) -> Config:
 
 
 def simulate_by_law(
-    config: Config, profile: Profile, *, updates: int | None, seed: int, lot: int | None, progress: object = None
+    config: Config, profile: Profile, *, updates: int | None, seed: int, bundle: int | None, progress: object = None
 ) -> Simulated:
     """As fast as the law says, if there are places for as many groups; engines that may hold fewer samples than they
     compute together, or that exchange weights only when they are idle, lose a tenth each."""
-    times, per_update = stage_times(config, profile, streams=True, assesses=False), config.trainer.groups_per_update
+    times, per_update = (
+        stage_times(config, profile, streams=True, recomputes_proximal=False),
+        config.trainer.groups_per_update,
+    )
     ahead = min(config.staleness.max_updates + 1, config.buffer.groups / per_update)
     step = max(times.bottleneck[1], times.latency * config.weights.publish_every / ahead)
     step *= 1.1 if config.rollout.max_inflight < config.rollout.max_batch else 1.0
@@ -97,5 +100,5 @@ def simulate_by_law(
         counters={},
         times=times,
         law_s=step,
-        lot=lot or 1,
+        bundle=bundle or 1,
     )

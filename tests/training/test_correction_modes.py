@@ -95,7 +95,7 @@ def test_several_steps_of_an_update_take_the_ratio_to_the_pass_at_its_start(
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.steps_per_update": 2})
     start = model_of(engine)
     for group in groups:
-        drifts = engine.assess(group)
+        drifts = engine.recompute_proximal(group)
         rows = list(steps_of(start, engine.config, group))
         assert [len(d.log_ratio) for d in drifts] == [2, 2, 2, 2]
         assert {d.num_elements for d in drifts} == {24}
@@ -152,7 +152,7 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
     start = model_of(engine)
     if mode == "decoupled":
         for group in groups:
-            engine.assess(group)
+            engine.recompute_proximal(group)
     engine.accumulate(groups[0], 1 / 8)
     engine.step()
 

@@ -121,14 +121,14 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfi
 
 
 @pytest.mark.parametrize("mode", ["bypass", "none", "decoupled", "interpolated"])
-@pytest.mark.parametrize("assessed", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(
-    make_config: MakeConfig, mode: str, assessed: bool
+    make_config: MakeConfig, mode: str, recomputed: bool
 ) -> None:
     engine = started(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.micro_batch_size": 3}))
     group = tiny_group(TinyPolicy(), engine.config)
-    if assessed:
-        engine.assess(group)
+    if recomputed:
+        engine.recompute_proximal(group)
     engine.accumulate(group, 1 / 8)
     metrics = engine.step()
     assert metrics["engine_mismatch_nats"] < 1e-4
@@ -136,8 +136,8 @@ def test_fresh_samples_tell_whether_engine_and_trainer_run_the_same_model(
 
     engine, group = started(engine.config), tiny_group(TinyPolicy(), engine.config)
     group.trajectories[2]["log_probs"][1] -= 0.1  # 24 latent elements
-    if assessed:
-        engine.assess(group)
+    if recomputed:
+        engine.recompute_proximal(group)
     engine.accumulate(group, 1 / 8)
     assert engine.step()["engine_mismatch_nats"] == pytest.approx(2.4, rel=1e-3)
 

@@ -59,12 +59,12 @@ def draws_of(model: nn.Module, config: Config, group: GroupBatch) -> list[Draw]:
     return found
 
 
-def shadow_of(engine: TrainEngine, which: str) -> nn.Module:
+def auxiliary_of(engine: TrainEngine, which: str) -> nn.Module:
     """Another policy of the engine's, apart from it."""
     model = TinyPolicy().load_transformer(torch.float32)
     prefix = f"{which}."
     model.load_state_dict(
-        {k.removeprefix(prefix): v for k, v in engine._model.shadows.tensors().items() if k.startswith(prefix)}
+        {k.removeprefix(prefix): v for k, v in engine._model.auxiliary.tensors().items() if k.startswith(prefix)}
     )
     return model.double()
 
@@ -196,7 +196,7 @@ def test_samples_that_no_policy_made_are_fresh_and_the_oldest_step_counts(make_c
 def test_there_is_no_behaviour_policy_to_compare_with(make_config: MakeConfig) -> None:
     engine, groups = moved(make_config, "awm")
     with pytest.raises(TrainingError, match="awm has no ratio to the policy that made a sample"):
-        engine.assess(groups[0])
+        engine.recompute_proximal(groups[0])
     with pytest.raises(TrainingError, match="awm trains no steps that have a log-prob"):
         engine.log_probs(groups[0])
 
@@ -281,7 +281,7 @@ def test_the_pull_to_the_average_changes_over_the_run(make_config: MakeConfig) -
             log = -((d.error + 1e-10) ** 0.25) * d.sigma / 0.25
             return -d.advantage / 5 * log + coef * (d.velocity - ema).square().mean()
 
-        expected = plain(engine, groups, {"ema": shadow_of(engine, "ema")}, loss)
+        expected = plain(engine, groups, {"ema": auxiliary_of(engine, "ema")}, loss)
         assert_gradients(trained(engine, groups)[1], expected, atol=1e-6)
 
 

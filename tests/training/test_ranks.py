@@ -98,7 +98,9 @@ def update(engine: TrainEngine, number: int) -> dict[str, Any]:
     if engine.config.rollout.sde is not None:
         seen["log_probs"] = [engine.log_probs(group).tolist() for group in groups]
     if engine.config.trainer.steps_per_update > 1:
-        seen["drift"] = [[(*d.log_ratio, *(d.kappa or ())) for d in engine.assess(group)] for group in groups]
+        seen["drift"] = [
+            [(*d.log_ratio, *(d.kappa or ())) for d in engine.recompute_proximal(group)] for group in groups
+        ]
     metrics = []
     for group in groups:
         engine.accumulate(group, 1 / 10)
@@ -116,10 +118,11 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     assert (out is None) == (engine.rank > 0)
     if out is not None:
         verify(*out)
-    shadows = {
-        name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in engine._model.shadows.tensors().items()
+    auxiliary = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for name, t in engine._model.auxiliary.tensors().items()
     }
-    return {"updates": [first, second], "export": out, "shadows": shadows, "digest0": engine.digest0}
+    return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
 
 
 def far_apart(rank: int) -> dict[str, float]:
@@ -173,7 +176,7 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         expected_weights = dict(unpack(*alone["export"]))
         assert_same_tensors(dict(unpack(*ranks[0]["export"])), expected_weights)
         for rank in ranks:
-            assert_same_tensors(rank["shadows"], alone["shadows"])
+            assert_same_tensors(rank["auxiliary"], alone["auxiliary"])
         assert ranks[0]["digest0"] == alone["digest0"]
 
         # A checkpoint of two ranks continues on one.

@@ -112,13 +112,13 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
         make_config(**options, **nft, **{"trainer.gradient_checkpointing": True}), checkpoint, torch.device("cpu")
     )
     assert metrics["kl_ref"] > 1.5 * metrics["old_deviation"] > 0  # the old policy follows, the reference does not
-    digests = {which: digest_tensors(shadow_tensors(engine, which)) for which in ("old", "reference")}
+    digests = {which: digest_tensors(auxiliary_tensors(engine, which)) for which in ("old", "reference")}
     assert digests["reference"] == engine.digest0
     assert digests["old"] == engine.export(2)[0].digest != engine.digest0
 
 
-def shadow_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in engine._model.shadows.tensors().items():
+def auxiliary_tensors(engine: TrainEngine, which: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in engine._model.auxiliary.tensors().items():
         if name.startswith(f"{which}."):
             yield name.removeprefix(f"{which}."), whole(tensor)
 

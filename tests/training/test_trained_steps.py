@@ -108,7 +108,7 @@ def test_weights_and_drift_are_of_the_chosen_rows_in_order(make_config: MakeConf
     engine, group, chosen = fractional(make_config, **{"algorithm.correction": {"mode": "decoupled"}})
     model = model_of(engine)
     steps = list(steps_of(model, engine.config, group, chosen))
-    drifts = engine.assess(group)
+    drifts = engine.recompute_proximal(group)
     assert [x for d in drifts for x in d.log_ratio] == pytest.approx([s.nats for s in steps], abs=2e-5)
     values = engine.log_probs(group)
     assert values.shape == (4, 2)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from control_world import Bench, Run, distinct, finish, hold, make_config, make_coordinator, now, report, score
 
-from omni_async.control.continuation import Continuation, LedgerState, Unfinished
+from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.control.ledger_prefix import LedgerDamaged
 from omni_async.types import LedgerEntry, Prompt
@@ -57,7 +57,7 @@ def test_a_run_that_was_cut_anywhere_trains_every_group_once(S: int, stop_at: in
     config = make_config(S=S, P=2, updates=6, window=2, groups=16)
 
     class Cut(Run):
-        kept: Continuation | None = None
+        kept: ControlState | None = None
 
         async def turns(self, kind: str) -> None:
             await super().turns(kind)
@@ -147,7 +147,7 @@ def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> N
 
 def test_attempts_are_remembered() -> None:
     async def main() -> None:
-        kept = Continuation(version=1, next_group=3, unfinished=(Unfinished(2, attempts=3),))
+        kept = ControlState(version=1, next_group=3, unfinished=(Unfinished(2, attempts=3),))
         c, entries = make_coordinator(make_config(S=0, P=1, updates=2), start=kept)
         await hold(c, 1)
         await finish(c, "rollout-0", now(c.next_samples("rollout-0", 8, 8)), 1)

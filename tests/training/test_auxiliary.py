@@ -38,9 +38,9 @@ def policy(engine: TrainEngine) -> dict[str, Tensor]:
     return {name: whole(p).clone() for name, p in engine._trainable.items()}
 
 
-def shadow(engine: TrainEngine, which: str) -> dict[str, Tensor]:
+def auxiliary(engine: TrainEngine, which: str) -> dict[str, Tensor]:
     found = {
-        name: whole(t).clone() for name, t in engine._model.shadows.tensors().items() if name.startswith(f"{which}.")
+        name: whole(t).clone() for name, t in engine._model.auxiliary.tensors().items() if name.startswith(f"{which}.")
     }
     return {name.removeprefix(f"{which}."): t for name, t in found.items()}
 
@@ -51,7 +51,7 @@ def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
     samples = [t["conditioning"] for t in tiny_group(TinyPolicy(), engine.config).trajectories[:2]]
     at = (torch.randn(2, 6, 4, generator=generator), torch.tensor([0.3, 0.9]), TinyPolicy().stack_conditioning(samples))
     with torch.no_grad():
-        return engine._model.velocity(*at) if which is None else engine._model.shadow_velocity(which, *at)
+        return engine._model.velocity(*at) if which is None else engine._model.auxiliary_velocity(which, *at)
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 0.0) -> None:
@@ -78,24 +78,24 @@ def test_the_reference_stays_the_model_as_loaded(
         update(engine, seed)
     assert (velocity(engine) - before).abs().max() > 1e-2
     assert torch.equal(velocity(engine, "reference"), before)
-    assert_same(shadow(engine, "reference"), loaded if lora is None else {})
+    assert_same(auxiliary(engine, "reference"), loaded if lora is None else {})
 
 
 @backends
-def test_a_shadow_under_lora_holds_adapters_alone(make_config: MakeConfig, backend: str) -> None:
+def test_a_auxiliary_under_lora_holds_adapters_alone(make_config: MakeConfig, backend: str) -> None:
     changes = {"trainer.backend": backend, "model.lora": LORA, "algorithm.kl_coef": 0.1, "trainer.ema": {"every": 1}}
     engine = started(make_config(**NFT, **changes))
-    assert {name.split(".")[0] for name in engine._model.shadows.tensors()} == {"ema", "old"}
-    assert all(".lora_" in name for name in engine._model.shadows.tensors())
+    assert {name.split(".")[0] for name in engine._model.auxiliary.tensors()} == {"ema", "old"}
+    assert all(".lora_" in name for name in engine._model.auxiliary.tensors())
     before = velocity(engine)
     update(engine, 0)
     assert (velocity(engine, "old") - velocity(engine)).abs().max() > 0
     assert torch.equal(velocity(engine, "reference"), before)
 
 
-def test_there_are_only_the_shadows_that_somebody_asked_for(make_config: MakeConfig) -> None:
+def test_there_are_only_the_auxiliarys_that_somebody_asked_for(make_config: MakeConfig) -> None:
     engine = started(make_config())
-    assert engine._model.shadows.tensors() == {}
+    assert engine._model.auxiliary.tensors() == {}
     with pytest.raises(TrainingError, match="there is no old policy: the objective did not ask for one"):
         velocity(engine, "old")
 
@@ -118,10 +118,10 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(
     expected = policy(engine)
     for number in (1, 2, 3):
         update(engine, number)
-        assert_same(shadow(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
         update(engine, number + 10)
         previous, expected = expected, mixed(0.001 * number, expected, policy(engine))
-        assert_same(shadow(engine, "old"), expected, atol=1e-6)
+        assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
     # The decay of optimizer steps instead of updates would be told apart.
     wrong = mixed(0.006, previous, policy(engine))
     assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
@@ -132,7 +132,7 @@ def test_the_other_schedules_start_as_the_policy_itself(make_config: MakeConfig,
     engine = started(make_config(**NFT, **{"algorithm.nft": {"decay": decay}}))
     for seed in (0, 1):
         update(engine, seed)
-    same = all(torch.equal(shadow(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
+    same = all(torch.equal(auxiliary(engine, "old")[name], tensor) for name, tensor in policy(engine).items())
     assert same == exactly
     assert torch.equal(velocity(engine, "old"), velocity(engine)) == exactly
 
@@ -150,7 +150,7 @@ def test_the_moving_average_follows_every_so_many_steps(
         update(engine, taken)
         if taken in decays:
             expected = mixed(decays[taken], expected, policy(engine))
-        assert_same(shadow(engine, "ema"), expected, atol=1e-6)
+        assert_same(auxiliary(engine, "ema"), expected, atol=1e-6)
 
 
 # ---- the policy does not notice --------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_the_moving_average_follows_every_so_many_steps(
 
 @backends
 @loras
-def test_using_a_shadow_changes_neither_weights_nor_gradients(
+def test_using_a_auxiliary_changes_neither_weights_nor_gradients(
     make_config: MakeConfig, backend: str, lora: dict[str, float] | None
 ) -> None:
     config = make_config(**NFT, **{"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 3}})
@@ -172,7 +172,7 @@ def test_using_a_shadow_changes_neither_weights_nor_gradients(
         assert not torch.equal(velocity(engine, which), at)
     engine.export(1)
     averaged = velocity(engine, "ema")
-    with pytest.raises(RuntimeError, match="'old' cannot be used inside 'ema'"), engine._model.shadows.using("ema"):
+    with pytest.raises(RuntimeError, match="'old' cannot be used inside 'ema'"), engine._model.auxiliary.using("ema"):
         assert torch.equal(velocity(engine), averaged)
         velocity(engine, "old")
     assert_same(policy(engine), before)
@@ -228,7 +228,7 @@ def test_the_old_policy_is_what_is_published(make_config: MakeConfig, backend: s
     exported = engine.export(1)
     assert exported is not None
     verify(*exported)
-    assert_same(dict(unpack(*exported)), shadow(engine, "old"))
+    assert_same(dict(unpack(*exported)), auxiliary(engine, "old"))
     assert (exported[0].digest == digest_tensors(policy(engine).items())) == (decay == "none")
     assert exported[0].digest != at_start[0].digest
 
@@ -239,9 +239,9 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(make_config: MakeCon
     for seed in (0, 1):
         update(engine, seed)
     expected = dict(TinyPolicy().load_transformer(torch.float32).named_parameters())
-    for name, down in shadow(engine, "old").items():
+    for name, down in auxiliary(engine, "old").items():
         if "lora_A" in name:
-            up = shadow(engine, "old")[name.replace("lora_A", "lora_B")]
+            up = auxiliary(engine, "old")[name.replace("lora_A", "lora_B")]
             expected[name.replace(".lora_A", "")] = expected[name.replace(".lora_A", "")] + 2.0 * up @ down
     exported = engine.export(2)
     assert exported is not None
@@ -250,7 +250,7 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(make_config: MakeCon
 
 @backends
 @loras
-def test_resuming_continues_shadows_bit_for_bit(
+def test_resuming_continues_auxiliarys_bit_for_bit(
     make_config: MakeConfig, tmp_path: Path, backend: str, lora: dict[str, float] | None
 ) -> None:
     changes = {"trainer.backend": backend, "model.lora": lora, "trainer.ema": {"every": 2}, "algorithm.kl_coef": 0.1}
@@ -260,7 +260,7 @@ def test_resuming_continues_shadows_bit_for_bit(
         update(engine, seed)
     save(engine, tmp_path / "c")
     stored = HuggingFaceStorageReader(str(tmp_path / "c" / "tensors")).read_metadata().state_dict_metadata
-    kinds = {name.split(".")[1] for name in stored if name.startswith("shadow.")}
+    kinds = {name.split(".")[1] for name in stored if name.startswith("auxiliary.")}
     assert kinds == ({"old", "ema", "reference"} if lora is None else {"old", "ema"})
     expected = [update(engine, seed) for seed in (5, 6)]
 
@@ -269,7 +269,7 @@ def test_resuming_continues_shadows_bit_for_bit(
     load(resumed, tmp_path / "c")
     assert [update(resumed, seed) for seed in (5, 6)] == expected
     for which in ("old", "ema", "reference"):
-        assert_same(shadow(resumed, which), shadow(engine, which))
+        assert_same(auxiliary(resumed, which), auxiliary(engine, which))
         if which != "ema":
             assert torch.equal(velocity(resumed, which), velocity(engine, which))
     published = [e.export(5) for e in (resumed, engine)]
@@ -297,18 +297,18 @@ def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, 
     config = make_config(**{"algorithm.correction": {"mode": "decoupled"}, "trainer.steps_per_update": 2})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     save(engine, tmp_path / "c")
-    engine.assess(group)
+    engine.recompute_proximal(group)
     engine.accumulate(group, 1 / 8)
     engine.step()
     engine.accumulate(group, 1 / 8)
     assert engine.step()["ratio_deviation"] > 1e-3
-    engine.assess(group)
+    engine.recompute_proximal(group)
     engine.accumulate(group, 1 / 8)
     engine.step()
     load(engine, tmp_path / "c")
     fresh = started(config)
     for e in (engine, fresh):
-        e.assess(group)
+        e.recompute_proximal(group)
         e.accumulate(group, 1 / 8)
     assert engine.step() == fresh.step()
 
@@ -316,13 +316,13 @@ def test_loading_forgets_the_update_that_was_under_way(make_config: MakeConfig, 
 @pytest.mark.parametrize(
     ("saved", "opened", "example"),
     [
-        (NFT, {}, "shadow.old."),
-        ({}, NFT, "shadow.old."),
-        ({"algorithm.kl_coef": 0.1}, {}, "shadow.reference."),
-        ({}, {"trainer.ema": {"every": 1}}, "shadow.ema."),
+        (NFT, {}, "auxiliary.old."),
+        ({}, NFT, "auxiliary.old."),
+        ({"algorithm.kl_coef": 0.1}, {}, "auxiliary.reference."),
+        ({}, {"trainer.ema": {"every": 1}}, "auxiliary.ema."),
     ],
 )
-def test_a_checkpoint_with_other_shadows_is_refused(
+def test_a_checkpoint_with_other_auxiliarys_is_refused(
     make_config: MakeConfig, tmp_path: Path, saved: dict[str, Any], opened: dict[str, Any], example: str
 ) -> None:
     save(started(make_config(**saved)), tmp_path / "c")

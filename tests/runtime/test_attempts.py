@@ -16,7 +16,7 @@ from omni_async.checkpoint import State, folder_name
 from omni_async.checkpoint.folders import finish, partial
 from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.state import write_state
-from omni_async.control.continuation import Continuation
+from omni_async.control.control_state import ControlState
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime import session
 from omni_async.runtime import train as runtime
@@ -42,7 +42,7 @@ def save(run: Path, version: int) -> Path:
     write_state(
         place,
         State(
-            Continuation(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
+            ControlState(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
         ),
     )
     write_manifest(place)
@@ -67,8 +67,8 @@ class Lives:
         return self.clusters[life - 1]
 
 
-def trainer(role: Role, crew: dict[str, Role] | None = None) -> HandCluster:
-    return HandCluster({"trainer": role}, crew=crew)
+def trainer(role: Role, workers: dict[str, Role] | None = None) -> HandCluster:
+    return HandCluster({"trainer": role}, workers=workers)
 
 
 async def ends_well(control: Control) -> None:
@@ -137,7 +137,7 @@ def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_p
 
     lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
     assert lives.summary.status == "done"
-    assert lives.inputs[1].start == Continuation() and lives.inputs[1].config.checkpoint.resume is None
+    assert lives.inputs[1].start == ControlState() and lives.inputs[1].config.checkpoint.resume is None
     assert lives.run.metrics.read_bytes() == b""
     assert json.loads(lives.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
 
@@ -220,7 +220,7 @@ def test_a_lost_engine_does_not_end_the_life(tmp_path, monkeypatch):
             raise PeerLost("rollout-0 is gone: killed")
         control.end("done")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(until_the_end, crew={"rollout-0": engine}))
+    lives = Lives(tmp_path, monkeypatch, trainer(until_the_end, workers={"rollout-0": engine}))
     assert lives.summary.status == "done" and lives.summary.faults == 1
     assert lives.clusters[0].lost == ["rollout-0"]
     assert read_faults(lives.run.faults)[0].replacement == "rollout-0.2"
@@ -236,6 +236,6 @@ def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypat
     async def engine(control: Control) -> None:
         raise PeerLost("rollout-0 is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(trains, crew={"rollout-0": engine}), run={"restarts": 1})
+    lives = Lives(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
     assert lives.summary.status == "failed" and "run.restarts" in lives.summary.reason
     assert saved == ["checkpoint"] and len(lives.inputs) == 1

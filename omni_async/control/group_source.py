@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from omni_async.config import Config
-from omni_async.control.continuation import Continuation, Unfinished
+from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.control.groups import GroupProgress
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
 from omni_async.types import Prompt, ReadyGroup
 
 
-class Intake:
-    def __init__(self, config: Config, prompts: Sequence[Prompt], factory: RequestFactory, start: Continuation) -> None:
+class GroupSource:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], factory: RequestFactory, start: ControlState) -> None:
         self._prompts = PromptStream(prompts, config.run.seed, config.data.shuffle)
         self._factory = factory
         self._begun = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))

@@ -47,7 +47,7 @@ class Round(Struct, frozen=True):
     parts: dict[str, float | None] = {}
 
 
-class Continuation(Struct, frozen=True):
+class ControlState(Struct, frozen=True):
     """`version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
     training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
     references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`

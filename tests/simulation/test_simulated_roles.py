@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from simulation_world import Desk, make_config, make_profile, make_world, request
 
-from omni_async.simulation.engine import Batch, EngineStation
-from omni_async.simulation.stations import PublisherStation, reward_worker
+from omni_async.simulation.engine import Batch, SimulatedEngine
+from omni_async.simulation.simulated_roles import SimulatedPublisher, reward_worker
 from omni_async.simulation.virtual_time import run
 from omni_async.simulation.world import Draws, SharedDevices, World, at_once
 from omni_async.types import Prompt, ScoreJob, SdeWindow
@@ -22,7 +22,7 @@ PROFILE = make_profile(generate=10.0, swap=0.5, publish=2.0)
 
 
 def engine_alone(
-    script: Callable[[World, Desk, EngineStation], Awaitable[None]], profile: Any = PROFILE, **changes: Any
+    script: Callable[[World, Desk, SimulatedEngine], Awaitable[None]], profile: Any = PROFILE, **changes: Any
 ) -> Desk:
     """The engine `rollout-0`, leasing from the desk, while the script runs; then the run ends."""
 
@@ -31,7 +31,7 @@ def engine_alone(
         world = make_world(
             make_config(**{"rollout__max_batch": 4, "rollout__max_inflight": 8, **changes}), profile, desk
         )
-        engine = EngineStation("rollout-0", world, lambda: None)
+        engine = SimulatedEngine("rollout-0", world, lambda: None)
         leasing = asyncio.create_task(engine.lease())
         await script(world, desk, engine)
         desk.end()
@@ -57,7 +57,7 @@ def finished(desk: Desk) -> dict[float, int]:
 
 
 def test_an_engine_makes_one_batch_after_the_other_and_all_samples_of_a_batch_at_once() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         desk.offer(*samples(10))
         await world.loop.sleep_until(35)
 
@@ -65,7 +65,7 @@ def test_an_engine_makes_one_batch_after_the_other_and_all_samples_of_a_batch_at
 
 
 def test_a_batch_takes_what_waits_and_its_time_depends_on_that() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         desk.offer(*samples(3))
         await world.loop.sleep_until(1)
         desk.offer(*samples(6, first=3))
@@ -77,7 +77,7 @@ def test_a_batch_takes_what_waits_and_its_time_depends_on_that() -> None:
 
 
 def test_what_is_offered_in_one_instant_is_one_batch_in_whatever_pieces_it_comes() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         for number in range(4):
             desk.offer(*samples(1, first=number))
             await asyncio.sleep(0)
@@ -87,7 +87,7 @@ def test_what_is_offered_in_one_instant_is_one_batch_in_whatever_pieces_it_comes
 
 
 def test_an_engine_never_holds_more_than_it_may() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         desk.offer(*samples(9))
         await world.loop.sleep_until(35)
         assert world.meters.places["trajectories"].largest == 9  # nobody scores, so nothing gives its place back
@@ -100,7 +100,7 @@ def test_an_engine_never_holds_more_than_it_may() -> None:
 
 
 def test_swap_step_takes_effect_at_the_next_step_and_makes_the_batch_late_by_the_pause() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         assert engine.stage(0) == 0.5
         desk.offer(*samples(2))
         await world.loop.sleep_until(4.0)  # the batch began at 0.5, after the pause
@@ -114,7 +114,7 @@ def test_swap_step_takes_effect_at_the_next_step_and_makes_the_batch_late_by_the
 
 
 def test_a_version_that_comes_before_the_first_step_makes_the_whole_sample() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         engine.stage(0)
         desk.offer(*samples(1))
         await world.loop.sleep_until(0.5)
@@ -128,7 +128,7 @@ def test_a_version_that_comes_before_the_first_step_makes_the_whole_sample() -> 
 
 
 def test_a_version_that_comes_during_the_last_step_waits_for_the_end_and_holds_up_the_next_batch() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         engine.stage(0)
         desk.offer(*samples(5))
         await world.loop.sleep_until(10.2)
@@ -155,7 +155,7 @@ def test_a_batch_without_duration_has_no_boundary_but_its_end() -> None:
 
 
 def test_swap_request_lets_the_engine_finish_what_it_has_and_nothing_more() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         assert engine.stage(0) == 0.5  # it holds nothing yet, so at once
         desk.offer(*samples(6))
         await world.loop.sleep_until(3.0)
@@ -169,7 +169,7 @@ def test_swap_request_lets_the_engine_finish_what_it_has_and_nothing_more() -> N
 
 
 def test_swap_drain_finishes_all_that_is_leased_and_leases_nothing_meanwhile() -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         engine.stage(0)
         desk.offer(*samples(12))
         await world.loop.sleep_until(3.0)
@@ -184,7 +184,7 @@ def test_swap_drain_finishes_all_that_is_leased_and_leases_nothing_meanwhile() -
 
 @pytest.mark.parametrize("mode", ["step", "request", "drain"])
 def test_an_idle_engine_swaps_at_once(mode: str) -> None:
-    async def script(world: World, desk: Desk, engine: EngineStation) -> None:
+    async def script(world: World, desk: Desk, engine: SimulatedEngine) -> None:
         await world.loop.sleep_until(7)
         assert engine.stage(4) == 7.5
 
@@ -200,8 +200,8 @@ def publish(profile: Any, versions: dict[float, int], engines: int = 2, updates:
     async def main() -> Desk:
         desk = Desk()
         world = make_world(make_config(rollout__workers=engines, trainer__updates=updates), profile, desk)
-        publisher = PublisherStation(world)
-        stations = [EngineStation(f"rollout-{number}", world, publisher.swapped) for number in range(engines)]
+        publisher = SimulatedPublisher(world)
+        stations = [SimulatedEngine(f"rollout-{number}", world, publisher.swapped) for number in range(engines)]
         delivering = asyncio.create_task(publisher.run(stations))
         for time, version in versions.items():
             await world.loop.sleep_until(time)
@@ -226,7 +226,7 @@ def test_a_newer_version_replaces_one_that_waits() -> None:
 def test_a_withdrawn_version_is_not_sent() -> None:
     async def main() -> list[tuple[float, int]]:
         desk = Desk()
-        publisher = PublisherStation(make_world(make_config(trainer__updates=2), PROFILE, desk))
+        publisher = SimulatedPublisher(make_world(make_config(trainer__updates=2), PROFILE, desk))
         delivering = asyncio.create_task(publisher.run([]))
         publisher.publish(1)
         publisher.withdraw()

@@ -1,9 +1,9 @@
 """Further copies of the trained parameters: the reference policy, the old policy that draws samples, the moving
 average.
 
-A shadow is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are), and is run
-through the same module: its values are copied in, and the policy's own copied back. That costs two copies of the
-trained parameters per use, which is little beside a forward pass, and no second model in memory.
+An auxiliary policy is a list of tensors beside the parameters (of the adapters alone under LoRA, sharded as they are).
+It is run through the same module: its values are copied in, and the policy's own copied back. That costs two copies of
+the trained parameters per use, which is little beside a forward pass, and no second model in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _locals(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in (t.detach() for t in tensors)]
 
 
-class Shadows:
+class AuxiliaryPolicies:
     """Copies of `parameters` (those of `module` that are trained), by name."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -42,16 +42,16 @@ class Shadows:
         return name in self._copies
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every shadow's tensors as `<shadow>.<parameter>`: what a checkpoint holds."""
+        """Every auxiliary policy's tensors as `<policy>.<parameter>`: what a checkpoint holds."""
         return {
-            f"{shadow}.{name}": tensor
-            for shadow, copies in self._copies.items()
+            f"{auxiliary}.{name}": tensor
+            for auxiliary, copies in self._copies.items()
             for name, tensor in zip(self._names, copies, strict=True)
         }
 
     @torch.no_grad()
     def follow(self, name: str, decay: float) -> None:
-        """shadow <- decay * shadow + (1 - decay) * parameters."""
+        """auxiliary <- decay * auxiliary + (1 - decay) * parameters."""
         copies, parameters = _locals(self._copies[name]), _locals(self._parameters)
         if decay == 0.0:  # to the bit, which 0 * x + y is not for infinite x
             torch._foreach_copy_(copies, parameters)
@@ -60,8 +60,8 @@ class Shadows:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Inside, the module computes with the shadow's values. Not between a forward pass and its backward, nor inside
-        another."""
+        """Inside, the module computes with that policy's values. Not between a forward pass and its backward, nor
+        inside another."""
         if self._in_use is not None:
             raise RuntimeError(
                 f"{name!r} cannot be used inside {self._in_use!r}: the policy's own values would be lost"
@@ -85,7 +85,7 @@ class Shadows:
     @torch.no_grad()
     def _copy_back(self) -> None:
         if self._policy is None:
-            raise RuntimeError("no shadow is in use")
+            raise RuntimeError("no auxiliary policy is in use")
         torch._foreach_copy_(_locals(self._parameters), self._policy)
         self._in_use = None
         forget_gathered(self._module)

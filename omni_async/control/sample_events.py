@@ -14,8 +14,8 @@ from typing import Protocol
 
 from omni_async.config import Config
 from omni_async.control.flow import SampleFlow
+from omni_async.control.group_table import GroupTable
 from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
-from omni_async.control.population import Population
 from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
@@ -40,7 +40,7 @@ class Ends(Protocol):
 _ALL_WRONG = 4
 
 
-class Outcomes:
+class SampleEvents:
     """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one was
     scored by these scorers before."""
 
@@ -48,7 +48,7 @@ class Outcomes:
         self,
         config: Config,
         samples: SampleFlow,
-        groups: Population,
+        groups: GroupTable,
         validation: Validation,
         versions: Versions,
         ends: Ends,

@@ -13,7 +13,7 @@ import msgspec
 from omni_async.config import Config
 from omni_async.control.admission import Slots
 from omni_async.control.buffer import ReplayBuffer
-from omni_async.control.continuation import Unfinished
+from omni_async.control.control_state import Unfinished
 from omni_async.control.groups import GroupProgress
 from omni_async.control.ledger import Ledger
 from omni_async.control.signal import Fruitless
@@ -24,7 +24,7 @@ class TooStale(RuntimeError):
     """A group reached the trainer beyond the staleness budget. Always a bug of ours."""
 
 
-class Population:
+class GroupTable:
     def __init__(self, config: Config, run_id: str, ledger: Ledger, start_version: int) -> None:
         self._run_id = run_id
         self._budget = config.staleness.max_updates

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from omni_async.control.waiting import Bell
-from omni_async.simulation.engine import EngineStation
+from omni_async.control.waiting import Event
+from omni_async.simulation.engine import SimulatedEngine
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport, WeightReport
 
@@ -40,7 +40,7 @@ async def reward_worker(name: str, world: World) -> None:
         if shared is not None:
             await shared.take("reward", draws)
         started = loop.now
-        await loop.sleep_until(started + draws.seconds("score", len(jobs) * world.lot))
+        await loop.sleep_until(started + draws.seconds("score", len(jobs) * world.bundle))
         busy.add(started, loop.now)
         if shared is not None:
             shared.leave()
@@ -52,16 +52,16 @@ async def reward_worker(name: str, world: World) -> None:
         )
 
 
-class TrainerStation:
+class SimulatedTrainer:
     """`updated` is called after every update with its number, before the version is exported."""
 
-    def __init__(self, world: World, publisher: PublisherStation, updated: Callable[[int], None]) -> None:
+    def __init__(self, world: World, publisher: SimulatedPublisher, updated: Callable[[int], None]) -> None:
         self._world = world
         self._publisher = publisher
         self._updated = updated
         self._draws = world.draws("trainer")
         config = world.config
-        self._units = config.rollout.group_size * world.lot / config.trainer.workers
+        self._units = config.rollout.group_size * world.bundle / config.trainer.workers
 
     async def run(self) -> None:
         """Until all updates are made, or the run is over."""
@@ -100,8 +100,8 @@ class TrainerStation:
 
     def _passes(self) -> float:
         """Seconds of one group."""
-        assess = self._draws.seconds("assess", self._units) if self._world.plan.assess else 0.0
-        return assess + self._draws.seconds("train", self._units)
+        proximal = self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
+        return proximal + self._draws.seconds("train", self._units)
 
     async def _work(self, seconds: float) -> None:
         shared = self._world.shared
@@ -123,7 +123,7 @@ class TrainerStation:
         self._publisher.publish(version)
 
 
-class PublisherStation:
+class SimulatedPublisher:
     """One version is on its way at a time; the newest of those that come meanwhile is next."""
 
     def __init__(self, world: World) -> None:
@@ -131,7 +131,7 @@ class PublisherStation:
         self._draws = world.draws("publisher")
         self._next: int | None = None
         self._missing = 0
-        self._changed = Bell()
+        self._changed = Event()
 
     def withdraw(self) -> None:
         """A newer version is about to be copied out: one that has not left is not sent any more."""
@@ -139,16 +139,16 @@ class PublisherStation:
 
     def publish(self, version: int) -> None:
         self._next = version
-        self._changed.ring()
+        self._changed.notify()
 
     def swapped(self) -> None:
         """One more engine has the version."""
         self._missing -= 1
         if not self._missing:
             self._world.count_groups()
-            self._changed.ring()
+            self._changed.notify()
 
-    async def run(self, engines: Sequence[EngineStation]) -> None:
+    async def run(self, engines: Sequence[SimulatedEngine]) -> None:
         """Until every engine holds the last version."""
         world, version = self._world, 0
         while version < world.config.trainer.updates:
@@ -159,7 +159,7 @@ class PublisherStation:
             await world.loop.sleep_until(world.loop.now + self._draws.seconds("publish"))
             await self._deliver(version, engines)
 
-    async def _deliver(self, version: int, engines: Sequence[EngineStation]) -> None:
+    async def _deliver(self, version: int, engines: Sequence[SimulatedEngine]) -> None:
         loop, digest = self._world.loop, digest_of(version)
         self._missing = len(engines)
         for engine in engines:
