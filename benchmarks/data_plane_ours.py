@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.data_plane_work import CONCURRENT_PUTS, GROUP, Source, Tally, in_flight
 from omni_async.actors.producer import Producer
 from omni_async.actors.rewarder import Rewarder
-from omni_async.config import Config, check
+from omni_async.config import Config, check, with_spec
 from omni_async.control.clock import WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.rewards.composition import WeightedScorer
@@ -46,7 +46,7 @@ def make_config(nbytes: int, samples: int) -> Config:
         "algorithm": {"name": "flow_grpo"},
         "trainer": {"updates": samples // per_update, "groups_per_update": per_update // GROUP},
     }
-    config = msgspec.convert(raw, Config)
+    config = with_spec(msgspec.convert(raw, Config))
     problem = check(config)
     assert problem is None, problem
     return config

@@ -28,6 +28,7 @@ from benchmarks.stage_profile_report import to_markdown, to_profile
 from omni_async.config import Config, ConfigError, load
 from omni_async.performance.profile import load_profile, write_profile
 from omni_async.training.device import rank_device
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "qwen_image_ocr" / "flow_grpo_lora.yaml"
 
@@ -131,10 +132,10 @@ def device_config(options: argparse.Namespace) -> Config:
     assert window is not None  # the recipe trains noisy steps
     rows = max(options.train_batches) * window.window.size
     overrides = {
-        "rollout.height": options.pixels,
-        "rollout.width": options.pixels,
+        "rollout.sampling.height": options.pixels,
+        "rollout.sampling.width": options.pixels,
         "rollout.num_inference_steps": options.steps,
-        "rollout.true_cfg_scale": options.guidance,
+        "rollout.sampling.true_cfg_scale": options.guidance,
         "rollout.group_size": max(2, *options.train_batches),
         "trainer.workers": 1,
         "trainer.micro_batch_size": rows,
@@ -165,10 +166,11 @@ async def _measure(config: Config, options: argparse.Namespace) -> Measured:
 def _setting(config: Config, options: argparse.Namespace) -> str:
     rollout, lora = config.rollout, config.model.lora
     assert rollout.sde is not None and lora is not None  # the recipe has both
-    guidance = f"guidance {rollout.true_cfg_scale:g}" if rollout.true_cfg_scale > 1 else "no guidance"
+    spec: QwenImageSampling = rollout.sampling
+    guidance = f"guidance {spec.true_cfg_scale:g}" if spec.guided else "no guidance"
     return (
-        f"{options.model}, random weights, {config.model.dtype}, LoRA rank {lora.rank}, {rollout.height} x"
-        f" {rollout.width}, {rollout.num_inference_steps} steps, window {rollout.sde.window.size}, {guidance}, prompts"
+        f"{options.model}, random weights, {config.model.dtype}, LoRA rank {lora.rank}, {spec.height} x"
+        f" {spec.width}, {rollout.num_inference_steps} steps, window {rollout.sde.window.size}, {guidance}, prompts"
         f" of {options.prompt_tokens} tokens, gradient checkpointing, torch {torch.__version__}; medians of"
         f" {options.repeats} repeats."
     )

@@ -116,7 +116,7 @@ class Bench:
             samples = await self._samples(engine, max(train_batches))
             self.measured.trajectory_bytes = _nbytes(samples[0].tensors)
             self.measured.media_bytes = samples[0].image.nbytes
-            self._say(f"building the trainer (guidance {rollout.true_cfg_scale:g})")
+            self._say(f"building the trainer (guidance {rollout.sampling.true_cfg_scale:g})")
             versions = self._training(samples, train_batches, payloads)
             self._free()
             for payload, exported in versions.items():
@@ -223,11 +223,8 @@ class Bench:
             sample=seed,
             prompt=Prompt(0, "random"),
             seed=seed,
-            height=rollout.height,
-            width=rollout.width,
+            spec=rollout.sampling,
             num_inference_steps=rollout.num_inference_steps,
-            true_cfg_scale=rollout.true_cfg_scale,
-            negative_prompt=rollout.negative_prompt,
             noise_level=rollout.sde.noise_level,
             sde_kind=rollout.sde.kind,
             window=SdeWindow(rollout.sde.window.range[0], rollout.sde.window.size),

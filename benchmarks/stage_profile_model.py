@@ -17,7 +17,9 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from tensordict import TensorDict
 from torch import nn
 
+from omni_async.types import Prompt
 from pipelines.qwen_image.policy import PATCH, QwenImageCodec, QwenImagePolicy
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ class _RandomCodec(QwenImageCodec):
         self._text_width = text_width
         self._tokens = tokens
 
-    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
+    def encode(self, prompt: Prompt, spec: QwenImageSampling) -> TensorDict:
         tensors = {}
-        for branch in ("prompt", "negative_prompt") if negative_prompt is not None else ("prompt",):
+        for branch in ("prompt", "negative_prompt") if spec.guided else ("prompt",):
             count = self._tokens[branch]
             tensors[f"{branch}_embeds"] = torch.randn(
                 count, self._text_width, device=self.vae.device, dtype=self.vae.dtype

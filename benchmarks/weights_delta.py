@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from omni_async.config import Config
-from omni_async.policy import Policy, find_family
+from omni_async.families import find_family
+from omni_async.policy import Policy, load_policy
 from omni_async.weights.digest import Bucket
 
 _BATCH = 8
@@ -44,7 +45,7 @@ class DeltaRecord(msgspec.Struct, frozen=True):
 
 def measure_delta(config: Config, rates: Sequence[float], steps: int, repeats: int = 5) -> list[DeltaRecord]:
     """After the first and after the last of `steps` steps, for every learning rate."""
-    policy = find_family(config.model.pipeline).load_policy(config.model.path)
+    policy = load_policy(find_family(config.model.pipeline), config.model.path)
     records = []
     for lr in rates:
         model = policy.load_transformer(torch.float32).requires_grad_(True)
@@ -61,14 +62,14 @@ def measure_delta(config: Config, rates: Sequence[float], steps: int, repeats: i
 
 
 def _loss(policy: Policy, model: torch.nn.Module, config: Config, generator: torch.Generator) -> torch.Tensor:
-    height, width = config.rollout.height, config.rollout.width
-    shape = (_BATCH, *policy.latent_shape(height, width))
+    spec = config.rollout.sampling
+    shape = (_BATCH, *policy.latent_shape(spec))
     clean, noise = (torch.randn(shape, generator=generator) for _ in range(2))
     sigma = torch.rand(_BATCH, generator=generator)
     weight = sigma.view(-1, *[1] * (len(shape) - 1))
-    text = policy.stack_conditioning([policy.blank_conditioning(False)] * _BATCH)
+    text = policy.stack_conditioning([policy.blank_conditioning(spec)] * _BATCH)
     noisy = (1 - weight) * clean + weight * noise
-    velocity = policy.velocity(model, noisy, sigma, text, height=height, width=width, true_cfg_scale=1.0)
+    velocity = policy.velocity(model, noisy, sigma, text, spec)
     return (velocity - (noise - clean)).square().mean()
 
 

@@ -17,7 +17,7 @@ import ray
 from benchmarks.weights_model import SIZED, sized_config
 from benchmarks.weights_roles import EngineHost, TrainerHost
 from omni_async.config import Config
-from omni_async.policy import PipelineFamily, find_family
+from omni_async.families import PipelineFamily, find_family
 from omni_async.runtime.ray_shell import Proxy, actor_class
 
 Tell = Callable[[str], None]

@@ -9,11 +9,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from omni_async.config import Config
-from omni_async.policy import PipelineFamily
+from omni_async.config import Config, with_spec
+from omni_async.families import PipelineFamily, SamplingSpec
 from omni_async.sde.schedules import linear
+from omni_async.types import Prompt
 
-SIZED = PipelineFamily("sized", "benchmarks.weights_model:SizedPolicy", "")
+SIZED = PipelineFamily("sized", "benchmarks.weights_model:SizedPolicy", "", SamplingSpec)
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out")
 
 
@@ -24,14 +25,14 @@ def sized_config(
     tree: dict[str, Any] = {
         "model": {"path": repr(float(megabytes))},
         "data": {"prompts": "none"},
-        "rollout": {"engine": "diffusers", "height": 32, "width": 32},
+        "rollout": {"engine": "diffusers", "sampling": {"sampling": {"height": 32, "width": 32}}},
         "weights": {"bucket_mb": bucket_mb, "timeout_s": timeout_s},
         "trainer": {"optimizer": {"name": "sgd"}},
     }
     if lora_rank is not None:
         tree["model"]["lora"] = {"rank": lora_rank, "alpha": lora_rank, "target_modules": LORA_TARGETS}
         tree["weights"]["payload"] = "lora"
-    return msgspec.convert(tree, Config)
+    return with_spec(msgspec.convert(tree, Config))
 
 
 class SizedPolicy:
@@ -49,14 +50,20 @@ class SizedPolicy:
         self.transformer = _Blocks(blocks, width).to(dtype).eval()
         return self.transformer
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return _latent_shape(height, width)
+    def latent_shape(self, spec: SamplingSpec) -> tuple[int, ...]:
+        return _latent_shape(*_size(spec))
 
-    def sigmas(self, num_inference_steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, spec: SamplingSpec) -> Tensor:
         return linear(num_inference_steps)
 
     def velocity(
-        self, transformer: nn.Module, latents: Tensor, sigma: Tensor, conditioning: TensorDict, **_: Any
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: TensorDict,
+        spec: SamplingSpec,
+        **_: Any,
     ) -> Tensor:
         """Depends on the first matrix alone."""
         out: Tensor = transformer(latents)
@@ -65,7 +72,7 @@ class SizedPolicy:
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         return TensorDict({}, batch_size=[len(rows)])
 
-    def blank_conditioning(self, guided: bool) -> TensorDict:
+    def blank_conditioning(self, spec: SamplingSpec) -> TensorDict:
         return TensorDict({}, batch_size=[])
 
     def load_codec(self, dtype: torch.dtype) -> _Codec:
@@ -96,6 +103,13 @@ class _Blocks(nn.Module):
         return out
 
 
+def _size(spec: SamplingSpec) -> tuple[int, int]:
+    """Returns height and width of the spec's image."""
+    (media,) = spec.media()
+    _, height, width = media.shape
+    return height, width
+
+
 def _latent_shape(height: int, width: int) -> tuple[int, int]:
     return (height // 16) * (width // 16), 4
 
@@ -104,11 +118,11 @@ class _Codec:
     def to(self, device: Any) -> _Codec:
         return self
 
-    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
+    def encode(self, prompt: Prompt, spec: SamplingSpec) -> TensorDict:
         return TensorDict({}, batch_size=[])
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return torch.zeros(len(latents), 3, height, width, dtype=torch.uint8)
+    def decode(self, latents: Tensor, spec: SamplingSpec) -> Tensor:
+        return torch.zeros(len(latents), 3, *_size(spec), dtype=torch.uint8)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         return torch.zeros(len(pixels), *_latent_shape(*pixels.shape[-2:]))

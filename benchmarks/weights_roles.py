@@ -22,7 +22,8 @@ from omni_async.actors.rank import Rank
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.requests import RequestFactory
-from omni_async.policy import PipelineFamily
+from omni_async.families import PipelineFamily
+from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
 from omni_async.runtime.ray_shell import RayStore
@@ -155,7 +156,7 @@ class TrainerHost:
         host: str,
     ) -> None:
         torch.set_num_threads(1)
-        self._policy = family.load_policy(config.model.path)
+        self._policy = load_policy(family, config.model.path)
         store = RayStore()
         self._rank = Rank(0, 1, lambda: TrainEngine(config, self._policy, 0, 1, CPU), store)
         self._desk = Desk(len(engines))

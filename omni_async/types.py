@@ -40,9 +40,9 @@ class SampleRequest(msgspec.Struct, frozen=True):
     """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
 
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
-    integer. `window` is None for a noise-free (ODE) sample. `fields` are the trajectory tensors the objective asked
-    for. `initial_seed`, where given, seeds the initial noise in place of `seed`, so that samples of a group can share
-    it.
+    integer. `spec` is the family's `SamplingSpec`. `window` is None for a noise-free (ODE) sample. `fields` are the
+    trajectory tensors the objective asked for. `initial_seed`, where given, seeds the initial noise in place of `seed`,
+    so that samples of a group can share it.
     """
 
     sample_id: str
@@ -51,11 +51,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
     sample: int
     prompt: Prompt
     seed: int
-    height: int
-    width: int
+    spec: Any
     num_inference_steps: int
-    true_cfg_scale: float
-    negative_prompt: str
     noise_level: float
     sde_kind: str
     window: SdeWindow | None

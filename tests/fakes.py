@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from omni_async.config.schema import Config
 from omni_async.sde.transitions import ode_step, take_step
 from omni_async.training.groups import GroupBatch
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 WIDTH, CHANNELS, TEXT = 16, 4, 8
 
@@ -72,10 +73,10 @@ class TinyPolicy:
             torch.manual_seed(int(self.path))
             return TinyTransformer().eval().to(dtype)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return (height // 16 * (width // 16), CHANNELS)
+    def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
+        return (spec.height // 16 * (spec.width // 16), CHANNELS)
 
-    def sigmas(self, num_inference_steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, num_inference_steps: int, spec: QwenImageSampling) -> Tensor:
         return torch.cat([torch.linspace(1, 1 / num_inference_steps, num_inference_steps), torch.zeros(1)])
 
     def velocity(
@@ -84,10 +85,8 @@ class TinyPolicy:
         latents: Tensor,
         sigma: Tensor,
         conditioning: TensorDict,
+        spec: QwenImageSampling,
         *,
-        height: int,
-        width: int,
-        true_cfg_scale: float,
         unconditional_gradient: bool = True,
     ) -> Tensor:
         dtype = next(transformer.parameters()).dtype
@@ -96,10 +95,10 @@ class TinyPolicy:
             return transformer(latents.to(dtype), sigma.to(dtype), text.to(dtype), conditioning["mask"])
 
         v = predict(conditioning["text"])
-        if true_cfg_scale > 1:
+        if spec.guided:
             with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
                 uncond = predict(torch.zeros_like(conditioning["text"]))
-            v = uncond + true_cfg_scale * (v - uncond)
+            v = uncond + spec.true_cfg_scale * (v - uncond)
         return v if dtype == torch.float64 else v.float()
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
@@ -117,21 +116,19 @@ def tiny_trajectory(
     r = config.rollout
     generator = torch.Generator().manual_seed(seed)
     transformer = transformer or policy.load_transformer(torch.float32)
-    sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
+    sigmas = policy.sigmas(r.num_inference_steps, r.sampling)
     length = 2 + seed % 3
     conditioning = TensorDict(
         {"text": torch.randn(length, TEXT, generator=generator), "mask": torch.ones(length, dtype=torch.bool)}, []
     )
     batch = policy.stack_conditioning([conditioning])
-    x = torch.randn(1, *policy.latent_shape(r.height, r.width), generator=generator)
+    x = torch.randn(1, *policy.latent_shape(r.sampling), generator=generator)
     noisy = window if r.sde is not None else range(0)
     latents, log_probs, means = [], [], []
     for i in range(r.num_inference_steps):
         sigma, sigma_next = sigmas[i : i + 1], sigmas[i + 1 : i + 2]
         with torch.no_grad():
-            v = policy.velocity(
-                transformer, x, sigma, batch, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
-            )
+            v = policy.velocity(transformer, x, sigma, batch, r.sampling)
         if i not in noisy or r.sde is None:
             x = ode_step(x, v, sigma, sigma_next)
             continue

@@ -26,6 +26,7 @@ from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
+from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore
@@ -71,7 +72,7 @@ class PreferenceReader:
         self._tracer = Tracer(name, coordinator, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         # The pair encoded last: a lease brings a pair's two samples one after the other.
-        self._encoded: tuple[tuple[int, int, int], list[NDArray[np.uint8]], torch.Tensor] | None = None
+        self._encoded: tuple[tuple[int, SamplingSpec], list[NDArray[np.uint8]], torch.Tensor] | None = None
 
     async def start(self) -> None:
         """Loads text encoder and VAE."""
@@ -166,23 +167,24 @@ class PreferenceReader:
             raise ValueError(
                 f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them"
             )
-        pictures, latents = self._encode(request.prompt.index, request.height, request.width)
+        pictures, latents = self._encode(request.prompt.index, request.spec)
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
             "conditioning": self._conditioning.of(request),
-            "sigmas": self._policy.sigmas(request.num_inference_steps, request.height, request.width),
+            "sigmas": self._policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }
         return TensorDict(tensors, batch_size=[]).cpu(), pictures[request.sample]
 
-    def _encode(self, pair: int, height: int, width: int) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
+    def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
         """Both pictures of a pair, (height, width, 3), and their latents (2, T, C). Always both in one batch, so that
         latents do not depend on what was leased together."""
         import torch
 
-        key = pair, height, width
+        key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
-            pictures = [fit(image, height, width) for image in self._pairs.images(pair)]
+            (media,) = spec.media()
+            pictures = [fit(image, *media.shape[1:]) for image in self._pairs.images(pair)]
             latents = self._codec.encode_images(torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous())
             if not latents.isfinite().all():
                 raise ValueError(f"pair {pair}: the VAE's latents are not finite")

@@ -15,11 +15,8 @@ from omni_async.control.control_state import Unfinished
 
 _ROLLOUT = (
     "group_size",
-    "height",
-    "width",
+    "sampling",
     "num_inference_steps",
-    "true_cfg_scale",
-    "negative_prompt",
     "share_initial_noise",
     "sde",
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
@@ -21,6 +22,7 @@ from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
+from omni_async.families import find_family
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
 # directory. But for run.dir.
@@ -33,6 +35,9 @@ _PATHS = (
     "emulation.profile",
     "run.dir",
 )
+_MOVED = {
+    f"rollout.{key}": f"rollout.sampling.{key}" for key in ("height", "width", "true_cfg_scale", "negative_prompt")
+}
 _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
@@ -252,26 +257,34 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _explain(error: msgspec.ValidationError, tree: Any) -> str:
-    """msgspec's message, turned into `path: expected ..., got ...`."""
+def _explain(
+    error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struct] = Config, prefix: Sequence[str] = ()
+) -> str:
+    """Turns msgspec's message into `path: expected ..., got ...`. `root` is the section `prefix`, which `tree` is."""
     text, _, location = str(error).partition(" - at `$")
     path = re.findall(r"[^.\[\]`]+", location)
+    if isinstance(error.__cause__, ValueError):  # of a section's own check
+        return f"{'.'.join([*prefix, *path])}: {error.__cause__}"
     unknown = re.match(r"Object contains unknown field `(.*)`", text)
     missing = re.match(r"Object missing required field `(.*)`", text)
     if unknown:
-        section = struct_of(annotation_at(Config, path)) if path else Config
+        key = ".".join([*prefix, *path, unknown[1]])
+        if key in _MOVED:
+            return f"{key}: is called {_MOVED[key]} now"
+        section = struct_of(annotation_at(root, path)) if path else root
         allowed = sorted(fields_of(section)) if section else []
         close = difflib.get_close_matches(unknown[1], allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"{'.'.join([*path, unknown[1]])}: unknown key; {hint}allowed: {', '.join(allowed)}"
+        return f"{key}: unknown key; {hint}allowed: {', '.join(allowed)}"
     if missing:
-        key = [*path, missing[1]]
-        return f"{'.'.join(key)}: required, expected {describe(annotation_at(Config, key))}"
-    annotation = annotation_at(Config, path)
+        absent = [*path, missing[1]]
+        return f"{'.'.join([*prefix, *absent])}: required, expected {describe(annotation_at(root, absent))}"
+    annotation = annotation_at(root, path)
     found = _at(tree, path)
     expected = describe(annotation, found) if annotation is not None else text.lower()
     why = reason(annotation, found)
-    return f"{'.'.join(path) or 'the file'}: expected {expected}{f' ({why})' if why else ''}, got {_shown(found)}"
+    where = ".".join([*prefix, *path]) or "the file"
+    return f"{where}: expected {expected}{f' ({why})' if why else ''}, got {_shown(found)}"
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -338,11 +351,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error, tree)}") from None
     _require_no_contradiction(path, config, overrides)
-    config = apply_schedule(config)
+    try:
+        config = apply_schedule(with_spec(config))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     problem = check(config)
     if problem:
         raise ConfigError(f"{path}: {problem}")
     return config
+
+
+def with_spec(config: Config) -> Config:
+    """Returns the configuration with `rollout.sampling` as the family's `SamplingSpec`; as it is for a family that is
+    not installed. ConfigError names the key that the family refuses."""
+    try:
+        family = find_family(config.model.pipeline)
+    except ValueError:
+        return config
+    settings, prefix = config.rollout.sampling, ("rollout", "sampling")
+    try:
+        spec = msgspec.convert(settings, family.sampling)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, settings, family.sampling, prefix)) from None
+    return replace(config, rollout=replace(config.rollout, sampling=spec))
 
 
 def resolved_yaml(config: Config) -> str:

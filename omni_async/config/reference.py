@@ -10,6 +10,7 @@ import yaml
 
 from omni_async.config.describe import describe, description, fields_of, struct_of, walk
 from omni_async.config.schema import Config
+from omni_async.families import family_names, find_family
 
 _HEAD = (
     "# Configuration reference\n"
@@ -42,6 +43,11 @@ def reference() -> str:
             continue
         parts.append(f"## {section}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
         parts.extend(_row(path, field, default) for path, field, default in walk(struct, f"{section}."))
+        parts.append("")
+    for name in family_names():
+        parts.append(f"## rollout.sampling of {name}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
+        sampling = find_family(name).sampling
+        parts.extend(_row(path, field, default) for path, field, default in walk(sampling, "rollout.sampling."))
         parts.append("")
     return "\n".join(parts)
 

@@ -6,7 +6,7 @@ write it as `Meta(description=...)`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -176,13 +176,13 @@ class Rollout(Section, kw_only=True, frozen=True):
         int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
     ] = 1
     group_size: Annotated[int, _doc("Samples per prompt group.", IN_A_GROUP, ge=1, most=10_000)] = 8
-    height: Annotated[int, _doc("Image height in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
-    width: Annotated[int, _doc("Image width in pixels.", ge=16, most=16_384, multiple_of=16)] = 512
+    sampling: Annotated[
+        Any,
+        _doc("Size, guidance and whatever else changes what is drawn; the keys are the model family's, see below."),
+    ] = msgspec.field(default_factory=dict)
     num_inference_steps: Annotated[
         int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)
     ] = 10
-    true_cfg_scale: Annotated[float, _doc("Classifier-free guidance; 1 switches it off.", ge=1, most=1000)] = 1.0
-    negative_prompt: Annotated[str, _doc("The unconditional branch's prompt when true_cfg_scale > 1.")] = " "
     max_inflight: Annotated[
         int,
         _doc(

@@ -31,7 +31,8 @@ class Probe:
             return None
         count = min(_PICTURES, config.reward.batch)
         chosen = [prompts[i % len(prompts)] for i in range(count)]
-        picture = _gradient(config.rollout.height, config.rollout.width)
+        (media,) = config.rollout.sampling.media()
+        picture = _gradient(*media.shape[1:])
         return cls([np.ascontiguousarray(picture[:: 1 - 2 * i]) for i in range(count)], chosen)
 
     def failed(self, reason: str) -> str:

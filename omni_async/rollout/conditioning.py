@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -16,14 +17,14 @@ class ConditioningCache:
     def __init__(self, codec: Codec, size: int = 64) -> None:
         self.codec = codec
         self._size = size
-        self._kept: OrderedDict[tuple[str, str | None], TensorDict] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Any], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
         """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be
         written to."""
-        key = (request.prompt.text, request.negative_prompt if request.true_cfg_scale > 1 else None)
+        key = (request.prompt.text, request.spec)
         if key not in self._kept:
-            self._kept[key] = self.codec.encode(*key)
+            self._kept[key] = self.codec.encode(request.prompt, request.spec)
             if len(self._kept) > self._size:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

@@ -44,7 +44,7 @@ class _Waiting:
     @property
     def batch_key(self) -> tuple[object, ...]:
         r = self.request
-        return r.height, r.width, r.num_inference_steps, r.true_cfg_scale
+        return r.spec, r.num_inference_steps
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class DiffusersEngine:
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         check_request(request)
-        self._policy.latent_shape(request.height, request.width)
+        self._policy.latent_shape(request.spec)
         self._require_open()
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -188,9 +188,8 @@ class DiffusersEngine:
         self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest], conditioning: list[TensorDict]
     ) -> list[Trajectory]:
         first = requests[0]
-        height, width = first.height, first.width
-        sigmas = self._policy.sigmas(first.num_inference_steps, height, width)
-        shape = self._policy.latent_shape(height, width)
+        sigmas = self._policy.sigmas(first.num_inference_steps, first.spec)
+        shape = self._policy.latent_shape(first.spec)
         samples = [InFlight(request, sigmas, shape, self._device) for request in requests]
         stacked = self._policy.stack_conditioning(conditioning)
         latents = torch.stack([s.latents for s in samples])
@@ -199,12 +198,9 @@ class DiffusersEngine:
             if self._closing:
                 raise EngineError(f"{self.name} was closed")
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
-            scale = first.true_cfg_scale
-            velocity = self._policy.velocity(
-                self._transformer, latents, sigma, stacked, height=height, width=width, true_cfg_scale=scale
-            )
+            velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, first.spec)
             latents = take_steps(samples, velocity, self._version)
-        images = self._codec.decode(latents, height, width).cpu()
+        images = self._codec.decode(latents, first.spec).cpu()
         made = []
         for sample, row, image in zip(samples, conditioning, images.unbind(), strict=True):
             tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()

@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_async.config.schema import Emulated
+from omni_async.families import SamplingSpec
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.engine_task import EngineTask
 from omni_async.rollout.payloads import Staged
@@ -40,9 +41,8 @@ def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
 
 
 class EmulatedEngine:
-    """See `RolloutEngine`. `latent_shape(height, width)`, `sigmas(steps, height, width)` and
-    `blank_conditioning(guided)` are a policy's methods, or stand in for them: what is returned then fits a real trainer
-    of that policy."""
+    """See `RolloutEngine`. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are a policy's
+    methods, or stand in for them: what is returned then fits a real trainer of that policy."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class EmulatedEngine:
         times: Emulated,
         *,
         max_batch: int,
-        latent_shape: Callable[[int, int], tuple[int, ...]],
-        blank_conditioning: Callable[[bool], TensorDict] = lambda guided: TensorDict({}, batch_size=[]),
-        sigmas: Callable[[int, int, int], torch.Tensor] = lambda steps, height, width: linear(steps),
+        latent_shape: Callable[[SamplingSpec], tuple[int, ...]],
+        blank_conditioning: Callable[[SamplingSpec], TensorDict] = lambda spec: TensorDict({}, batch_size=[]),
+        sigmas: Callable[[int, SamplingSpec], torch.Tensor] = lambda steps, spec: linear(steps),
     ) -> None:
         self.name = name
         self._times = times
@@ -74,8 +74,8 @@ class EmulatedEngine:
     async def generate(self, request: SampleRequest) -> Trajectory:
         check_request(request)
         self._task.require()
-        sigmas = self._sigmas(request.num_inference_steps, request.height, request.width)
-        sample = InFlight(request, sigmas, self._latent_shape(request.height, request.width))
+        sigmas = self._sigmas(request.num_inference_steps, request.spec)
+        sample = InFlight(request, sigmas, self._latent_shape(request.spec))
         result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, result))
         self._work.set()
@@ -117,7 +117,7 @@ class EmulatedEngine:
         for sample, result in [pair for pair in self._running if pair[0].done]:
             await asyncio.sleep(self._times.decode_s)
             if not result.done():
-                result.set_result(_trajectory(sample, self._blank_conditioning(sample.request.true_cfg_scale > 1)))
+                result.set_result(_trajectory(sample, self._blank_conditioning(sample.request.spec)))
 
     def _step(self) -> None:
         """One step of everything running; samples of different shapes take theirs one shape after the other."""
@@ -128,11 +128,18 @@ class EmulatedEngine:
             take_steps(samples, torch.zeros(len(samples), *shape), self._version)
 
 
+def _image_size(spec: SamplingSpec) -> tuple[int, int]:
+    """Returns height and width of the spec's image."""
+    (media,) = spec.media()
+    _, height, width = media.shape
+    return height, width
+
+
 def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     request = sample.request
     tensors = sample.tensors(conditioning)
     return Trajectory(
         TensorDict(tensors, batch_size=[]),
-        flat_image(request.seed, request.height, request.width),
+        flat_image(request.seed, *_image_size(request.spec)),
         tuple(sample.versions),
     )

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from omni_async.accelerator import require_accelerator
 from omni_async.config.schema import Config
+from omni_async.families import PipelineFamily
 from omni_async.performance.profile import Profile
-from omni_async.policy import PipelineFamily
+from omni_async.policy import load_policy
 from omni_async.rollout.base import RolloutEngine
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def build_engine(
         case "emulated":
             from omni_async.rollout.emulated import EmulatedEngine
 
-            policy = family.load_policy(config.model.path)
+            policy = load_policy(family, config.model.path)
             return EmulatedEngine(
                 engine_name,
                 rollout.emulated,
@@ -53,7 +54,7 @@ def build_engine(
             device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else "cpu"
             return DiffusersEngine(
                 engine_name,
-                family.load_policy(config.model.path),
+                load_policy(family, config.model.path),
                 dtype=_dtype(config),
                 max_batch=rollout.max_batch,
                 device=device,

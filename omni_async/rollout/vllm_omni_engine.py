@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from omni_async.policy import PipelineFamily
+from omni_async.families import PipelineFamily
+from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.staged import StagedVersion
@@ -54,7 +55,7 @@ class VllmOmniEngine:
     ) -> None:
         self.name = name
         self._family = family
-        self._policy = family.load_policy(path)
+        self._policy = load_policy(family, path)
         self._path = path
         self._dtype = dtype
         self._max_batch = max_batch
@@ -98,13 +99,10 @@ class VllmOmniEngine:
         from omni_async.rollout.vllm_worker import REQUEST_KEY, RESULT_KEY
 
         check_request(request)
-        self._policy.latent_shape(request.height, request.width)
+        self._policy.latent_shape(request.spec)
         omni = self._require_open()
         parameters = OmniDiffusionSamplingParams(
-            height=request.height,
-            width=request.width,
             num_inference_steps=request.num_inference_steps,
-            true_cfg_scale=request.true_cfg_scale,
             extra_args={REQUEST_KEY: request},
         )
         self._serial += 1

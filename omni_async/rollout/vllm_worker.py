@@ -9,7 +9,6 @@ more than a small model's forward.
 
 from __future__ import annotations
 
-import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from tensordict import TensorDict
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.errors import OmniClientError
 
+from omni_async.families import SamplingSpec
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.payloads import Staged
@@ -39,8 +38,11 @@ _IMAGE = "omni_async_image"
 
 
 class RolloutPipelineMixin(ABC):
-    """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's
-    input is cast."""
+    """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoiser.
+
+    Latents are float32 whatever the model's dtype; only the transformer's input is cast. They are kept in the sample:
+    vLLM-Omni's batch sees one number a request, and so no shapes and no guidance.
+    """
 
     supports_step_execution = True
 
@@ -60,53 +62,54 @@ class RolloutPipelineMixin(ABC):
     # ---- what a family defines ---------------------------------------------------------------------------------------
 
     transformer: torch.nn.Module
+    warm_up: SamplingSpec  # of vLLM-Omni's own first request
 
     @abstractmethod
     def make_policy(self, path: str) -> Policy:
-        """The family's policy for the checkpoint at `path`: its latent shape and sigmas are used."""
+        """Returns the family's policy for the checkpoint at `path`, whose velocity takes vLLM-Omni's denoiser."""
 
     @abstractmethod
     def make_codec(self) -> Codec:
-        """The family's codec around this pipeline's own text encoder and VAE."""
-
-    @abstractmethod
-    def fill_state(self, state: Any, request: SampleRequest, conditioning: TensorDict) -> None:
-        """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index.
-        Batch size 1."""
+        """Returns the family's codec around this pipeline's own text encoder and VAE."""
 
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 
     def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
-        request = _request_of(state, self.model_device)
-        sigmas = self.policy.sigmas(request.num_inference_steps, request.height, request.width)
-        shape = self.policy.latent_shape(request.height, request.width)
+        request = (state.sampling.extra_args or {}).get(REQUEST_KEY) or self._warm_up_request(state)
+        sigmas = self.policy.sigmas(request.num_inference_steps, request.spec)
+        shape = self.policy.latent_shape(request.spec)
         try:
             conditioning = self.conditioning.of(request)
         except ValueError as error:
             # The one kind of error that vLLM-Omni hands on as the request's fault and not the engine's.
             raise OmniClientError(str(error)) from error
-        sample = InFlight(request, sigmas, shape, self.model_device)
-        state.extra[_SAMPLE], state.extra[_CONDITIONING] = sample, conditioning
-        state.latents = sample.latents[None]
-        # The native pipelines divide by 1000 before the transformer.
+        state.extra[_SAMPLE] = InFlight(request, sigmas, shape, self.model_device)
+        state.extra[_CONDITIONING] = conditioning
+        state.latents = torch.zeros(1, 1, device=self.model_device)
         state.timesteps = (sigmas[:-1] * 1000.0).to(self.model_device)
         state.step_index = 0
-        self.fill_state(state, request, conditioning)
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
-        """(B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to their
-        requests."""
-        cast = copy.copy(input_batch)
-        cast.latents = cast.latents.to(self.model_dtype)
-        velocity: torch.Tensor = super().denoise_step(cast, **kwargs)  # type: ignore[misc]
-        samples = [state.extra[_SAMPLE] for state in states]
-        latents = take_steps(samples, velocity.float(), self.weight_version)
-        self._decode([state for state in states if state.extra[_SAMPLE].done])
-        return latents
+        """Moves every sample one step, those of one spec in one batch. Returns nothing of use, as the batch holds
+        nothing."""
+        by_spec: dict[SamplingSpec, list[Any]] = {}
+        for state in states:
+            by_spec.setdefault(state.extra[_SAMPLE].request.spec, []).append(state)
+        for spec, same in by_spec.items():
+            samples: list[InFlight] = [state.extra[_SAMPLE] for state in same]
+            velocity = self.policy.velocity(
+                self.transformer,
+                torch.stack([sample.latents for sample in samples]),
+                torch.tensor([sample.sigma for sample in samples], device=self.model_device),
+                self.policy.stack_conditioning([state.extra[_CONDITIONING] for state in same]),
+                spec,
+            )
+            take_steps(samples, velocity.float(), self.weight_version)
+            self._decode([state for state in same if state.extra[_SAMPLE].done], spec)
+        return torch.zeros(len(states), 1, device=self.model_device)
 
     def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None:
-        state.latents = noise_pred
         state.step_index += 1
 
     def post_decode(self, state: Any, **kwargs: Any) -> DiffusionOutput:
@@ -124,43 +127,28 @@ class RolloutPipelineMixin(ABC):
     def model_device(self) -> torch.device:
         return next(self.transformer.parameters()).device
 
-    def _decode(self, states: list[Any]) -> None:
-        """Decodes finished samples, those of one size in one batch."""
-        by_size: dict[tuple[int, int], list[Any]] = {}
-        for state in states:
-            request = state.extra[_SAMPLE].request
-            by_size.setdefault((request.height, request.width), []).append(state)
-        for (height, width), same in by_size.items():
-            images = self.codec.decode(torch.stack([s.extra[_SAMPLE].latents for s in same]), height, width).cpu()
-            for state, image in zip(same, images, strict=True):
+    def _decode(self, states: list[Any], spec: SamplingSpec) -> None:
+        """Decodes finished samples of one spec in one batch."""
+        if states:
+            images = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec).cpu()
+            for state, image in zip(states, images, strict=True):
                 state.extra[_IMAGE] = image
 
-
-def _request_of(state: Any, device: torch.device) -> SampleRequest:
-    sampling = state.sampling
-    request = (sampling.extra_args or {}).get(REQUEST_KEY)
-    if isinstance(request, SampleRequest):
-        return request
-    # vLLM-Omni's own warm-up request. On a CPU there are no kernels to warm up, and its 512 x 512 pixels would take
-    # seconds.
-    pixels = (
-        {"height": 64, "width": 64} if device.type == "cpu" else {"height": sampling.height, "width": sampling.width}
-    )
-    return SampleRequest(
-        sample_id=state.request_id,
-        kind="validation",
-        group=0,
-        sample=0,
-        prompt=Prompt(index=0, text="warm-up"),
-        seed=0,
-        **pixels,
-        num_inference_steps=max(2, sampling.num_inference_steps),
-        true_cfg_scale=1.0,
-        negative_prompt="",
-        noise_level=0.0,
-        sde_kind="flow",
-        window=None,
-    )
+    def _warm_up_request(self, state: Any) -> SampleRequest:
+        """Returns a small request in place of vLLM-Omni's own, which names no sample of ours."""
+        return SampleRequest(
+            sample_id=state.request_id,
+            kind="validation",
+            group=0,
+            sample=0,
+            prompt=Prompt(index=0, text="warm-up"),
+            seed=0,
+            spec=self.warm_up,
+            num_inference_steps=max(2, state.sampling.num_inference_steps),
+            noise_level=0.0,
+            sde_kind="flow",
+            window=None,
+        )
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):

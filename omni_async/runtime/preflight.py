@@ -24,9 +24,9 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import ControlState, LedgerState
+from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.performance.unmeasured import unmeasured, with_estimates
-from omni_async.policy import PipelineFamily, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.placement import plan_placements, role_names
 from omni_async.runtime.prompts import PromptCheck, load_prompts
@@ -203,7 +203,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
             rollout=replace(config.rollout, timeout_s=_NEVER_S),
             weights=replace(config.weights, timeout_s=_NEVER_S),
         ),
-        family=PipelineFamily(config.model.pipeline, policy="", model_index_class=""),
+        family=PipelineFamily(config.model.pipeline, policy="", sampling=SamplingSpec, model_index_class=""),
         prompts=tuple(Prompt(i, f"emulated prompt {i}") for i in range(_SYNTHETIC_PROMPTS)),
         validation_prompts=(),
         profile=profile,

@@ -26,6 +26,7 @@ from omni_async.control.clock import Clock, WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink
+from omni_async.policy import load_policy
 from omni_async.runtime.preflight import RunInputs
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
@@ -75,7 +76,7 @@ def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, stor
     config = inputs.config
     if config.data.preferences is None:
         raise ValueError("a preference reader needs data.preferences")
-    policy = inputs.family.load_policy(config.model.path)
+    policy = load_policy(inputs.family, config.model.path)
     return PreferenceReader(
         name, config, PreferencePairs(config.data.preferences), policy, coordinator, store, WallClock()
     )
@@ -122,7 +123,9 @@ def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
             import torch
 
             device = torch.device("cpu")
-        return TrainEngine(inputs.config, inputs.family.load_policy(inputs.config.model.path), rank, world_size, device)
+        return TrainEngine(
+            inputs.config, load_policy(inputs.family, inputs.config.model.path), rank, world_size, device
+        )
 
     paired = find_objective(inputs.config.algorithm.name).unit == "pair"
     return Rank(rank, world_size, build_engine, store, paired)

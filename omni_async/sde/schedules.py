@@ -71,8 +71,9 @@ def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> fl
     return image_seq_len * slope + (base_shift - slope * base_len)
 
 
-def qwen_image_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any]) -> Tensor:
-    """Bit for bit what diffusers' Qwen-Image pipeline makes its FlowMatchEulerDiscreteScheduler use.
+def scheduler_sigmas(num_inference_steps: int, image_seq_len: int, scheduler_config: Mapping[str, Any]) -> Tensor:
+    """Returns bit for bit what a FlowMatchEulerDiscreteScheduler of this configuration uses when a diffusers pipeline
+    (Qwen-Image, FLUX, Z-Image, ...) hands it the sigmas 1, ..., 1/N and the shift of `image_seq_len` latent tokens.
 
     `scheduler_config` is `scheduler/scheduler_config.json`; absent keys take diffusers' defaults (no dynamic shifting,
     shift 1, no terminal). ValueError for options that change the schedule in a way not written here (Karras,

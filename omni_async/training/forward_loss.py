@@ -49,8 +49,9 @@ class ForwardLoss:
         self._rank, self._world_size = rank, world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._latent_shape = policy.latent_shape(rollout.height, rollout.width)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
+        self._spec = rollout.sampling
+        self._latent_shape = policy.latent_shape(self._spec)
+        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
         self._auxiliary = sorted(objective.auxiliary(algorithm))
         self._paired = objective.unit == "pair"
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
@@ -77,11 +78,13 @@ class ForwardLoss:
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
-            _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(auxiliary, x, rows.sigma, rows.conditioning)
+            _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(
+                auxiliary, x, rows.sigma, rows.conditioning, self._spec
+            )
             for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
-            velocity=self._model.velocity(x, rows.sigma, rows.conditioning),
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec),
             final=rows.final,
             noise=rows.noise,
             sigma=rows.sigma,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,6 @@ class TrainedModel:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.device = device
         self.backend = resolve_backend(config.trainer.backend, device, world_size)
-        self._rollout = config.rollout
         self._unconditional_gradient = config.algorithm.unconditional_gradient
         mesh = _mesh(device, rank, world_size) if self.backend == "fsdp2" else None
         self.transformer = policy.load_transformer(torch.float32 if self.lora is None else self.dtype).eval()
@@ -82,34 +81,27 @@ class TrainedModel:
             ):  # under LoRA the reference is the model without its adapters
                 self.auxiliary.add(auxiliary)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any) -> Tensor:
         """The policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
+        gradient = self._unconditional_gradient
         with self._autocast():
-            r = self._rollout
             velocity = self.policy.velocity(
-                self.transformer,
-                latents,
-                sigma,
-                conditioning,
-                height=r.height,
-                width=r.width,
-                true_cfg_scale=r.true_cfg_scale,
-                unconditional_gradient=self._unconditional_gradient,
+                self.transformer, latents, sigma, conditioning, spec, unconditional_gradient=gradient
             )
         return velocity.float()
 
     @torch.no_grad()
     def auxiliary_velocity(
-        self, auxiliary: AuxiliaryPolicy, latents: Tensor, sigma: Tensor, conditioning: TensorDict
+        self, auxiliary: AuxiliaryPolicy, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any
     ) -> Tensor:
         """The velocity of another policy, without gradient. `reference` is the policy as loaded."""
         if auxiliary == "reference" and self.lora is not None:
             with _adapters_off(self.transformer):
-                return self.velocity(latents, sigma, conditioning)
+                return self.velocity(latents, sigma, conditioning, spec)
         if auxiliary not in self.auxiliary:
             raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")
         with self.auxiliary.using(auxiliary):
-            return self.velocity(latents, sigma, conditioning)
+            return self.velocity(latents, sigma, conditioning, spec)
 
     def base(self) -> dict[str, nn.Parameter]:
         """The model's own parameters by diffusers name, without adapters."""

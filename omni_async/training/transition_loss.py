@@ -56,9 +56,10 @@ class TransitionLoss:
         self._world_size = world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._latent_shape = policy.latent_shape(rollout.height, rollout.width)
+        self._spec = rollout.sampling
+        self._latent_shape = policy.latent_shape(self._spec)
         self._num_elements = math.prod(self._latent_shape)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, rollout.height, rollout.width).cpu()
+        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
         c = self._correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
@@ -81,7 +82,9 @@ class TransitionLoss:
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         reference = None
         if "reference" in self._objective.auxiliary(self._algorithm):
-            velocity = self._model.auxiliary_velocity("reference", rows.latents, rows.sigma, rows.conditioning)
+            velocity = self._model.auxiliary_velocity(
+                "reference", rows.latents, rows.sigma, rows.conditioning, self._spec
+            )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows)
         proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(
@@ -158,7 +161,7 @@ class TransitionLoss:
         return 1 + max(n for _, n in rows.places) if self._whole_samples else 1
 
     def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
-        step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning))
+        step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec))
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:

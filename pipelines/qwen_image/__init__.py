@@ -1,11 +1,13 @@
 """Qwen-Image: a text-to-image MMDiT with a Qwen2.5-VL text encoder and a 16-channel VAE. Importing this package imports
 no torch."""
 
-from omni_async.policy import PipelineFamily
+from omni_async.families import PipelineFamily
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 FAMILY = PipelineFamily(
     name="qwen_image",
     policy="pipelines.qwen_image.policy:QwenImagePolicy",
+    sampling=QwenImageSampling,
     model_index_class="QwenImagePipeline",
     vllm_pipeline="pipelines.qwen_image.rollout.QwenImageRolloutPipeline",
     vllm_extension="omni_async.rollout.vllm_worker.RolloutWorkerExtension",

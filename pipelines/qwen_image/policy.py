@@ -14,8 +14,10 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict
 
-from omni_async.sde.schedules import qwen_image_sigmas
+from omni_async.sde.schedules import scheduler_sigmas
+from omni_async.types import Prompt
 from pipelines.qwen_image import single_frame
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 PROMPT_TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial"
@@ -62,12 +64,12 @@ class QwenImagePolicy:
         model: torch.nn.Module = self._load(QwenImageTransformer2DModel, "transformer", dtype)
         return model
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        rows, columns = self._grid(height, width)
+    def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
+        rows, columns = self._grid(spec)
         return (rows * columns, self.in_channels)
 
-    def sigmas(self, num_inference_steps: int, height: int, width: int) -> torch.Tensor:
-        return qwen_image_sigmas(num_inference_steps, self.latent_shape(height, width)[0], self.scheduler_config)
+    def sigmas(self, num_inference_steps: int, spec: QwenImageSampling) -> torch.Tensor:
+        return scheduler_sigmas(num_inference_steps, self.latent_shape(spec)[0], self.scheduler_config)
 
     def velocity(
         self,
@@ -75,19 +77,18 @@ class QwenImagePolicy:
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
+        spec: QwenImageSampling,
         *,
-        height: int,
-        width: int,
-        true_cfg_scale: float,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
         inputs = latents.to(next(transformer.parameters()).dtype)
-        shapes = [[(1, *self._grid(height, width))]] * len(latents)
+        shapes = [[(1, *self._grid(spec))]] * len(latents)
 
         def predict(branch: str) -> torch.Tensor:
             embeds = conditioning[f"{branch}_embeds"].to(inputs.device, inputs.dtype)
             mask = conditioning[f"{branch}_mask"].to(inputs.device)
-            v: torch.Tensor = transformer(
+            v: torch.Tensor = self.call(
+                transformer,
                 hidden_states=inputs,
                 timestep=sigma.to(inputs.device),
                 encoder_hidden_states=embeds,
@@ -99,13 +100,19 @@ class QwenImagePolicy:
             return v.float()
 
         cond = predict("prompt")
-        if true_cfg_scale <= 1.0:
+        if not spec.guided:
             return cond
         if "negative_prompt_embeds" not in conditioning:
-            raise ValueError(f"true_cfg_scale = {true_cfg_scale} needs conditioning encoded with a negative prompt")
+            raise ValueError(
+                f"true_cfg_scale = {spec.true_cfg_scale} needs conditioning encoded with a negative prompt"
+            )
         with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
             uncond = predict("negative_prompt")
-        return combine_guidance(cond, uncond, true_cfg_scale)
+        return combine_guidance(cond, uncond, spec.true_cfg_scale)
+
+    def call(self, transformer: torch.nn.Module, **inputs: Any) -> Any:
+        """Runs the denoiser; where it takes other arguments than diffusers', a subclass adds them."""
+        return transformer(**inputs)
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary
@@ -114,9 +121,9 @@ class QwenImagePolicy:
         stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in keys}
         return TensorDict(stacked, batch_size=[len(rows)])
 
-    def blank_conditioning(self, guided: bool) -> TensorDict:
+    def blank_conditioning(self, spec: QwenImageSampling) -> TensorDict:
         embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
-        branches = ("prompt", "negative_prompt") if guided else ("prompt",)
+        branches = ("prompt", "negative_prompt") if spec.guided else ("prompt",)
         fields = {
             f"{branch}_{part}": tensor.clone()
             for branch in branches
@@ -142,9 +149,9 @@ class QwenImagePolicy:
             self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
         ).eval()
 
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
+    def _grid(self, spec: QwenImageSampling) -> tuple[int, int]:
         """Latent tokens per column and per row."""
-        n = self.pixels_per_token
+        n, height, width = self.pixels_per_token, spec.height, spec.width
         if height % n or width % n or height <= 0 or width <= 0:
             raise ValueError(f"height and width must be positive multiples of {n}, got {height} x {width}")
         return height // n, width // n
@@ -171,13 +178,13 @@ class QwenImageCodec:
         return self
 
     @torch.no_grad()
-    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
+    def encode(self, prompt: Prompt, spec: QwenImageSampling) -> TensorDict:
+        texts = {"prompt": prompt.text} | ({"negative_prompt": spec.negative_prompt} if spec.guided else {})
         tensors = {}
-        for branch, text in (("prompt", prompt), ("negative_prompt", negative_prompt)):
-            if text is not None:
-                embeds = self._hidden_states(text)
-                tensors[f"{branch}_embeds"] = embeds
-                tensors[f"{branch}_mask"] = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
+        for branch, text in texts.items():
+            embeds = self._hidden_states(text)
+            tensors[f"{branch}_embeds"] = embeds
+            tensors[f"{branch}_mask"] = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
         return TensorDict(tensors, batch_size=[])
 
     def _hidden_states(self, text: str) -> torch.Tensor:
@@ -195,7 +202,8 @@ class QwenImageCodec:
         return states[0, NUM_TEMPLATE_TOKENS:].clone()
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> torch.Tensor:
+        height, width = spec.height, spec.width
         rows, columns = height // self._pixels_per_token, width // self._pixels_per_token
         maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         maps = maps.reshape(len(latents), -1, 1, rows * PATCH, columns * PATCH).to(self.vae.device, self.vae.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from omni_async.config import Config, check
+from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
 from omni_async.control.waiting import Event
 from omni_async.rollout.base import EngineError, Trajectory
@@ -42,6 +42,7 @@ from omni_async.types import (
     WeightReport,
 )
 from omni_async.weights.snapshot import Snapshot
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 STRANDED_AFTER_S = 10.0
 STEPS = 5
@@ -54,8 +55,7 @@ def make_config(**changes: Any) -> Config:
         "data": {"prompts": "prompts.txt"},
         "rollout": {
             "group_size": 4,
-            "height": 32,
-            "width": 48,
+            "sampling": {"height": 32, "width": 48},
             "num_inference_steps": STEPS,
             "max_inflight": 4,
             "max_batch": 2,
@@ -75,7 +75,7 @@ def make_config(**changes: Any) -> Config:
         for part in path:
             section = section.setdefault(part, {})
         section[last] = value
-    config = msgspec.convert(raw, Config)
+    config = with_spec(msgspec.convert(raw, Config))
     assert check(config) is None, check(config)
     return config
 
@@ -124,11 +124,8 @@ def make_request(
         sample=number,
         prompt=Prompt(0, "a cat"),
         seed=number,
-        height=32,
-        width=48,
+        spec=QwenImageSampling(height=32, width=48),
         num_inference_steps=STEPS,
-        true_cfg_scale=1.0,
-        negative_prompt="",
         noise_level=0.7,
         sde_kind="flow",
         window=window,
@@ -341,7 +338,7 @@ class HandEngine:
         finally:
             del self.running[request.sample_id]
         versions = (first,) * (request.num_inference_steps - 1) + (self.version,)
-        image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.height, request.width)
+        image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
         return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), image, versions)
 
     def finish(self, *samples: int, error: Exception | None = None) -> None:

@@ -33,6 +33,7 @@ from omni_async.runtime.preferences import PreferencePairs
 from omni_async.store import LocalStore
 from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob, WeightReport
 from pipelines.qwen_image.policy import QwenImagePolicy
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 BLOCKED_AT_MOST_S = 5.0
 
@@ -59,6 +60,9 @@ class Pictures:
         return np.full((64, 48, 3), 10 * pair, np.uint8), np.full((32, 96, 3), 10 * pair + 1, np.uint8)
 
 
+SPEC = QwenImageSampling(height=32, width=48)
+
+
 class FlatCodec:
     """Six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait for it in
     the reader's thread."""
@@ -76,11 +80,11 @@ class FlatCodec:
         self.device = device
         return self
 
-    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
-        self.prompts.append((prompt, negative_prompt))
-        return TensorDict({"length": torch.tensor(len(prompt))}, batch_size=[])
+    def encode(self, prompt: Prompt, spec: QwenImageSampling) -> TensorDict:
+        self.prompts.append((prompt.text, spec.negative_prompt if spec.guided else None))
+        return TensorDict({"length": torch.tensor(len(prompt.text))}, batch_size=[])
 
-    def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> torch.Tensor:
         raise NotImplementedError
 
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -103,7 +107,7 @@ class FlatPolicy:
         self.dtype = dtype
         return self.codec
 
-    def sigmas(self, num_inference_steps: int, height: int, width: int) -> torch.Tensor:
+    def sigmas(self, num_inference_steps: int, spec: QwenImageSampling) -> torch.Tensor:
         return torch.linspace(1, 0, num_inference_steps + 1)
 
 
@@ -250,11 +254,8 @@ def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
 @pytest.mark.parametrize(("scale", "negative"), [(1.0, None), (4.0, "ugly")])
 def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
     policy = FlatPolicy()
-    requests = [
-        sample_of_pair(pair, sample, true_cfg_scale=scale, negative_prompt="ugly")
-        for pair in (1, 2, 1)
-        for sample in (0, 1)
-    ]
+    spec = QwenImageSampling(height=32, width=48, true_cfg_scale=scale, negative_prompt="ugly")
+    requests = [sample_of_pair(pair, sample, spec=spec) for pair in (1, 2, 1) for sample in (0, 1)]
     on_stage(offer(*requests, done=6), policy=policy)
     assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
 
@@ -442,8 +443,8 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
         assert_array_equal(result.media, fit(image, 32, 48))
         expected = codec.encode_images(torch.from_numpy(result.media).permute(2, 0, 1)[None])[0]
         torch.testing.assert_close(result.trajectory["final"], expected, rtol=0, atol=1e-5)
-        assert result.trajectory["final"].shape == policy.latent_shape(32, 48)
-        assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, 32, 48))
+        assert result.trajectory["final"].shape == policy.latent_shape(SPEC)
+        assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, SPEC))
         torch.testing.assert_close(result.trajectory["conditioning"], codec.encode("the digit 7", None))
 
 

@@ -199,7 +199,7 @@ def test_it_needs_neither_ray_nor_vllm_nor_mlflow() -> None:
     [
         (("--batches", "0"), "--batches"),
         (("--rest", "no_such"), "no_such"),
-        (("--pixels", "40"), "rollout.height"),
+        (("--pixels", "40"), "rollout.sampling.height"),
         (("--steps", "1"), "num_inference_steps"),
     ],
 )

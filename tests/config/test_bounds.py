@@ -149,7 +149,7 @@ def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "override",
     [
-        'rollout.negative_prompt="a \\ud800"',
+        'rollout.sampling.negative_prompt="a \\ud800"',
         'reward.scorers.0.params={a: ["\\udfff"]}',
         'reward.scorers.0.params={"\\ud800": 1}',
     ],

@@ -31,7 +31,7 @@ from omni_async.config.redact import is_secret_key
         ("model.lora.rank=8", 8),
         ("algorithm.clip_range=null", None),
         ("algorithm.clip_range=", None),
-        ("rollout.negative_prompt=a = b", "a = b"),
+        ("rollout.sampling.negative_prompt=a = b", "a = b"),
         ("rollout.sde.window.range=[1, 4]", (1, 4)),
         ("reward.scorers.0.weight=2.5", 2.5),
         ("rollout.sde=null", None),
@@ -132,9 +132,9 @@ def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.Monkey
         [],
         ["model.lora.rank=4", "weights.payload=lora", "validation={prompts: v.txt, share: 0.25}"],
         ["run.name='1e5'", "trainer.optimizer.lr=1e-05", "run.dir='~'"],
-        ["rollout.negative_prompt='null'", "run.name='on'"],
-        ['rollout.negative_prompt="  \\n two: lines # no comment \\u2028\\x85 "', "run.name='2024-01-31'"],
-        ["rollout.negative_prompt=文字 🎨"],
+        ["rollout.sampling.negative_prompt='null'", "run.name='on'"],
+        ['rollout.sampling.negative_prompt="  \\n two: lines # no comment \\u2028\\x85 "', "run.name='2024-01-31'"],
+        ["rollout.sampling.negative_prompt=文字 🎨"],
         ["reward.scorers.0.params={url: 'http://x', '<<': 1, '=': 2, '1': [null, true, 1.5, {a: ''}]}"],
         ["trainer.streaming=on"],
         [
@@ -174,7 +174,8 @@ def test_any_text_and_any_number_survive_resolving(text: str, number: float) -> 
     config = load_text(MINIMAL)
     scorer = {"name": "x", "params": {text: [text, number]}}
     changed = msgspec.convert({**msgspec.to_builtins(config), "reward": {"scorers": [scorer]}}, type(config))
-    changed = msgspec.structs.replace(changed, rollout=msgspec.structs.replace(changed.rollout, negative_prompt=text))
+    spec = msgspec.structs.replace(config.rollout.sampling, negative_prompt=text)
+    changed = msgspec.structs.replace(changed, rollout=msgspec.structs.replace(changed.rollout, sampling=spec))
     assert load_text(resolved_yaml(changed)) == changed
 
 

@@ -48,4 +48,4 @@ def test_a_recipe_that_would_take_all_time_or_memory_is_refused(text: str, said:
 
 
 def test_aliases_in_moderation_are_fine() -> None:
-    assert load_text(MINIMAL + "\nrollout: {height: &side 64, width: *side}\n").rollout.width == 64
+    assert load_text(MINIMAL + "\nrollout: {sampling: {height: &side 64, width: *side}}\n").rollout.sampling.width == 64

@@ -15,7 +15,7 @@ from recipe import MINIMAL, load_text
 from omni_async.algorithms.registry import objectives
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
-from omni_async.policy import find_family
+from omni_async.families import find_family
 from omni_async.rewards import registry as scorers
 from omni_async.types import Prompt
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from omni_async.control.leasing import WorkQueue
 from omni_async.types import SampleKind, SampleRequest
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 ENGINES = ("a", "b", "c")
 
@@ -23,11 +24,8 @@ def request(group: int, sample: int, kind: SampleKind = "train") -> SampleReques
         sample=sample,
         prompt=make_prompts(1)[0],
         seed=0,
-        height=32,
-        width=32,
+        spec=QwenImageSampling(height=32, width=32),
         num_inference_steps=4,
-        true_cfg_scale=1.0,
-        negative_prompt="",
         noise_level=0.7,
         sde_kind="flow",
         window=None,

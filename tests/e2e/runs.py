@@ -30,8 +30,7 @@ _SMALL: dict[str, Any] = {
     "rollout": {
         "engine": "diffusers",
         "group_size": 4,
-        "height": 32,
-        "width": 32,
+        "sampling": {"height": 32, "width": 32},
         "num_inference_steps": 4,
         "max_inflight": 8,
         "max_batch": 8,

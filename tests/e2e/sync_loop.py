@@ -15,7 +15,8 @@ from tensordict import TensorDict
 
 from omni_async.config import Config
 from omni_async.control.seeds import PromptStream, draw_window, sample_seed
-from omni_async.policy import find_family
+from omni_async.families import find_family
+from omni_async.policy import load_policy
 from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.runtime.prompts import load_prompts
 from omni_async.sde.noise import initial_noise, step_noise
@@ -28,7 +29,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
     r, t, a = config.rollout, config.trainer, config.algorithm
     sde, prompt_file = r.sde, config.data.prompts
     assert sde is not None and prompt_file is not None
-    policy = find_family(config.model.pipeline).load_policy(config.model.path)
+    policy = load_policy(find_family(config.model.pipeline), config.model.path)
     model = policy.load_transformer(torch.float32).requires_grad_(True)
     codec = policy.load_codec(torch.float32)
     prompts = PromptStream(load_prompts(prompt_file, "data.prompts", 4000), config.run.seed, config.data.shuffle)
@@ -40,15 +41,13 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
         )
-    sigmas = policy.sigmas(r.num_inference_steps, r.height, r.width)
-    shape = policy.latent_shape(r.height, r.width)
+    sigmas = policy.sigmas(r.num_inference_steps, r.sampling)
+    shape = policy.latent_shape(r.sampling)
     noise_level = torch.tensor([sde.noise_level], dtype=torch.float64)
 
     def velocity(latents: torch.Tensor, sigma: torch.Tensor, text: list[TensorDict]) -> torch.Tensor:
         stacked = policy.stack_conditioning(text)
-        return policy.velocity(
-            model, latents, sigma, stacked, height=r.height, width=r.width, true_cfg_scale=r.true_cfg_scale
-        )
+        return policy.velocity(model, latents, sigma, stacked, r.sampling)
 
     for update in range(t.updates):
         # Sample. A group has one prompt and one window of noisy steps; each trained step keeps (step, x, x',
@@ -58,7 +57,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
         samples = [
             (g, sample_seed(config.run.seed, prompts[g].index, g, k)) for g in groups for k in range(r.group_size)
         ]
-        text = {g: codec.encode(prompts[g].text, r.negative_prompt if r.true_cfg_scale > 1 else None) for g in groups}
+        text = {g: codec.encode(prompts[g], r.sampling) for g in groups}
         taken: list[list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]] = []
         rewards: list[float] = []
         for first in range(0, len(samples), r.max_batch):
@@ -81,7 +80,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                     steps[row].append((i, here[0], to[0], logp[0]))
                     moved.append(to)
                 x = torch.cat(moved)
-            images = codec.decode(x, r.height, r.width).permute(0, 2, 3, 1).contiguous().numpy()
+            images = codec.decode(x, r.sampling).permute(0, 2, 3, 1).contiguous().numpy()
             rewards += [score.value for score in reward.score(list(images), [prompts[g] for g, _ in batch])]
             taken += steps
 

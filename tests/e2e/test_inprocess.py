@@ -86,7 +86,9 @@ def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) ->
             1,
             id="one update, large budget",
         ),
-        pytest.param(("rollout.share_initial_noise=true", "rollout.true_cfg_scale=2"), 3, id="shared noise, guidance"),
+        pytest.param(
+            ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"), 3, id="shared noise, guidance"
+        ),
     ],
 )
 def test_loop_settings(recipe: Path, overrides: tuple[str, ...], updates: int) -> None:

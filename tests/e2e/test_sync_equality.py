@@ -25,7 +25,7 @@ _ADAMW = ("trainer.optimizer.name=adamw", "trainer.optimizer.lr=1e-3")
             (
                 "algorithm.advantage.std=group",
                 "rollout.sde.kind=cps",
-                "rollout.true_cfg_scale=2",
+                "rollout.sampling.true_cfg_scale=2",
                 "rollout.max_batch=3",
                 *_ADAMW,
             ),

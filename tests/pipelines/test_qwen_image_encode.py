@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from pipelines.qwen_image import policy as policy_module
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
+from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 from recipes.quickstart.glyphs import render_digit
 
@@ -54,7 +55,7 @@ def test_encoding_is_diffusers_encoding(policy: QwenImagePolicy, codec: QwenImag
     images = pictures(3)
     latents = codec.encode_images(images)
     assert latents.dtype == torch.float32
-    assert latents.shape == (3, *policy.latent_shape(64, 32))
+    assert latents.shape == (3, *policy.latent_shape(QwenImageSampling(height=64, width=32)))
     assert_close(latents.double(), by_diffusers(policy.path, images), rtol=0, atol=1e-5)
 
 

@@ -8,12 +8,16 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from torch.testing import assert_close
 
-from omni_async.policy import find_family
+from omni_async.families import find_family
+from omni_async.types import Prompt
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
+from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 
 PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
+PLAIN = QwenImageSampling(height=64, width=32)
+GUIDED = QwenImageSampling(height=64, width=32, true_cfg_scale=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +52,18 @@ def test_the_family_is_found_and_imports_no_torch() -> None:
 def test_encode_is_diffusers_encode_prompt(codec: QwenImageCodec, pipeline: QwenImagePipeline) -> None:
     for prompt in PROMPTS:
         expected, _ = pipeline.encode_prompt(prompt)
-        conditioning = codec.encode(prompt, " ")
+        conditioning = codec.encode(Prompt(0, prompt), GUIDED)
         assert_close(conditioning["prompt_embeds"], expected[0], rtol=0, atol=1e-6)
         assert_close(conditioning["negative_prompt_embeds"], pipeline.encode_prompt(" ")[0][0], rtol=0, atol=1e-6)
         assert conditioning["prompt_mask"].all()
-    assert "negative_prompt_embeds" not in codec.encode("x", None)
+    assert "negative_prompt_embeds" not in codec.encode(Prompt(0, "x"), PLAIN)
 
 
 def test_decode_is_diffusers_decode(
     policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline
 ) -> None:
-    latents = torch.randn(3, *policy.latent_shape(64, 32), generator=torch.Generator().manual_seed(0))
-    images = codec.decode(latents, 64, 32)
+    latents = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
+    images = codec.decode(latents, PLAIN)
     assert images.shape == (3, 3, 64, 32)
     vae = pipeline.vae
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
@@ -82,15 +86,15 @@ def velocity(
     policy: QwenImagePolicy, transformer: torch.nn.Module, x: torch.Tensor, sigma: torch.Tensor, c, scale: float
 ) -> torch.Tensor:
     with torch.no_grad():
-        return policy.velocity(transformer, x, sigma, c, height=64, width=32, true_cfg_scale=scale)
+        return policy.velocity(transformer, x, sigma, c, QwenImageSampling(height=64, width=32, true_cfg_scale=scale))
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImageCodec, scale: float) -> None:
     transformer = policy.load_transformer(torch.float32)
-    rows = [codec.encode(prompt, " ") for prompt in PROMPTS]
+    rows = [codec.encode(Prompt(0, prompt), GUIDED) for prompt in PROMPTS]
     assert len({len(row["prompt_embeds"]) for row in rows}) == 3
-    x = torch.randn(3, *policy.latent_shape(64, 32), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([1.0, 0.5, 0.02])
     batch = velocity(policy, transformer, x, sigma, policy.stack_conditioning(rows), scale)
     assert batch.dtype == torch.float32
@@ -101,35 +105,40 @@ def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImage
 
 def test_bfloat16_weights_take_and_return_float32(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
     transformer = policy.load_transformer(torch.bfloat16)
-    x = torch.randn(1, *policy.latent_shape(64, 32))
-    v = velocity(policy, transformer, x, torch.tensor([0.5]), policy.stack_conditioning([codec.encode("7", None)]), 1.0)
+    x = torch.randn(1, *policy.latent_shape(PLAIN))
+    v = velocity(
+        policy,
+        transformer,
+        x,
+        torch.tensor([0.5]),
+        policy.stack_conditioning([codec.encode(Prompt(0, "7"), PLAIN)]),
+        1.0,
+    )
     assert next(transformer.parameters()).dtype == torch.bfloat16
     assert v.dtype == torch.float32
 
 
 def test_gradients_reach_the_transformer_through_both_branches(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
     transformer = policy.load_transformer(torch.float32)
-    c = policy.stack_conditioning([codec.encode("7", " ")])
-    x = torch.randn(1, *policy.latent_shape(64, 32))
-    policy.velocity(
-        transformer, x, torch.tensor([0.5]), c, height=64, width=32, true_cfg_scale=2.0
-    ).square().mean().backward()
+    c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), GUIDED)])
+    x = torch.randn(1, *policy.latent_shape(PLAIN))
+    policy.velocity(transformer, x, torch.tensor([0.5]), c, GUIDED).square().mean().backward()
     assert transformer.proj_out.weight.grad.abs().max() > 0
 
 
 def test_guidance_needs_a_negative_prompt(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
-    c = policy.stack_conditioning([codec.encode("7", None)])
+    c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), PLAIN)])
     with pytest.raises(ValueError, match="negative prompt"):
         velocity(policy, policy.load_transformer(torch.float32), torch.randn(1, 8, 64), torch.tensor([0.5]), c, 2.0)
 
 
 def test_sigmas_are_the_schedulers(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
     pipeline("7", height=64, width=32, num_inference_steps=6, true_cfg_scale=1.0, output_type="latent")
-    assert torch.equal(policy.sigmas(6, 64, 32), pipeline.scheduler.sigmas)
+    assert torch.equal(policy.sigmas(6, PLAIN), pipeline.scheduler.sigmas)
 
 
 def test_sizes_and_folders_that_cannot_work_are_named(policy: QwenImagePolicy, tmp_path) -> None:
     with pytest.raises(ValueError, match="multiples of 16, got 64 x 40"):
-        policy.latent_shape(64, 40)
+        policy.latent_shape(QwenImageSampling(height=64, width=40))
     with pytest.raises(ValueError, match="is missing"):
         QwenImagePolicy(str(tmp_path))

@@ -34,9 +34,7 @@ def check_against_policy(
                 t["latents"][k : k + 1],
                 sigma,
                 policy.stack_conditioning([t["conditioning"]]),
-                height=request.height,
-                width=request.width,
-                true_cfg_scale=request.true_cfg_scale,
+                request.spec,
             )
         level = torch.tensor([request.noise_level])
         expected = transition(request.sde_kind, t["latents"][k : k + 1], v, sigma, sigma_next, t["sigmas"][1:2], level)

@@ -11,9 +11,11 @@ import torch
 from omni_async.types import Prompt, SampleRequest, SdeWindow, WeightManifest
 from omni_async.weights.buckets import pack
 from pipelines.qwen_image.policy import QwenImagePolicy
+from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
 
 FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
+SPEC = {"height", "width", "true_cfg_scale", "negative_prompt"}
 Published = tuple[WeightManifest, list[np.ndarray]]
 
 
@@ -27,6 +29,11 @@ def policy(checkpoint: str) -> QwenImagePolicy:
     return QwenImagePolicy(checkpoint)
 
 
+def spec(**changes: Any) -> QwenImageSampling:
+    """64 x 32 pixels, without guidance."""
+    return QwenImageSampling(**{"height": 64, "width": 32} | changes)
+
+
 def make_request(number: int = 0, **changes: Any) -> SampleRequest:
     """Window of three steps out of six, starting at 0, 1 or 2; prompts of different lengths."""
     words = ("the digit 7", "a photo of a red circle on a white background", "7")
@@ -37,11 +44,8 @@ def make_request(number: int = 0, **changes: Any) -> SampleRequest:
         "sample": number,
         "prompt": Prompt(index=0, text=words[number % 3]),
         "seed": 1000 + number,
-        "height": 64,
-        "width": 32,
+        "spec": spec(**{name: changes.pop(name) for name in SPEC & changes.keys()}),
         "num_inference_steps": 6,
-        "true_cfg_scale": 1.0,
-        "negative_prompt": " ",
         "noise_level": 0.7,
         "sde_kind": "flow",
         "window": SdeWindow(start=number % 3, size=3),

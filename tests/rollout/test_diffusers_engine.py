@@ -67,12 +67,12 @@ def test_ode_sample_is_the_picture_of_diffusers_own_pipeline(policy: QwenImagePo
     pipeline.set_progress_bar_config(disable=True)
     options = {
         "prompt": request.prompt.text,
-        "negative_prompt": request.negative_prompt,
-        "true_cfg_scale": request.true_cfg_scale,
-        "height": request.height,
-        "width": request.width,
+        "negative_prompt": request.spec.negative_prompt,
+        "true_cfg_scale": request.spec.true_cfg_scale,
+        "height": request.spec.height,
+        "width": request.spec.width,
         "num_inference_steps": request.num_inference_steps,
-        "latents": initial_noise(request.seed, policy.latent_shape(request.height, request.width))[None],
+        "latents": initial_noise(request.seed, policy.latent_shape(request.spec))[None],
     }
     assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
     picture = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 import torch
 
+from omni_async.config import with_spec
 from omni_async.config.schema import Config, Placement, Resources
+from omni_async.families import find_family
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING
-from omni_async.policy import find_family
 from omni_async.rollout.factory import build_engine
 from omni_async.rollout.replay_engine import ReplayEngine
 from tests.rollout.conftest import make_request
@@ -24,7 +25,7 @@ def config(engine: str, path: str) -> Config:
         "reward": {"scorers": [{"name": "ocr"}]},
         "rollout": {"engine": engine, "emulated": {"step_s": 0.0}},
     }
-    return msgspec.convert(sections, Config)
+    return with_spec(msgspec.convert(sections, Config))
 
 
 @pytest.mark.parametrize("name", ["emulated", "diffusers"])

@@ -18,6 +18,7 @@ from omni_async.rollout.replay_engine import ReplayEngine
 from omni_async.simulation.virtual_time import run
 from omni_async.types import Prompt, SampleRequest, SdeWindow, TensorSpec, WeightManifest
 from omni_async.weights.snapshot import Snapshot
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 T = TypeVar("T")
 STEPS = 10
@@ -42,11 +43,8 @@ def request(number: int) -> SampleRequest:
         sample=number,
         prompt=Prompt(0, "a cat"),
         seed=number * 1_000_003,
-        height=32,
-        width=32,
+        spec=QwenImageSampling(height=32, width=32),
         num_inference_steps=STEPS,
-        true_cfg_scale=1.0,
-        negative_prompt="",
         noise_level=0.7,
         sde_kind="flow",
         window=SdeWindow(0, 2),

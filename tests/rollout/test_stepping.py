@@ -10,7 +10,8 @@ from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.sde.noise import step_noise
 from omni_async.sde.schedules import linear
-from omni_async.types import SdeWindow
+from omni_async.types import Prompt, SdeWindow
+from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.rollout.conftest import make_request
 
 
@@ -34,8 +35,8 @@ class Codec:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []
 
-    def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
-        self.asked.append((prompt, negative_prompt))
+    def encode(self, prompt: Prompt, spec: QwenImageSampling) -> TensorDict:
+        self.asked.append((prompt.text, spec.negative_prompt if spec.guided else None))
         return TensorDict({}, batch_size=[])
 
 

@@ -39,7 +39,7 @@ class RemoteEngine:
 
 class _Server:
     def __init__(self, checkpoint: str, options: dict[str, Any]) -> None:
-        from omni_async.policy import find_family
+        from omni_async.families import find_family
         from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
         family = msgspec.structs.replace(find_family("qwen_image"), vllm_extension=EXTENSION)

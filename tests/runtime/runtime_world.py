@@ -29,7 +29,7 @@ def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: An
         "run": {"name": "test", "dir": str(folder / "runs"), "runtime": "inprocess"},
         "model": {"path": "model"},
         "data": {"prompts": "prompts.txt"},
-        "rollout": {"engine": "emulated", "group_size": 2, "height": 32, "width": 32},
+        "rollout": {"engine": "emulated", "group_size": 2, "sampling": {"height": 32, "width": 32}},
         "reward": {"scorers": [{"name": "jpeg_size"}]},
         "trainer": {"updates": 4, "groups_per_update": 2},
         "tracking": {"mlflow": {"enabled": False}, "images_every": 2, "images": 4},

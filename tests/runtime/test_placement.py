@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omni_async.config.schema import Config, Resources
-from omni_async.policy import find_family
+from omni_async.families import find_family
 from omni_async.runtime.placement import CONTROL, ActorPlacement, plan_placements, role_names
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.roles import build_rank

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from omni_async.sde.schedules import (
     dynamic_shift,
     linear,
-    qwen_image_sigmas,
     resolution_mu,
+    scheduler_sigmas,
     static_shift,
     stretch_to_terminal,
 )
@@ -57,9 +57,9 @@ def diffusers_sigmas(steps, seq_len, config):
 @pytest.mark.parametrize("name", CONFIGS)
 @given(steps=st.integers(2, 60), seq_len=st.integers(1, 10_000))
 @settings(max_examples=20, deadline=None)
-def test_qwen_image_sigmas_are_diffusers_bits(name, steps, seq_len):
+def test_scheduler_sigmas_are_diffusers_bits(name, steps, seq_len):
     config = CONFIGS[name]
-    got = qwen_image_sigmas(steps, seq_len, config)
+    got = scheduler_sigmas(steps, seq_len, config)
     assert got.dtype == torch.float32
     assert torch.equal(got, diffusers_sigmas(steps, seq_len, config))
     assert got[0] == 1
@@ -70,17 +70,17 @@ def test_qwen_image_sigmas_are_diffusers_bits(name, steps, seq_len):
 @pytest.mark.parametrize("steps", [10, 20, 50])
 @pytest.mark.parametrize("seq_len", [16, 1024, 4096, 6032])
 def test_the_usual_qwen_image_schedules_are_diffusers_bits(steps, seq_len):
-    assert torch.equal(qwen_image_sigmas(steps, seq_len, QWEN_IMAGE), diffusers_sigmas(steps, seq_len, QWEN_IMAGE))
+    assert torch.equal(scheduler_sigmas(steps, seq_len, QWEN_IMAGE), diffusers_sigmas(steps, seq_len, QWEN_IMAGE))
 
 
 def test_a_single_step_works_where_no_stretching_is_asked_for():
-    assert torch.equal(qwen_image_sigmas(1, 64, {"use_dynamic_shifting": True}), torch.tensor([1.0, 0.0]))
+    assert torch.equal(scheduler_sigmas(1, 64, {"use_dynamic_shifting": True}), torch.tensor([1.0, 0.0]))
     with pytest.raises(ValueError, match="1 step"):
-        qwen_image_sigmas(1, 64, QWEN_IMAGE)
+        scheduler_sigmas(1, 64, QWEN_IMAGE)
 
 
 def test_qwen_image_ends_at_the_terminal_sigma():
-    assert qwen_image_sigmas(10, 1024, QWEN_IMAGE)[-2].item() == pytest.approx(0.02, abs=1e-6)
+    assert scheduler_sigmas(10, 1024, QWEN_IMAGE)[-2].item() == pytest.approx(0.02, abs=1e-6)
 
 
 def test_resolution_mu_hits_both_anchors_and_falls_back_to_diffusers_defaults():
@@ -126,9 +126,9 @@ def test_the_ode_step_is_diffusers_euler_step_to_the_bit():
         (lambda: stretch_to_terminal(linear(4), 1.5), "got 1.5"),
         (lambda: dynamic_shift(1.0, 4, time_shift_type="cubic"), "got 'cubic'"),
         (lambda: resolution_mu(0, {}), "image_seq_len must be >= 1, got 0"),
-        (lambda: qwen_image_sigmas(4, 16, {"use_karras_sigmas": True}), "use_karras_sigmas=True"),
-        (lambda: qwen_image_sigmas(4, 16, {"invert_sigmas": True}), "invert_sigmas=True"),
-        (lambda: qwen_image_sigmas(4, 16, {"max_shift": None}), "max_shift must be a number, got None"),
+        (lambda: scheduler_sigmas(4, 16, {"use_karras_sigmas": True}), "use_karras_sigmas=True"),
+        (lambda: scheduler_sigmas(4, 16, {"invert_sigmas": True}), "invert_sigmas=True"),
+        (lambda: scheduler_sigmas(4, 16, {"max_shift": None}), "max_shift must be a number, got None"),
         (lambda: resolution_mu(16, {"base_image_seq_len": 4096}), "must differ"),
     ],
 )

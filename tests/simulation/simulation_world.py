@@ -19,6 +19,7 @@ from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
 from omni_async.simulation.world import SharedDevices, World
 from omni_async.types import Prompt, SampleRequest, SampleResult, ScoreJob, ScoreResult, SdeWindow, WeightReport
+from pipelines.qwen_image.sampling import QwenImageSampling
 
 
 def make_config(**changes: Any) -> Config:
@@ -58,11 +59,8 @@ def request(sample: int, window: SdeWindow | None, group: int = 0) -> SampleRequ
         sample=sample,
         prompt=Prompt(0, "a prompt"),
         seed=sample,
-        height=64,
-        width=64,
+        spec=QwenImageSampling(height=64, width=64),
         num_inference_steps=10,
-        true_cfg_scale=1.0,
-        negative_prompt="",
         noise_level=0.7,
         sde_kind="flow",
         window=window,

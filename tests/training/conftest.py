@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from omni_async.config import with_spec
 from omni_async.config.schema import Config
 
 
@@ -27,7 +28,7 @@ def make_config() -> Callable[..., Config]:
         raw: dict[str, Any] = {
             "model": {"path": "0"},
             "data": {"prompts": "prompts.txt"},
-            "rollout": {"group_size": 4, "height": 32, "width": 48, "num_inference_steps": 5},
+            "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
             "reward": {"scorers": [{"name": "ocr"}]},
             "algorithm": {"clip_range": 0.2, "correction": {"mode": "bypass"}},
             "trainer": {"optimizer": {"lr": 1e-2, "max_grad_norm": None}},
@@ -38,6 +39,6 @@ def make_config() -> Callable[..., Config]:
             for part in path:
                 section = section.setdefault(part, {})
             section[last] = value
-        return msgspec.convert(raw, Config)
+        return with_spec(msgspec.convert(raw, Config))
 
     return make

@@ -108,10 +108,10 @@ def guided(
     conditioning = policy.stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]
     v = model(x[None], sigma[None], text, mask)
-    if r.true_cfg_scale > 1:
+    if r.sampling.true_cfg_scale > 1:
         uncond = model(x[None], sigma[None], torch.zeros_like(text), mask)
         uncond = uncond.detach() if detached else uncond
-        v = uncond + r.true_cfg_scale * (v - uncond)
+        v = uncond + r.sampling.true_cfg_scale * (v - uncond)
     return v[0]
 
 

@@ -31,7 +31,7 @@ def plain_gradient(engine: TrainEngine, groups: list[GroupBatch], dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cfg", [1.0, 3.0])
 def test_accumulated_gradient_is_that_of_the_mean_loss(make_config: MakeConfig, dtype: torch.dtype, cfg: float) -> None:
-    config = make_config(**{"trainer.micro_batch_size": 3, "rollout.true_cfg_scale": cfg})
+    config = make_config(**{"trainer.micro_batch_size": 3, "rollout.sampling.true_cfg_scale": cfg})
     engine = started(config)
     groups = [tiny_group(TinyPolicy(), config, seed) for seed in (0, 1)]
     nudge(engine)
@@ -200,9 +200,11 @@ def test_unusable_trajectories_are_refused_before_any_gradient(
 
 def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
     plain = started(
-        make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1})
+        make_config(**{"rollout.sampling.true_cfg_scale": 2.0, "trainer.backend": "plain", "algorithm.kl_coef": 0.1})
     )
-    fsdp = started(make_config(**{"rollout.true_cfg_scale": 2.0, "trainer.backend": "fsdp2", "algorithm.kl_coef": 0.1}))
+    fsdp = started(
+        make_config(**{"rollout.sampling.true_cfg_scale": 2.0, "trainer.backend": "fsdp2", "algorithm.kl_coef": 0.1})
+    )
     for seed in (0, 1):
         group = tiny_group(TinyPolicy(), plain.config, seed)
         assert train(fsdp, [group]) == pytest.approx(train(plain, [group]), rel=1e-5, abs=1e-6)

@@ -22,7 +22,7 @@ from tests.training.engines import assert_gradients, gradients, nudge, started, 
 from tests.training.plain import gradients_of, guided, model_of
 
 MakeConfig = Callable[..., Config]
-ODE = {"rollout.sde": None, "algorithm.clip_range": None, "rollout.true_cfg_scale": 2.0}
+ODE = {"rollout.sde": None, "algorithm.clip_range": None, "rollout.sampling.true_cfg_scale": 2.0}
 SCHEDULE = [1.0, 0.8, 0.6, 0.4, 0.2]
 
 

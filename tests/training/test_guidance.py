@@ -15,7 +15,7 @@ from tests.training.engines import assert_gradients, nudge, started, stepped
 from tests.training.plain import gradients_of, model_of, steps_of, surrogate
 
 MakeConfig = Callable[..., Config]
-MINE = {"rollout.true_cfg_scale": 3.0, "trainer.micro_batch_size": 3}
+MINE = {"rollout.sampling.true_cfg_scale": 3.0, "trainer.micro_batch_size": 3}
 
 
 def nudged(config: Config) -> TrainEngine:

@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "share of steps": {
         "algorithm.timestep_fraction": 0.5,
-        "rollout.true_cfg_scale": 2.0,
+        "rollout.sampling.true_cfg_scale": 2.0,
         "algorithm.unconditional_gradient": False,
     },
     "nft": {**FORWARD, "algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.timestep_fraction": 0.6},

@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def random_group(engine: TrainEngine) -> GroupBatch:
     """Samples of prompts of different lengths, whose log-probs are then the engine's own."""
     generator = torch.Generator().manual_seed(0)
-    shape = engine.policy.latent_shape(32, 32)
+    shape = engine.policy.latent_shape(engine.config.rollout.sampling)
     samples = []
     for i in range(4):
         length = 3 + i % 2
@@ -43,14 +43,14 @@ def random_group(engine: TrainEngine) -> GroupBatch:
             },
             [],
         )
-        if engine.config.rollout.true_cfg_scale > 1:
+        if engine.config.rollout.sampling.guided:
             conditioning["negative_prompt_embeds"] = torch.randn(2, 64, generator=generator)
             conditioning["negative_prompt_mask"] = torch.ones(2, dtype=torch.bool)
         tensors = {
             "final": x[0],
             "latents": torch.cat(steps),
             "log_probs": torch.zeros(2),
-            "sigmas": engine.policy.sigmas(5, 32, 32),
+            "sigmas": engine.policy.sigmas(5, engine.config.rollout.sampling),
             "steps": torch.tensor([1, 2]),
             "conditioning": conditioning,
         }
@@ -80,7 +80,11 @@ def train_two_steps(config: Config, checkpoint: Path, device: torch.device) -> t
 def test_qwen_image_trains_and_exports_diffusers_names(
     make_config: MakeConfig, checkpoint: Path, lora: dict[str, float] | None, backend: str
 ) -> None:
-    options = {"model.lora": lora, "trainer.backend": backend, "rollout.height": 32, "rollout.width": 32}
+    options = {
+        "model.lora": lora,
+        "trainer.backend": backend,
+        "rollout.sampling": {"height": 32, "width": 32},
+    }
     config = make_config(
         **options, **{"trainer.gradient_checkpointing": True, "weights.payload": "full" if lora is None else "lora"}
     )
@@ -102,9 +106,7 @@ def test_qwen_image_trains_on_final_latents_beside_two_other_policies(
 ) -> None:
     options = {
         "trainer.backend": backend,
-        "rollout.height": 32,
-        "rollout.width": 32,
-        "rollout.true_cfg_scale": 3.0,
+        "rollout.sampling": {"height": 32, "width": 32, "true_cfg_scale": 3.0},
         "rollout.sde": None,
     }
     nft = {"algorithm.name": "diffusion_nft", "algorithm.kl_coef": 0.1, "algorithm.unconditional_gradient": False}
@@ -132,7 +134,8 @@ def test_qwen_image_trains_in_bfloat16_on_a_gpu(
 ) -> None:
     options = {"model.dtype": "bfloat16", "model.lora": lora, "trainer.backend": backend, "algorithm.kl_coef": 0.1}
     config = make_config(
-        **options, **{"rollout.height": 32, "rollout.width": 32, "trainer.gradient_checkpointing": True}
+        **options,
+        **{"rollout.sampling": {"height": 32, "width": 32}, "trainer.gradient_checkpointing": True},
     )
     engine, metrics = train_two_steps(config, checkpoint, torch.device("cuda", 0))
     assert metrics["ratio_deviation"] > 0

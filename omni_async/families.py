@@ -1,0 +1,77 @@
+"""Finds model families and says what is known of one without importing torch.
+
+A family is a small package (see `pipelines/`) that registers a `PipelineFamily` in the entry-point group
+`omni_async.pipelines`. What a recipe may say about one of its samples (size, guidance, whatever changes what is drawn)
+is a `SamplingSpec` of its own: the framework carries it whole, compares and hashes it, asks it what the sample's media
+look like, and never looks inside.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+import msgspec
+
+GROUP = "omni_async.pipelines"
+
+
+class MediaShape(msgspec.Struct, frozen=True):
+    """One part of a sample's media: an image (3, H, W), a video (F, 3, H, W) with its frames per second, or audio
+    (channels, n) with its samples per second."""
+
+    part: Literal["image", "video", "audio"]
+    shape: tuple[int, ...]
+    rate: float | None = None
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Size and settings of one sample. Families subclass it; their fields are the keys of `rollout.sampling`.
+
+    A `__post_init__` that raises ValueError refuses combinations of values. Two requests with equal specs can share a
+    batch.
+    """
+
+    @property
+    def guided(self) -> bool:
+        """Whether the conditioning needs an unconditional branch."""
+        return False
+
+    def media(self) -> tuple[MediaShape, ...]:
+        """Returns the shapes of what is decoded from a sample."""
+        raise NotImplementedError
+
+
+class PipelineFamily(msgspec.Struct, frozen=True):
+    """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
+    `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
+    checkpoint's `model_index.json` must have."""
+
+    name: str
+    policy: str
+    model_index_class: str
+    sampling: type[SamplingSpec]
+    vllm_pipeline: str | None = None
+    vllm_extension: str | None = None
+
+
+@cache
+def family_names() -> tuple[str, ...]:
+    """Returns the names of all installed families, sorted."""
+    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+
+
+@cache
+def find_family(name: str) -> PipelineFamily:
+    """Returns the family registered as `name`; ValueError lists the known ones."""
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
+    family: PipelineFamily = points[name].load()
+    return family
+
+
+def to_spec(name: str, settings: Any) -> SamplingSpec:
+    """Converts `rollout.sampling` to the spec of family `name`. msgspec.ValidationError names the key."""
+    return msgspec.convert(settings, find_family(name).sampling)
