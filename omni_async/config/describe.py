@@ -55,7 +55,7 @@ def describe(annotation: Any, value: Any = None) -> str:
         )
     elif base is type(None):
         text = "null"
-    elif origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
+    elif base is Any or origin is dict or (isinstance(base, type) and issubclass(base, msgspec.Struct)):
         text = "mapping"
     else:
         text = getattr(base, "__name__", str(base))
