@@ -9,14 +9,16 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from omni_async import cli
 from omni_async.config import load
+from omni_async.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.types import Prompt
 
@@ -144,10 +146,18 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     )
 
 
-def test_the_documented_model_family_is_one() -> None:
+def test_the_documented_model_family_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = ModuleType("my_package.my_model.sampling")
+    exec(snippet("# my_package/my_model/sampling.py"), sampling.__dict__)
+    monkeypatch.setitem(sys.modules, sampling.__name__, sampling)
     place: dict[str, Any] = {}
     exec(snippet("# my_package/my_model/__init__.py"), place)
-    assert place["FAMILY"].name == "my_model"
+    family = place["FAMILY"]
+    assert family.name == "my_model"
+    spec = msgspec.convert({"height": 64, "width": 32, "guidance_scale": 4}, family.sampling)
+    assert spec.guided and spec.media() == (MediaShape("image", (3, 64, 32)),)
+    with pytest.raises(msgspec.ValidationError, match="multiple of 16"):
+        msgspec.convert({"height": 72}, family.sampling)
 
 
 def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:

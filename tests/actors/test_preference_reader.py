@@ -445,7 +445,7 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
         torch.testing.assert_close(result.trajectory["final"], expected, rtol=0, atol=1e-5)
         assert result.trajectory["final"].shape == policy.latent_shape(SPEC)
         assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, SPEC))
-        torch.testing.assert_close(result.trajectory["conditioning"], codec.encode("the digit 7", None))
+        torch.testing.assert_close(result.trajectory["conditioning"], codec.encode(Prompt(0, "the digit 7"), SPEC))
 
 
 # ---- fitting an image to the configured size -------------------------------------------------------------------------

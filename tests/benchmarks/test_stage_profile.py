@@ -21,6 +21,8 @@ from benchmarks.stage_profile_model import PUBLISHED, SCHEDULER, RandomQwenImage
 from benchmarks.stage_profile_report import to_markdown
 from omni_async.config import Config, load
 from omni_async.performance.profile import Profile, load_profile
+from omni_async.types import Prompt
+from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build_scheduler
 
 CPU = torch.device("cpu")
@@ -180,7 +182,8 @@ def test_engine_and_trainer_hold_the_same_weights_and_prompts_have_the_length_as
     one, two = (policy.load_transformer(torch.bfloat16).state_dict() for _ in range(2))
     assert all(torch.equal(one[name], two[name]) and one[name].dtype == torch.bfloat16 for name in one)
     assert torch.get_default_dtype() == torch.float32
-    conditioning: TensorDict = policy.load_codec(torch.float32).encode("a prompt", " ")
+    spec = QwenImageSampling(true_cfg_scale=2.0)
+    conditioning: TensorDict = policy.load_codec(torch.float32).encode(Prompt(0, "a prompt"), spec)
     assert conditioning["prompt_embeds"].shape == (7, policy.text_width)
     assert conditioning["negative_prompt_embeds"].shape == (3, policy.text_width)
 

@@ -79,7 +79,7 @@ def test_packing_is_undone_by_decode(codec: QwenImageCodec, monkeypatch: pytest.
 
     monkeypatch.setattr(policy_module.single_frame, "encode", lambda vae, pixels: maps)
     monkeypatch.setattr(policy_module.single_frame, "decode", decode)
-    codec.decode(codec.encode_images(pictures(2)), 64, 32)
+    codec.decode(codec.encode_images(pictures(2)), QwenImageSampling(height=64, width=32))
     assert_close(torch.cat(seen), maps, rtol=0, atol=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_large_batches_are_cut_and_keep_their_order(codec: QwenImageCodec, monke
 
 def test_decoding_what_was_encoded_gives_images_of_the_same_size(codec: QwenImageCodec) -> None:
     images = pictures(2)
-    again = codec.decode(codec.encode_images(images), 64, 32)
+    again = codec.decode(codec.encode_images(images), QwenImageSampling(height=64, width=32))
     assert again.shape == images.shape
     assert again.dtype == torch.uint8
 
@@ -149,8 +149,11 @@ def test_the_quickstarts_vae_gives_back_what_it_drew() -> None:
     codec = QwenImagePolicy(str(QUICKSTART)).load_codec(torch.float32)
     rng = random.Random(0)
     digits = np.stack([render_digit(digit, rng) for digit in "0123456789"])
-    drawn = codec.decode(codec.encode_images(torch.from_numpy(digits)[:, None].expand(-1, 3, -1, -1)), 64, 64)
-    again = codec.decode(codec.encode_images(drawn), 64, 64)
+    drawn = codec.decode(
+        codec.encode_images(torch.from_numpy(digits)[:, None].expand(-1, 3, -1, -1)),
+        QwenImageSampling(height=64, width=64),
+    )
+    again = codec.decode(codec.encode_images(drawn), QwenImageSampling(height=64, width=64))
     error = (again.float() - drawn.float()) / 255
     assert error.square().mean((1, 2, 3)).sqrt().max() < 0.03
     assert drawn.float().std() / 255 > 0.2

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_guard import HANGS, Judge, VirtualThreads, now, play
 
+from omni_async.config import with_spec
 from omni_async.config.schema import Reward
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.composition import Member, WeightedScorer
@@ -25,7 +26,7 @@ from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score
 from tests.control.control_world import make_config
 
-PROBE = Probe.of(make_config(), [Prompt(0, "a cat", metadata={"colour": "red"}), Prompt(1, "a dog")])
+PROBE = Probe.of(with_spec(make_config()), [Prompt(0, "a cat", metadata={"colour": "red"}), Prompt(1, "a dog")])
 
 
 class Scripted(Judge):

@@ -21,7 +21,7 @@ def engine(max_batch: int = 4, **times: float) -> EmulatedEngine:
         "engine",
         Emulated(**({"step_s": 0.0} | times)),
         max_batch=max_batch,
-        latent_shape=lambda h, w: (h * w // 256, 8),
+        latent_shape=lambda spec: (spec.height * spec.width // 256, 8),
     )
 
 

@@ -49,7 +49,8 @@ def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
     """Of the policy in training or another one, at two fixed points."""
     generator = torch.Generator().manual_seed(0)
     samples = [t["conditioning"] for t in tiny_group(TinyPolicy(), engine.config).trajectories[:2]]
-    at = (torch.randn(2, 6, 4, generator=generator), torch.tensor([0.3, 0.9]), TinyPolicy().stack_conditioning(samples))
+    conditioning, spec = TinyPolicy().stack_conditioning(samples), engine.config.rollout.sampling
+    at = (torch.randn(2, 6, 4, generator=generator), torch.tensor([0.3, 0.9]), conditioning, spec)
     with torch.no_grad():
         return engine._model.velocity(*at) if which is None else engine._model.auxiliary_velocity(which, *at)
 
