@@ -127,7 +127,8 @@ def test_a_documented_simulation_runs(
 ) -> None:
     assert cli.main(words) == 0
     said = capsys.readouterr()
-    assert said.err == "" and "images/s" in said.out
+    assert all(" of 200" in line for line in said.err.splitlines()), "on a slow machine it says how far it is, and nothing else"
+    assert "images/s" in said.out
 
 
 def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace: Path) -> None:
