@@ -1,8 +1,8 @@
-"""The policy contract: the one description of a model family that the trainer and every engine share, so the two cannot
-drift.
+"""Defines the policy contract: the one description of a model family that the trainer and every engine share, so the
+two cannot drift.
 
 A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
-everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere.
+everything else (SDE step, log-prob, windows, batching, weight transfer) is model-agnostic and defined elsewhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class PipelineFamily(msgspec.Struct, frozen=True):
-    """What is known of a family without importing torch. `policy` is a `module:Class`; `vllm_pipeline` and
-    `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have."""
+    """A description of a family that needs no torch. `policy` is a `module:Class`; `vllm_pipeline` and `vllm_extension`
+    are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a checkpoint's
+    `model_index.json` must have."""
 
     name: str
     policy: str
@@ -30,15 +30,15 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     vllm_extension: str | None = None
 
     def load_policy(self, path: str) -> Policy:
-        """The family's policy for the checkpoint at `path` (reads configuration files only, no weights)."""
+        """Returns the family's policy for the checkpoint at `path` (reads configuration files only, no weights)."""
         module, name = self.policy.split(":")
         policy: Policy = getattr(import_module(module), name)(path)
         return policy
 
 
 def find_family(name: str) -> PipelineFamily:
-    """The family registered as `name` in the entry-point group `omni_async.pipelines`; ValueError lists the known
-    ones."""
+    """Returns the family registered as `name` in the entry-point group `omni_async.pipelines`; ValueError lists the
+    known ones."""
     known = {point.name: point for point in entry_points(group="omni_async.pipelines")}
     if name not in known:
         raise ValueError(f"model.pipeline: expected one of {sorted(known)}, got {name!r}")
@@ -47,20 +47,20 @@ def find_family(name: str) -> PipelineFamily:
 
 
 class Policy(Protocol):
-    """Shapes: B samples, T latent tokens, C channels per token, L text tokens, E text width. Conditioning is a
-    TensorDict of batch size [B] with the keys the family's `encode` produced; samples of different lengths are padded
-    by `stack_conditioning`."""
+    """A model family's functions for one checkpoint. Shapes: B samples, T latent tokens, C channels per token, L text
+    tokens, E text width. Conditioning is a TensorDict of batch size [B] with the keys the family's `encode` produced;
+    samples of different lengths are padded by `stack_conditioning`."""
 
     path: str
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The denoiser alone, on CPU, in eval mode (no dropout), weights in `dtype`."""
+        """Loads the denoiser alone, on CPU, in eval mode (no dropout), weights in `dtype`."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents as the transformer takes them, e.g. (T, C)."""
+        """Returns the shape of one sample's latents as the transformer takes them, e.g. (T, C)."""
 
     def sigmas(self, num_inference_steps: int, height: int, width: int) -> torch.Tensor:
-        """float32 (N + 1,), decreasing, last value 0: the very numbers of the family's scheduler."""
+        """Returns float32 (N + 1,), decreasing, last value 0: the very numbers of the family's scheduler."""
 
     def velocity(
         self,
@@ -74,31 +74,31 @@ class Policy(Protocol):
         true_cfg_scale: float,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32 (B,).
-        Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
+        """Computes v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32
+        (B,). Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
+        """Stacks per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
 
     def blank_conditioning(self, guided: bool) -> TensorDict:
-        """Conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with the
-        unconditional branch if `guided`. For engines that emulate a model they did not load."""
+        """Returns conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with
+        the unconditional branch if `guided`. For engines that emulate a model they did not load."""
 
     def load_codec(self, dtype: torch.dtype) -> Codec:
-        """Text encoder and VAE: needed where samples are made, never by the trainer."""
+        """Loads text encoder and VAE: needed where samples are made, never by the trainer."""
 
 
 class Codec(Protocol):
     def to(self, device: Any) -> Codec: ...
 
     def encode(self, prompt: str, negative_prompt: str | None) -> TensorDict:
-        """Conditioning of one prompt, batch size []; the unconditional branch is included if `negative_prompt` is not
-        None."""
+        """Encodes one prompt to conditioning of batch size []; the unconditional branch is included if
+        `negative_prompt` is not None."""
 
     def decode(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Final latents (B, T, C) to uint8 images (B, 3, height, width)."""
+        """Decodes final latents (B, T, C) to uint8 images (B, 3, height, width)."""
 
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """The inverse of `decode`, as far as the VAE has one: uint8 images (B, 3, height, width) to latents (B, T, C)
+        """Inverts `decode`, as far as the VAE allows it: uint8 images (B, 3, height, width) to latents (B, T, C)
         float32 on the codec's device, noise-free (the posterior's mode), so that an image always has the same latents.
-        ValueError for another dtype or shape, or a size the family's latents do not divide."""
+        Raises ValueError for another dtype or shape, or a size the family's latents do not divide."""

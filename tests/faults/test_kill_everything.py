@@ -1,5 +1,5 @@
-"""kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job, with
-nothing lost or done twice."""
+"""Tests kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job,
+with nothing lost or done twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
 
 @pytest.mark.slow
 def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint: str, tmp_path: Path) -> None:
-    """To the bit, with AdamW and an average."""
+    """Compares to the bit, with AdamW and an average."""
     settings = [
         "trainer.updates=6",
         "trainer.optimizer.name=adamw",
