@@ -285,7 +285,7 @@ class Attempt:
                 return
             del self.engines[name]
             await self._detected(process)
-            await self._call(self.trainer.dismiss, name)
+            await self._call(self.trainer.remove_engine, name)
             await self.keeper_proxy.engine_lost(name, reason)
             if self.world.temper.store_dies:
                 await self.keeper_proxy.objects_lost(name)
