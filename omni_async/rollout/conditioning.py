@@ -1,4 +1,4 @@
-"""Conditioning of the prompts seen last: a group repeats its prompt, and text encoders are frozen."""
+"""Caches the conditioning of the latest prompts: a group repeats its prompt, and text encoders are frozen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_async.types import SampleRequest
 
 
 class ConditioningCache:
-    """Used from one thread. `size` prompts are kept, the least recently used one goes first."""
+    """A cache for one thread. `size` prompts are kept, the least recently used one goes first."""
 
     def __init__(self, codec: Codec, size: int = 64) -> None:
         self.codec = codec
@@ -19,8 +19,8 @@ class ConditioningCache:
         self._kept: OrderedDict[tuple[str, str | None], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
-        """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be
-        written to."""
+        """Returns the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+        Shared between callers: not to be written to."""
         key = (request.prompt.text, request.negative_prompt if request.true_cfg_scale > 1 else None)
         if key not in self._kept:
             self._kept[key] = self.codec.encode(*key)

@@ -1,4 +1,5 @@
-"""The worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the weight swap.
+"""Implements the worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the
+weight swap.
 
 A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and
 `fill_state`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
@@ -39,8 +40,8 @@ _IMAGE = "omni_async_image"
 
 
 class RolloutPipelineMixin(ABC):
-    """Step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the transformer's
-    input is cast."""
+    """A mixin for step-wise execution of `SampleRequest`s. Latents are float32 whatever the model's dtype; only the
+    transformer's input is cast."""
 
     supports_step_execution = True
 
@@ -57,22 +58,22 @@ class RolloutPipelineMixin(ABC):
                 # follow. The switch is vLLM's own, not declared by the class.
                 setattr(module, "skip_weight_relayout", True)  # noqa: B010
 
-    # ---- what a family defines ---------------------------------------------------------------------------------------
+    # ---- defined by a family -----------------------------------------------------------------------------------------
 
     transformer: torch.nn.Module
 
     @abstractmethod
     def make_policy(self, path: str) -> Policy:
-        """The family's policy for the checkpoint at `path`: its latent shape and sigmas are used."""
+        """Makes the family's policy for the checkpoint at `path`: its latent shape and sigmas are used."""
 
     @abstractmethod
     def make_codec(self) -> Codec:
-        """The family's codec around this pipeline's own text encoder and VAE."""
+        """Makes the family's codec around this pipeline's own text encoder and VAE."""
 
     @abstractmethod
     def fill_state(self, state: Any, request: SampleRequest, conditioning: TensorDict) -> None:
-        """Sets on a `StepRequestState` what the native `denoise_step` reads, except latents, timesteps and step_index.
-        Batch size 1."""
+        """Sets on a `StepRequestState` the attributes that the native `denoise_step` reads, except latents, timesteps
+        and step_index. Batch size 1."""
 
     # ---- vLLM-Omni's step-wise protocol ------------------------------------------------------------------------------
 
@@ -95,8 +96,8 @@ class RolloutPipelineMixin(ABC):
         return state
 
     def denoise_step(self, input_batch: Any, *, states: Any, **kwargs: Any) -> torch.Tensor:
-        """(B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to their
-        requests."""
+        """Returns (B, T, C) float32: not the velocity but the latents after the step; `step_scheduler` hands them to
+        their requests."""
         cast = copy.copy(input_batch)
         cast.latents = cast.latents.to(self.model_dtype)
         velocity: torch.Tensor = super().denoise_step(cast, **kwargs)  # type: ignore[misc]
@@ -113,7 +114,7 @@ class RolloutPipelineMixin(ABC):
         sample: InFlight = state.extra[_SAMPLE]
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
         result = {"tensors": tensors, "image": state.extra[_IMAGE], "versions": tuple(sample.versions)}
-        # vLLM-Omni turns the payload's image into a PIL one; nobody looks at it, so it gets a single pixel.
+        # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
     @property
@@ -164,11 +165,11 @@ def _request_of(state: Any, device: torch.device) -> SampleRequest:
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """Remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
+    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
 
     def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
-        """Loads a version and says what the pipeline holds now. `verify` rehashes first, where the buckets travelled to
-        another process.
+        """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the
+        buckets travelled to another process.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
         of the load.

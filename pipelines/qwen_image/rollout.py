@@ -1,4 +1,4 @@
-"""Qwen-Image in vLLM-Omni, as a rollout engine runs it."""
+"""Runs Qwen-Image in vLLM-Omni, as a rollout engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy, combine
 
 
 class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
-    # What the native pipeline sets per call in code that `prepare_encode` replaces.
+    # Attributes that the native pipeline sets per call in code that `prepare_encode` replaces.
     _interrupt = False
     _attention_kwargs: dict[str, Any] = {}  # noqa: RUF012 - read only
 
