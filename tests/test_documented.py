@@ -128,7 +128,9 @@ def test_a_documented_simulation_runs(
 ) -> None:
     assert cli.main(words) == 0
     said = capsys.readouterr()
-    assert all(" of 200" in line for line in said.err.splitlines()), "on a slow machine it says how far it is, and nothing else"
+    assert all(" of 200" in line for line in said.err.splitlines()), (
+        "on a slow machine it says how far it is, and nothing else"
+    )
     assert "images/s" in said.out
 
 

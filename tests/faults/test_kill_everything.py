@@ -80,8 +80,8 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 
 
 def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
-    """Runs the command and kills its whole session after that update, or the first later one at which a checkpoint is written: without one there
-    would be nothing to go on from."""
+    """Runs the command and kills its whole session after that update, or the first later one at which a checkpoint is
+    written: without one there would be nothing to go on from."""
     command = [*COMMAND, *map(str, arguments)]
     job = subprocess.Popen(
         command,
@@ -94,7 +94,9 @@ def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
     )
     assert job.stdout is not None
     for line in job.stdout:
-        if line.startswith(tuple(f"update {number}/" for number in range(update, 100))) and any(runs.glob("*/checkpoints/update-*")):
+        if line.startswith(tuple(f"update {number}/" for number in range(update, 100))) and any(
+            runs.glob("*/checkpoints/update-*")
+        ):
             break
     else:
         raise AssertionError(f"the job ended before update {update}: {job.communicate(timeout=30)}")
