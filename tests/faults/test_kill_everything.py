@@ -93,10 +93,9 @@ def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
         start_new_session=True,
     )
     assert job.stdout is not None
+    reached = tuple(f"update {number}/" for number in range(update, 100))
     for line in job.stdout:
-        if line.startswith(tuple(f"update {number}/" for number in range(update, 100))) and any(
-            runs.glob("*/checkpoints/update-*")
-        ):
+        if line.startswith(reached) and any(runs.glob("*/checkpoints/update-*")):
             break
     else:
         raise AssertionError(f"the job ended before update {update}: {job.communicate(timeout=30)}")
