@@ -1,5 +1,5 @@
-"""Kill a part of a running job every few seconds: does it finish its updates, does its ledger account for every group
-once, and what did each fault cost?"""
+"""Kills a part of a running job every few seconds: does it finish its updates, does its ledger account for every
+group once, and what did each fault cost?"""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Run:
     kills: list[Kill] = field(default_factory=list)
     code: int | None = None
 
-    def live(self, plan: Sequence[tuple[float, str, str]]) -> None:
-        """To its end. `plan`: (seconds after the first update, role, SIGKILL or SIGSTOP) of each kill."""
+    def execute(self, plan: Sequence[tuple[float, str, str]]) -> None:
+        """Runs the job to its end. `plan`: (seconds after the first update, role, SIGKILL or SIGSTOP) of each kill."""
         with self._begun() as process:
             begun = time.monotonic()
             for number, (after, role, how) in enumerate(plan, 1):
                 while (left := begun + after - time.monotonic()) > 0 and process.poll() is None:
                     time.sleep(min(left, 0.2))
                 part = self._kill(role, how, begun)
-                _tell(
+                _log(
                     f"{after:5.0f} s, {number}/{len(plan)}: "
                     + (f"{how} for {part}" if part else f"no {role} is at work")
                 )
@@ -68,11 +68,11 @@ class Run:
 
     @contextmanager
     def _begun(self) -> Iterator[subprocess.Popen[str]]:
-        """The job from its first update on."""
+        """Starts the job and yields its process after the first update."""
         command = [sys.executable, "-m", "omni_async.cli", "train", str(self.job.recipe), *self.job.overrides]
         log = self.job.folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        _tell(f"{self.job.folder.name} run: see {log}")
+        _log(f"{self.job.folder.name} run: see {log}")
         with log.open("w") as out:
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -85,14 +85,14 @@ class Run:
                 end_job(process)
 
     def _kill(self, role: str, how: str, begun: float) -> str | None:
-        """One of the role that is at work; none, if all of them are being replaced. Which."""
+        """Kills one worker of the role that is running. Returns its name; None if all of them are being replaced."""
         try:
             parts = ask(self.job.run / "control.sock", Request(), timeout_s=30.0)["parts"]
         except (ControlError, ValueError):
             return None  # it starts again, or has ended
         chosen = random.choice([name for name in parts if name.startswith(role)] or [""])
         if chosen:
-            with contextlib.suppress(ProcessLookupError):  # it is gone, and nobody has noticed yet
+            with contextlib.suppress(ProcessLookupError):  # it is gone, and the run has not noticed yet
                 os.kill(parts[chosen]["pid"], getattr(signal, how))
                 self.kills.append(Kill(role, chosen, how, time.monotonic() - begun))
         return chosen or None
@@ -102,16 +102,16 @@ class Run:
         return read_summary(self.job.run / "summary.json").wall_s
 
 
-def _tell(text: str) -> None:
-    """While it goes on; the report alone is on stdout."""
+def _log(text: str) -> None:
+    """Writes progress to stderr; the report alone is on stdout."""
     sys.stderr.write(f"{text}\n")
 
 
 def plan(every: float, seconds: float, trainers: int, dice: random.Random) -> list[tuple[float, str, str]]:
-    """The trainer's turns lie apart, none of them first."""
+    """Returns (seconds, role, signal) of each kill. The trainer's kills lie apart, none of them first."""
     times = [every * (i + 1) for i in range(int(seconds // every))]
-    turns = {(k + 1) * len(times) // (trainers + 1) for k in range(trainers)}
-    kinds = [("trainer" if i in turns else dice.choice(("rollout", "reward"))) for i in range(len(times))]
+    trainer_kills = {(k + 1) * len(times) // (trainers + 1) for k in range(trainers)}
+    kinds = [("trainer" if i in trainer_kills else dice.choice(("rollout", "reward"))) for i in range(len(times))]
     return [
         (at, kind, "SIGSTOP" if i % 4 == 3 else "SIGKILL")
         for i, (at, kind) in enumerate(zip(times, kinds, strict=True))
@@ -140,7 +140,7 @@ def report(calm: Run | None, run: Run) -> list[str]:
         ),
         f"- groups of which a sample was generated again: {again}",
         (
-            "- ends of groups that became void with a life of the trainer and were recorded again:"
+            "- ends of groups that became void with an attempt of the trainer and were recorded again:"
             f" {len(run.job.lines('ledger.jsonl.void'))}"
         ),
     ]
@@ -185,8 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = job("disturbed")
     try:
         if calm is not None and not any(calm.job.folder.glob("*/summary.json")):
-            calm.live([])
-        run.live(plan(options.every, options.seconds, options.trainers, random.Random(options.seed)))
+            calm.execute([])
+        run.execute(plan(options.every, options.seconds, options.trainers, random.Random(options.seed)))
         found = problems(run.job)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -1,9 +1,9 @@
-"""How many prompt groups one coordinator handles: the real control plane on one event loop, with roles that do nothing
-but talk to it.
+"""Measures how many prompt groups one coordinator handles: the real control plane on one event loop, with roles that do
+nothing but talk to it.
 
 Every group is admitted, made ready and trained: three group events. Engines, reward workers and the trainer answer at
-once, so the time is the coordinator's, the event loop's and the messages'; a second run of each repeat stops only the
-time inside the coordinator. The ledger is a real file. Shapes are engines x groups per update x group size.
+once, so the time is the coordinator's, the event loop's and the messages'; a second run of each repeat times only the
+coordinator's own calls. The ledger is a real file. Shapes are engines x groups per update x group size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One repeat. `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, of a run of its
+    """One repeat: `seconds` of the whole run; `coordinator_seconds` inside the coordinator's calls, of a run of its
     own."""
 
     shape: Shape
@@ -80,7 +80,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def coordinator_us(self) -> float:
-        """Microseconds per sample."""
+        """Returns microseconds per sample."""
         return 1e6 * self.coordinator_seconds / self.samples
 
 
@@ -93,7 +93,8 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
-    """Buffers that hold everything the staleness budget admits, so that nothing but the budget holds anybody back."""
+    """Returns a configuration whose buffers hold everything the staleness budget admits, so that only the budget
+    delays a role."""
     live = (max_updates + 1) * shape.groups_per_update
     raw = {
         "model": {"path": "none"},
@@ -112,7 +113,7 @@ def make_config(shape: Shape, updates: int, max_updates: int = 1) -> Config:
 
 
 class Roles:
-    """Everybody around one coordinator. All engines hold `version`, which the trainer publishes after each update."""
+    """All roles around one coordinator. All engines hold `version`, which the trainer publishes after each update."""
 
     def __init__(self, config: Config, coordinator: Any) -> None:
         self._config = config
@@ -163,7 +164,7 @@ class Roles:
 
 
 def _reward(job: ScoreJob) -> float:
-    """Different for each sample of a group, so that no group is rejected."""
+    """Returns a reward that is different for each sample of a group, so that no group is rejected."""
     return float(job.sample_id.rpartition(".s")[2])
 
 
@@ -183,12 +184,12 @@ class Stopwatch:
             while True:
                 began = time.perf_counter()
                 try:
-                    waits_for = steps.send(None)
+                    awaited = steps.send(None)
                 except StopIteration as done:
                     return done.value
                 finally:
                     self.seconds += time.perf_counter() - began
-                yield waits_for
+                yield awaited
 
         setattr(self, name, call)
         return call
@@ -204,7 +205,7 @@ def measure(shape: Shape, repeat: int, updates: int) -> Record:
 
 
 def _run(shape: Shape, updates: int, *, timed: bool) -> tuple[float, float]:
-    """Seconds of a whole run, and of the calls if `timed`."""
+    """Returns the seconds of a whole run, and of the calls if `timed`."""
     config = make_config(shape, updates)
     prompts = [Prompt(i, f"prompt {i}") for i in range(64)]
     with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +221,7 @@ def _run(shape: Shape, updates: int, *, timed: bool) -> tuple[float, float]:
 
 
 def measure_all(shapes: Sequence[Shape], repeats: int, samples: int, say: Callable[[str], None]) -> Iterable[Record]:
-    """All shapes in each repeat, each for about `samples` samples and three updates at least."""
+    """Measures all shapes in each repeat, each for about `samples` samples and three updates at least."""
     for repeat in range(repeats):
         for shape in shapes:
             record = measure(shape, repeat, max(3, samples // shape.samples_per_update))

@@ -1,5 +1,5 @@
-"""Samples per second from a producer to a trainer: through the run's own buffers, and through three queues that are
-given the values.
+"""Measures samples per second from a producer to a trainer: through the run's own buffers, and through three queues
+that are given the values.
 
 Ours is all that a run does for a sample: leases from the coordinator, the object store, a reward worker's score,
 groups, updates and publishes; only the engine, the scorer and the training take no time. In every arm the trainer reads
@@ -39,7 +39,7 @@ _SIZES = ("64KiB", "1MiB", "16MiB")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 _BYTES_PER_RUN = 2**29
 _LEAST_SAMPLES, _MOST_SAMPLES = 128, 2048
-# Two lots of what may be in flight, as the queues keep what they were given and what they give back, for the arms of a
+# Twice the bytes that may be in flight, as the queues keep what they were given and what they return, for the arms of a
 # size side by side.
 _STORE_BYTES = 6 * 2**30
 _TARGETS = "targets at 1 MiB: 3x the actor queue, 2x ray.util.queue, more than TransferQueue"
@@ -75,7 +75,7 @@ class Results(msgspec.Struct, frozen=True):
 async def measure(
     sizes: Sequence[int], arms: Sequence[str], repeats: int, samples: int | None, done: Callable[[Record], None]
 ) -> list[Record]:
-    """Every arm in every repeat, after one run of each that is not counted."""
+    """Runs every arm in every repeat, after one run of each that is not counted."""
     from benchmarks.data_plane_arms import ARMS
 
     records: list[Record] = []
@@ -97,14 +97,14 @@ async def measure(
 
 
 def num_samples(nbytes: int) -> int:
-    """Enough for a run of some seconds; a multiple of every arm's batch."""
+    """Returns enough samples for a run of some seconds; a multiple of every arm's batch."""
     wanted = _BYTES_PER_RUN // nbytes // _LEAST_SAMPLES * _LEAST_SAMPLES
     return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, wanted))
 
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """Workers compute in one thread each, and take their packages from where this process does."""
+    """Starts a local Ray. Workers compute in one thread each, and take their packages from where this process does."""
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -127,7 +127,7 @@ def local_ray() -> Iterator[None]:
 
 
 def choose_arms() -> tuple[list[str], dict[str, str]]:
-    """The arms that can run here, and why the others can't."""
+    """Returns the arms that can run here, and why the others can't."""
     from benchmarks.data_plane_arms import ARMS
     from benchmarks.data_plane_transfer_queue import installed
 

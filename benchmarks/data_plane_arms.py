@@ -1,5 +1,5 @@
-"""The arms of the data-plane benchmark. Each has its actors for one payload size; `run` carries samples from its
-producer to its trainer."""
+"""Defines the arms of the data-plane benchmark. Each has its actors for one payload size; `run` carries samples from
+its producer to its trainer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from omni_async.runtime.ray_shell import Proxy, actor_class
 
 class Arm(Protocol):
     async def run(self, samples: int) -> float:
-        """Seconds from the first call until the trainer has read the last sample. RuntimeError if one was lost, came
-        twice or in part."""
+        """Returns the seconds from the first call until the trainer has read the last sample. Raises RuntimeError if
+        one was lost, came twice or in part."""
 
     async def close(self) -> None: ...
 
 
 class _Actors:
-    """Actors of one arm, ended together."""
+    """The actors of one arm, ended together."""
 
     def __init__(self) -> None:
         self._actors: list[Any] = []
@@ -43,7 +43,7 @@ class _Actors:
 
 
 class Ours:
-    """A coordinator, a producer, a reward worker and a trainer, new roles for each run."""
+    """The run's own arm: a coordinator, a producer, a reward worker and a trainer, new roles for each run."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -90,7 +90,7 @@ class QueueArm:
 
 
 class TransferArm:
-    """TransferQueue has one controller: one arm at a time."""
+    """The TransferQueue arm. TransferQueue has one controller, so only one such arm can exist at a time."""
 
     def __init__(self, nbytes: int) -> None:
         transfer.open_queue()
@@ -103,9 +103,7 @@ class TransferArm:
         self._runs += 1
         partition = f"run-{self._runs}"
         began = time.perf_counter()
-        missing, _ = await asyncio.gather(
-            self._trainer.announce(samples, partition), self._producer.announce(samples, partition)
-        )
+        missing, _ = await asyncio.gather(self._trainer.run(samples, partition), self._producer.run(samples, partition))
         return _whole(missing, time.perf_counter() - began)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine and a
-scorer that take no time, and a trainer that fetches each group's trajectories. Every update is published, so that the
-staleness budget is renewed as in a run.
+"""Implements our own arm of the data-plane benchmark: the run's coordinator, producer and reward worker, with an engine
+and a scorer that take no time, and a trainer that fetches each group's trajectories. Every update is published, so that
+the staleness budget is renewed as in a run.
 
 Roles end with their run; an actor hosts new ones for the next.
 """
@@ -25,13 +25,13 @@ from omni_async.rollout.base import Trajectory
 from omni_async.runtime.ray_store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
 
-_PICTURE = (64, 64, 3)
+_IMAGE_SHAPE = (64, 64, 3)
 _STEPS = 10
 
 
 def make_config(nbytes: int, samples: int) -> Config:
-    """A run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is made while the
-    next is trained."""
+    """Configures a run of `samples` samples in updates of half of what is in flight; S = 1, so that one update is
+    made while the next is trained."""
     live = in_flight(nbytes)
     per_update = live // 2
     if samples % per_update:
@@ -71,7 +71,7 @@ class InstantEngine:
     def __init__(self, name: str, nbytes: int) -> None:
         self.name = name
         self._source = Source(nbytes)
-        self._picture = np.zeros(_PICTURE, np.uint8)
+        self._image = np.zeros(_IMAGE_SHAPE, np.uint8)
         self._version = 0
 
     async def start(self) -> WeightReport:
@@ -79,8 +79,8 @@ class InstantEngine:
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         payload: Any = self._source.payload(request.group * GROUP + request.sample)
-        picture: Any = self._picture
-        return Trajectory(payload, picture, (self._version,) * _STEPS)
+        image: Any = self._image
+        return Trajectory(payload, image, (self._version,) * _STEPS)
 
     async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
         return manifest.digest
@@ -90,11 +90,11 @@ class InstantEngine:
         return WeightReport(self.name, version, str(version))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
 
 class InstantScorer:
-    """Rewards that differ, so that no group is rejected."""
+    """A scorer of rewards that differ, so that no group is rejected."""
 
     name = "instant"
 
@@ -107,7 +107,7 @@ class InstantScorer:
 
 
 class GroupTrainer:
-    """Takes groups, fetches their trajectories, and publishes what it made of them."""
+    """A trainer that takes groups, fetches their trajectories, and publishes a version for every update."""
 
     def __init__(self, nbytes: int, samples: int, coordinator: Any, producer: Any) -> None:
         self._nbytes = nbytes
@@ -118,13 +118,13 @@ class GroupTrainer:
         self._store = RayStore()
 
     async def run(self) -> int:
-        """How many samples are missing in the end: none."""
+        """Returns how many samples are missing in the end: none."""
         tally = Tally(self._nbytes, self._samples)
         await self._publish(0)
         for version in range(self._plan.updates):
             groups: list[int] = []
-            while places := self._plan.groups_per_update - len(groups):
-                for group in await self._coordinator.next_groups(version, places):
+            while missing := self._plan.groups_per_update - len(groups):
+                for group in await self._coordinator.next_groups(version, missing):
                     for payload in await asyncio.gather(
                         *(self._store.get(sample.trajectory) for sample in group.samples)
                     ):
@@ -140,7 +140,7 @@ class GroupTrainer:
         await self._coordinator.engine_holds(report)
 
 
-# What each actor hosts in a run of its own.
+# Roles that the actors host in one run.
 
 
 def build_coordinator(nbytes: int, samples: int) -> Coordinator:

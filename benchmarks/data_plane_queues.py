@@ -1,6 +1,6 @@
-"""The two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an asyncio.Queue, which is
-given values and returns them. Producer and trainer keep as many calls under way as the other arms do.
-"""
+"""Implements the two queues of the data-plane benchmark: `ray.util.queue.Queue`, and an actor around an
+asyncio.Queue, which is given values and returns them. Producer and trainer keep as many calls under way as the other
+arms do."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class QueueTrainer:
         self._nbytes = nbytes
 
     async def run(self, samples: int) -> int:
-        """How many samples are missing in the end: none."""
+        """Returns how many samples are missing in the end: none."""
         tally = Tally(self._nbytes, samples)
         wanted = iter(range(samples))
         await asyncio.gather(*(self._get_each(wanted, tally) for _ in range(GROUP)))

@@ -1,7 +1,6 @@
-"""The TransferQueue arm of the data-plane benchmark: its default storage (two units, over ZeroMQ). What suits it best
-of what was tried: batches of 32 samples both ways, four times the group of the other arms, two of them on their way in.
-Nothing holds its producer back: it may run ahead by the whole run. Needs the extra `bench`.
-"""
+"""Implements the TransferQueue arm of the data-plane benchmark: its default storage (two units, over ZeroMQ), with
+the best of the settings tried: batches of 32 samples both ways, four times the group of the other arms, two of them
+on their way in. The producer is not held back: it may run ahead by the whole run. Needs the extra `bench`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ def installed() -> bool:
 
 
 def open_queue() -> None:
-    """Its controller and storage, named actors of the Ray that runs. Once, before the first role."""
+    """Starts TransferQueue's controller and storage, named actors of the Ray that runs. Called once, before the
+    first role."""
     import transfer_queue
     from omegaconf import OmegaConf
 
@@ -51,7 +51,7 @@ class TransferProducer:
         self._client = _client()
         self._source = Source(nbytes, count=_CONCURRENT_PUTS * _BATCH)
 
-    async def announce(self, samples: int, partition: str) -> None:
+    async def run(self, samples: int, partition: str) -> None:
         batches = iter(range(0, samples, _BATCH))
         await asyncio.gather(*(self._put_each(batches, partition) for _ in range(_CONCURRENT_PUTS)))
 
@@ -72,8 +72,8 @@ class TransferTrainer:
         self._client = _client()
         self._nbytes = nbytes
 
-    async def announce(self, samples: int, partition: str) -> int:
-        """How many samples are missing in the end: none."""
+    async def run(self, samples: int, partition: str) -> int:
+        """Returns how many samples are missing in the end: none."""
         tally = Tally(self._nbytes, samples)
         while tally.left:
             batch = await asyncio.to_thread(self._client.get_meta, [_FIELD], _BATCH, partition, task_name="train")

@@ -1,5 +1,5 @@
-"""What producer and trainer do in every arm of the data-plane benchmark: hand out numbered payloads, and read every
-page of each once."""
+"""Implements the work of producer and trainer in every arm of the data-plane benchmark: to send numbered payloads,
+and to read every page of each once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _STAMP = 8  # bytes that hold a sample's number
 
 
 def in_flight(nbytes: int) -> int:
-    """Samples between producer and trainer at a time, in every arm: what fits into a fixed memory, between one bundle
-    of puts and four. A power of two, so that it divides every number of samples."""
+    """Returns how many samples are between producer and trainer at a time, in every arm: as many as fit into a fixed
+    memory, between one and four times CONCURRENT_PUTS. A power of two, so that it divides every number of samples."""
     fitting = max(1, _BYTES_IN_FLIGHT // nbytes)
     return max(CONCURRENT_PUTS, min(_MOST_IN_FLIGHT, 1 << (fitting.bit_length() - 1)))
 
@@ -40,7 +40,8 @@ class Source:
         return self.batch(number, 1)[0]
 
     def batch(self, first: int, count: int) -> Payload:
-        """Payloads number `first` and on, (count, nbytes); the pool is a multiple of `count`, and so is `first`."""
+        """Returns payloads number `first` and on, (count, nbytes); the pool is a multiple of `count`, and so is
+        `first`."""
         start = first % len(self._pool)
         batch = self._pool[start : start + count]
         for row, payload in enumerate(batch):
@@ -49,7 +50,7 @@ class Source:
 
 
 class Tally:
-    """Expects samples 0, 1, ..., `samples` - 1, in any order, each once and whole."""
+    """A count of the samples 0, 1, ..., `samples` - 1 that are expected in any order, each once and whole."""
 
     def __init__(self, nbytes: int, samples: int) -> None:
         self._nbytes = nbytes
@@ -58,7 +59,7 @@ class Tally:
         self._sum = 0
 
     def take(self, payload: Any) -> None:
-        """Touches every page. RuntimeError if the payload is not whole or came before."""
+        """Touches every page. Raises RuntimeError if the payload is not whole or came before."""
         array = np.asarray(payload)
         if array.nbytes != self._nbytes:
             raise RuntimeError(f"a payload of {array.nbytes} bytes arrived, expected {self._nbytes}")

@@ -1,4 +1,4 @@
-"""Which run folder of a cell holds the complete run that its configuration asks for, if any does.
+"""Finds the run folder of a cell that holds the complete run that its configuration asks for, if any does.
 
 A run counts by its own record, `summary.json` and `config.yaml`; nothing else is written down, so nothing can disagree
 with it.
@@ -20,7 +20,8 @@ _PATHS = (("model", "path"), ("data", "prompts"), ("data", "preferences"), ("val
 
 
 def finished_run(folder: Path, config: Config) -> Path | None:
-    """The newest run folder in `folder` that was done with these settings, from the recipe's to the overrides'."""
+    """Returns the newest run folder in `folder` that was done with these settings, from the recipe's to the
+    overrides'."""
     wanted = comparable(config)
     for run in sorted(folder.glob("*/"), reverse=True):
         if _is_done(run) and _recorded(run) == wanted:
@@ -29,8 +30,8 @@ def finished_run(folder: Path, config: Config) -> Path | None:
 
 
 def comparable(config: Config) -> dict[str, Any]:
-    """The configuration as plain data, without what may differ between two places that hold the same experiment:
-    run.dir, and where the recipe's files lie. Their places relative to each other stay."""
+    """Returns the configuration as plain data, without what may differ between two folders that hold the same
+    experiment: run.dir, and where the recipe's files lie. Their paths relative to each other stay."""
     tree: dict[str, Any] = redact(msgspec.to_builtins(config))
     del tree["run"]["dir"]
     files = [(section, key) for section, key in _PATHS if tree[section] is not None and tree[section][key] is not None]

@@ -1,5 +1,5 @@
-"""kill -9 of a whole job at random moments, resumed each time: does the ledger still account for every group once, and
-what did it cost?"""
+"""Kills a whole job with kill -9 at random moments, and resumes it each time: does the ledger still account for
+every group once, and what did it cost?"""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _QUICK = ("run.runtime=inprocess", "emulation.time_scale=0.001", "trainer.update
 
 @dataclass
 class Job:
-    """The command, again and again. `overrides` name a run.dir of its own."""
+    """The command, run again and again. `overrides` name a run.dir of its own."""
 
     recipe: Path
     overrides: Sequence[str]
-    lives: int = 0
+    attempts: int = 0
     seconds: float = 0.0
     said: list[str] = field(default_factory=list)
 
-    def live(self, until: float | None) -> int | None:
-        """One life: to its end, or killed `until` seconds after its first update. Its exit code; None if it was
-        killed."""
-        self.lives += 1
+    def attempt(self, until: float | None) -> int | None:
+        """Makes one attempt: runs to its end, or is killed `until` seconds after its first update. Returns its exit
+        code; None if it was killed."""
+        self.attempts += 1
         began = time.monotonic()
         command = [
             sys.executable,
@@ -74,7 +74,7 @@ class Job:
         try:
             for line in job.stdout:
                 self.said.append(line.rstrip())
-                if until is not None and line.startswith("update ") and (self.lives > 1 or self._has_checkpoint()):
+                if until is not None and line.startswith("update ") and (self.attempts > 1 or self._has_checkpoint()):
                     time.sleep(until)
                     if job.poll() is None:
                         return None
@@ -102,7 +102,7 @@ class Job:
         return run
 
     def lines(self, name: str) -> list[dict[str, object]]:
-        """ValueError, with the place, if one is no JSON."""
+        """Reads a file of JSON lines. Raises ValueError, with the line's number, if one is no JSON."""
         found = []
         for number, line in enumerate(read_lines(self.run / name), 1):
             try:
@@ -113,7 +113,7 @@ class Job:
 
 
 def end_job(job: subprocess.Popen[str]) -> None:
-    """It and everything it started, at once."""
+    """Kills the job and everything it started, at once."""
     try:
         family = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -127,8 +127,8 @@ def end_job(job: subprocess.Popen[str]) -> None:
 
 
 def problems(job: Job) -> list[str]:
-    """What is wrong with what a finished job left behind; nothing, if every group ended once and every update was made
-    once."""
+    """Lists what is wrong with the files of a finished job; nothing, if every group ended once and every update was
+    made once."""
     try:
         config, ledger, metrics = job.config, job.lines("ledger.jsonl"), job.lines("metrics.jsonl")
     except ValueError as error:
@@ -150,7 +150,7 @@ def problems(job: Job) -> list[str]:
         found.append(f"updates {wrong[:10]} were not made of {config.trainer.groups_per_update} groups")
     updates = [line["update"] for line in metrics if "finished" in line]
     if updates != [*wanted]:
-        found.append(f"metrics tell of {len(updates)} updates, {len(set(map(str, updates)))} of them different")
+        found.append(f"metrics have {len(updates)} updates, {len(set(map(str, updates)))} of them different")
     if stale := [
         line
         for line in ledger
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=3.0,
         metavar="S",
-        help="kill up to S seconds after a life's first update (default: 3)",
+        help="kill up to S seconds after an attempt's first update (default: 3)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/kill-everything"))
@@ -188,10 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     dice, kills, code = random.Random(options.seed), 0, None
     while code is None:
-        code = job.live(dice.uniform(0, options.within) if kills < options.kills else None)
+        code = job.attempt(dice.uniform(0, options.within) if kills < options.kills else None)
         kills += code is None
         sys.stdout.write(
-            f"life {job.lives}: {'killed' if code is None else f'ended with exit code {code}'}: {job.said[-1]}\n"
+            f"attempt {job.attempts}: {'killed' if code is None else f'ended with exit code {code}'}: {job.said[-1]}\n"
         )
     if code != 0:
         sys.stderr.write("\n".join(job.said[-5:]) + "\n")
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.write(
         f"{kills} kills, {job.config.trainer.updates} updates, {len(read_lines(job.run / 'ledger.jsonl'))} groups, each"
         f" with one line of the ledger; {redone} updates and {void} groups' ends were void and done again;"
-        f" {job.seconds:.0f} s in {job.lives} lives\n"
+        f" {job.seconds:.0f} s in {job.attempts} attempts\n"
     )
     for line in wrong:
         sys.stderr.write(f"WRONG: {line}\n")

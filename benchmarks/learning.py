@@ -1,5 +1,5 @@
-"""What overlap is worth to learning: the synchronous and the asynchronous schedule on one recipe, reward against
-wall-clock and against samples.
+"""Measures what overlap is worth to learning: the synchronous and the asynchronous schedule on one recipe, reward
+against wall-clock and against samples.
 
 Both arms are `omni-async bench overlap` runs (same partition, same work per update, one run after the other in turns, a
 seed per round) of which the rewards are kept, so the step times, bound fractions and their reasons lie beside the
@@ -40,8 +40,9 @@ Exit codes: 0 done, 1 a run failed, 2 wrong configuration or usage, 130 interrup
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """One run: seconds since its first sample was asked for, and images generated, when each update was done; its mean
-    reward. `validation`: (seconds, images, mean reward), of the versions that were validated."""
+    """The learning curve of one run: seconds since its first sample was asked for, and images generated, when each
+    update was done; its mean reward. `validation`: (seconds, images, mean reward), of the versions that were
+    validated."""
 
     arm: str
     seed: int
@@ -51,7 +52,7 @@ class Curve(msgspec.Struct, frozen=True):
     validation: list[tuple[float, int, float]]
 
     def seconds_to(self, reward: float) -> float | None:
-        """When validation reached `reward`, on straight lines between rounds; None if it never did."""
+        """Returns when validation reached `reward`, on straight lines between rounds; None if it never did."""
         before: tuple[float, float] | None = None
         for seconds, _, value in self.validation:
             if value >= reward:
@@ -63,8 +64,8 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 def read_curve(run: Path, arm: str, seed: int) -> Curve:
-    """From a run folder's metrics.jsonl. A validated version is laid at the moment its update was done, when it could
-    be used."""
+    """Reads a run folder's metrics.jsonl. A validated version is plotted at the moment its update was done, when it
+    could be used."""
     lines = [json.loads(line) for line in read_lines(run / "metrics.jsonl")]
     updates = [line for line in lines if "finished" in line]
     start = updates[0]["finished"] - updates[0]["update_s"]
@@ -81,7 +82,7 @@ def read_curve(run: Path, arm: str, seed: int) -> Curve:
 
 
 def curves(overlap: Overlap, out: Path) -> list[Curve]:
-    """Of every run that was measured."""
+    """Reads the curve of every run that was measured."""
     return [
         read_curve(out / run.folder, arm.name, arm.config["run"]["seed"] + run.round)
         for arm in overlap.arms
@@ -91,7 +92,7 @@ def curves(overlap: Overlap, out: Path) -> list[Curve]:
 
 
 def common_reward(found: Sequence[Curve]) -> float | None:
-    """The highest validation reward that every run reached."""
+    """Returns the highest validation reward that every run reached."""
     best = [max(value for _, _, value in curve.validation) for curve in found if curve.validation]
     return min(best) if len(best) == len(found) and best else None
 
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _validation(recipe: Path) -> list[str]:
-    """The recipe's own validation, which `bench overlap` leaves out otherwise."""
+    """Returns the recipe's own validation, which `bench overlap` leaves out otherwise."""
     validation = load(recipe).validation
     if validation is None:
         return []

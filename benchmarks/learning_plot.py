@@ -1,4 +1,4 @@
-"""The learning benchmark's picture: reward against wall-clock, and against images, a line per arm with its range over
+"""Plots the learning benchmark: reward against wall-clock, and against images, a line per arm with its range over
 seeds."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def draw(found: Sequence[Curve], path: Path) -> None:
 
 
 def picture(found: Sequence[Curve]) -> Figure:
-    """Left: wall-clock, right: images. Lines: training reward (moving average); diamonds: validation, mean over
-    seeds."""
+    """Plots wall-clock on the left, images on the right. Lines: training reward (moving average); diamonds:
+    validation, mean over seeds."""
     figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     arms = list(dict.fromkeys(curve.arm for curve in found))
@@ -41,7 +41,8 @@ def picture(found: Sequence[Curve]) -> Figure:
 
 
 def _line(axes: Any, curves: Sequence[Curve], measure: str, colour: str, arm: str) -> None:
-    """Seeds reach an update at different moments; the line is their mean at each update, laid at the mean moment."""
+    """Draws the mean over seeds at each update, at the mean moment, because seeds reach an update at different
+    moments."""
     length = min(len(curve.rewards) for curve in curves)
     at = np.mean([getattr(curve, measure)[:length] for curve in curves], axis=0)
     kernel = np.ones(min(_WINDOW, length)) / min(_WINDOW, length)

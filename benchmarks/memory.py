@@ -1,4 +1,5 @@
-"""Does any process of a long run grow? An emulated job, and the memory of each of its processes at every update."""
+"""Checks that no process of a long run grows: runs an emulated job and measures the memory of each of its processes
+at every update."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _MOST = 0.02
 
 
 def sample(process: psutil.Process, parts: dict[str, int], found: dict[str, list[float]]) -> None:
-    """Megabytes of every process of the job, by part, or by what it is."""
+    """Adds the megabytes of every process of the job, by part, or by kind."""
     names = {pid: name for name, pid in parts.items()}
     for one in [process, *process.children(recursive=True)]:
         try:
@@ -52,12 +53,13 @@ def sample(process: psutil.Process, parts: dict[str, int], found: dict[str, list
 
 
 def _kind(process: psutil.Process) -> str | None:
-    """Ray's own, of which there is one each. Workers that wait for work, and helpers that come and go, are nobody's."""
+    """Names Ray's own processes, of which there is one each. Workers that wait for work, and helpers that come and
+    go, have no name."""
     return {"raylet": "raylet", "gcs_server": "Ray's global store"}.get(process.name())
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[int, dict[str, list[float]]]:
-    """The job's exit code, and the samples of each process, one per update."""
+    """Returns the job's exit code, and the samples of each process, one per update."""
     found: dict[str, list[float]] = defaultdict(list)
     parts: dict[str, int] = {}
     job = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""What overlap gains on every shipped profile: `omni-async bench overlap` of each emulated recipe, and one table of
-all.
+"""Measures what overlap gains on every shipped profile: `omni-async bench overlap` of each emulated recipe, and one
+table of all.
 
 Real Ray actors, buffers and payloads; the devices replay the profile.
 """
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def markdown(found: dict[str, Overlap]) -> str:
-    """A row per recipe; one without a round in which both arms finished is left out."""
+    """Returns a row per recipe; one without a round in which both arms finished is left out."""
     rows = [_COLUMNS, ("---", *("---:" for _ in _COLUMNS[1:]))]
     for name, overlap in found.items():
         summaries = compare(overlap)

@@ -1,5 +1,5 @@
-"""What the law allows and what the control plane reaches in virtual time, for every emulated recipe: in step, and with
-staleness budgets."""
+"""Compares what the law allows with what the control plane reaches in virtual time, for every emulated recipe: in
+step, and with staleness budgets."""
 
 from __future__ import annotations
 

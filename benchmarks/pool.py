@@ -1,4 +1,4 @@
-"""Commands run as child processes, some at a time, in order, until all have ended or somebody interrupts.
+"""Runs commands as child processes, some at a time, in order, until all have ended or the user interrupts.
 
 Waits for: a child to end. Ctrl-C (also SIGTERM, and SIGHUP of a closing terminal) starts no further child and sends
 SIGINT to those that run, which end in order and keep what they have; a second one kills them.
@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Job:
-    """`log` is written anew, with everything the child says."""
+    """A command to run. `log` is written anew, with everything the child prints."""
 
     name: str
     command: tuple[str, ...]
@@ -29,10 +29,9 @@ class Job:
 
 
 class Pool:
-    """`started(job)` and `ended(job, exit code, seconds)` are called as it happens, `interrupted(children at work)`
-    once per signal. Children inherit the file descriptors in `keep_open`. `run` returns False if it was interrupted;
-    OSError if a child cannot be started.
-    """
+    """A pool of child processes. `started(job)` and `ended(job, exit code, seconds)` are called as it happens,
+    `interrupted(children at work)` once per signal. Children inherit the file descriptors in `keep_open`. `run`
+    returns False if it was interrupted, and raises OSError if a child cannot be started."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The shipped profiles, built from published figures: `python -m benchmarks.profiles` writes them and prints what they
-give back.
+"""Builds the shipped profiles from published figures: `python -m benchmarks.profiles` writes them and prints the steps
+they reproduce.
 
 A published step is one number. What is published beside it fixes some of its stages; the rest is split by counting the
 transformer's passes (g = 2 with guidance, else 1; N steps, W of them trained) and by assumptions, each of which the
@@ -11,8 +11,8 @@ profile lists under `assumed`:
                                                            forward through frozen weights, as two where these have
                                                            gradients of their own
 
-`REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is what the law
-makes of each. The reader is `docs/profiles.md`.
+`REPRODUCED` lists the published arrangements, as overrides of the recipe that uses the profile; `law_s` is the law's
+step of each. The reader is `docs/profiles.md`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "omni_async" / "performance" / "profiles"
 RECIPES = ROOT / "recipes" / "emulated"
 
-_SAMPLES = 512  # a step's, in every published run: 32 prompts of 16 images, or 64 of 8 videos
+_SAMPLES = 512  # of a step, in every published run: 32 prompts of 16 images, or 64 of 8 videos
 _HAND_OVER_S = 12.0  # a GPU unloads one role's model and loads another's (20 to 55 GB between host and device)
 _JUDGE_BATCH = 8
 
@@ -58,7 +58,7 @@ _VARIATION = (
 @dataclass(frozen=True)
 class Reproduced:
     """A published step, and the recipe with the overrides that arrange it as published. `hand_overs`: times a GPU
-    changes roles in a step that the arrangement has and the keys cannot say."""
+    changes roles in a step that the arrangement has and the keys cannot express."""
 
     profile: str
     title: str
@@ -135,7 +135,7 @@ REPRODUCED = (
 
 
 def law_s(arrangement: Reproduced, profile: Profile | None = None) -> float:
-    """The law's seconds per step of a published arrangement."""
+    """Returns the law's seconds per step of a published arrangement."""
     config = load(RECIPES / f"{arrangement.profile}.yaml", arrangement.overrides)
     profile = profile or load_profile(arrangement.profile)
     return async_step(times_of(config, profile), 0) + arrangement.hand_overs * profile.switch.mean()
@@ -147,8 +147,8 @@ def shipped() -> tuple[Profile, ...]:
 
 
 def qwen_image_lora_h800() -> Profile:
-    """Two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and what is
-    left for training."""
+    """Solves two equations, sync and async reward on 4 GPUs, for two unknowns: the seconds of scoring an image, and
+    the rest, for training."""
     gpus, sync, async_reward, one_by_one, in_batches = 4, 420.0, 360.0, 226.4, 107.9
     single, batch = one_by_one * gpus / _SAMPLES, 32 * in_batches * gpus / _SAMPLES
     unit = (batch - single) / 31
@@ -184,8 +184,8 @@ def qwen_image_lora_h800() -> Profile:
 
 
 def qwen_image_full_h200() -> Profile:
-    """What scoring, hand-overs, optimizer and weights leave of the step, split by passes: 10 to generate, 2 for
-    log-probs, 8 to train."""
+    """Splits the step without scoring, hand-overs, optimizer and weights by passes: 10 to generate, 2 for log-probs,
+    8 to train."""
     gpus, seconds, score, step = 4, 250.0, 0.4, 4.0
     export, publish, swap = 4.0, 8.0, 1.0
     passes = seconds - score * _SAMPLES / gpus - 3 * _HAND_OVER_S - export - publish - swap - 2 * step
@@ -217,8 +217,8 @@ def qwen_image_full_h200() -> Profile:
 
 
 def qwen_image_full_h100_64(four: Profile) -> Profile:
-    """The same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink with the
-    number of GPUs."""
+    """Takes the same work as on `four` H200, sixteen times as fast; what then is missing of the step does not shrink
+    with the number of GPUs."""
     seconds, groups, node = 100.0, 32, 8
     step = four.step.mean() * 4 / 64
     weights = four.export.mean() + four.publish.mean() + four.swap.mean()
@@ -251,7 +251,7 @@ def qwen_image_full_h100_64(four: Profile) -> Profile:
 
 
 def wan22_dance() -> Profile:
-    """The log's stages; its generation phase ends long after the last video is made and scored."""
+    """Takes the log's stages; its generation phase ends long after the last video is made and scored."""
     npus, phase, log_probs, update, weights = 8, 869.4, 548.9, 735.3, 6.8
     generated, last_score = 403.6, 246.5
     unit = generated * npus / _SAMPLES
@@ -292,8 +292,8 @@ def wan22_dance() -> Profile:
 
 
 def remote_judge(lora: Profile) -> Profile:
-    """The judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99 %
-    quantile."""
+    """Takes the judge's latencies at 50 probabilities from 1 % to 99 %, of a log-normal with the given median and 99
+    % quantile."""
     median, slow, count = 3.0, 60.0, 50
     sigma = math.log(slow / median) / NormalDist().inv_cdf(0.99)
     seconds = [median * math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
@@ -316,7 +316,7 @@ def _rounded(seconds: float) -> float:
 
 
 def table(profiles: dict[str, Profile] | None = None) -> str:
-    """Published steps beside the law's, as markdown."""
+    """Returns published steps beside the law's, as markdown."""
     lines = ["| profile | published arrangement | published s | law s | difference |", "|---|---|---|---|---|"]
     for arrangement in REPRODUCED:
         seconds = law_s(arrangement, (profiles or {}).get(arrangement.profile))

@@ -1,4 +1,5 @@
-"""Stage times of Qwen-Image at its published size on one device: `python -m benchmarks.stage_profile --out DIR`.
+"""Measures stage times of Qwen-Image at its published size on one device: `python -m benchmarks.stage_profile --out
+DIR`.
 
 Builds the transformer and the VAE with random weights (`stage_profile_model`), measures generation, log-prob
 recomputation, training and publishing for several batch sizes (`stage_profile_measure`), and writes `profile.json`,
@@ -35,8 +36,8 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "qwen_image_ocr" / "flow_grpo_l
 
 @dataclass(frozen=True)
 class Preset:
-    """What a model is measured with unless the command line says otherwise. `tokens`: of a prompt, and of the negative
-    prompt."""
+    """Settings to measure a model with unless the command line says otherwise. `tokens`: of a prompt, and of the
+    negative prompt."""
 
     pixels: int
     steps: int
@@ -127,7 +128,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def device_config(options: argparse.Namespace) -> Config:
-    """The full-size recipe on one device; a group of samples is one micro-batch."""
+    """Returns the full-size recipe on one device; a group of samples is one micro-batch."""
     window = load(RECIPE).rollout.sde
     assert window is not None  # the recipe trains noisy steps
     rows = max(options.train_batches) * window.window.size

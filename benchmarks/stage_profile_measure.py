@@ -1,5 +1,5 @@
-"""How long each stage takes on one device, with the classes that a run in one process uses: `DiffusersEngine` and
-`TrainEngine`.
+"""Measures how long each stage takes on one device, with the classes that a run in one process uses: `DiffusersEngine`
+and `TrainEngine`.
 
 Every measurement ends when the device is idle. A batch too large for its memory ends the series: larger ones are not
 tried.
@@ -57,8 +57,8 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct):
-    """Filled stage by stage. Units are samples. `out_of_memory`: stage -> the first number of samples that did not
-    fit."""
+    """The measurements, filled stage by stage. Units are samples. `out_of_memory`: stage -> the first number of
+    samples that did not fit."""
 
     device: str
     generate: list[Timing] = []
@@ -79,8 +79,8 @@ class Exported:
 
 
 class Bench:
-    """One engine and one trainer rank of `config` on `device`, which have to fit together. `done` is called after every
-    stage."""
+    """A benchmark of one engine and one trainer rank of `config` on `device`, which have to fit together. `done` is
+    called after every stage."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Bench:
             self._record("generate", n, laps)
 
     async def _samples(self, engine: DiffusersEngine, count: int) -> list[Trajectory]:
-        """To train on, in batches that are known to fit."""
+        """Generates samples to train on, in batches that are known to fit."""
         batch = self.measured.generate[-1].units
         made: list[Trajectory] = []
         for first in range(0, count, batch):
@@ -161,13 +161,13 @@ class Bench:
         return made
 
     async def _generate(self, engine: DiffusersEngine, seeds: range) -> list[Trajectory]:
-        """Calls made at once share a batch."""
+        """Generates one batch: calls made at once share it."""
         return await asyncio.gather(*(engine.generate(self._request(seed)) for seed in seeds))
 
     def _training(
         self, samples: Sequence[Trajectory], batches: Sequence[int], payloads: Sequence[str]
     ) -> dict[str, Exported]:
-        """The trainer is gone when this returns; what is left is a version of each payload."""
+        """Measures training and returns a version of each payload. The trainer is gone when this returns."""
         engine = TrainEngine(self._config, self._policy, rank=0, world_size=1, device=self._device)
         engine.setup()
         versions = {}
@@ -189,7 +189,7 @@ class Bench:
         return versions
 
     def _export(self, engine: TrainEngine, version: int) -> Exported:
-        """Into memory that is there already, as every publish of a run but the first."""
+        """Exports into memory that is there already, as every publish of a run but the first."""
         buckets = engine.bucket_set()
         engine.snapshot(version, buckets)
         with lap(self._device) as taken:
@@ -242,7 +242,7 @@ class Bench:
         )
 
     def _full(self, stage: str, n: int) -> None:
-        """RuntimeError if nothing smaller was measured."""
+        """Ends a series. Raises RuntimeError if nothing smaller was measured."""
         if not getattr(self.measured, stage):
             raise RuntimeError(
                 f"{stage}: {self.measured.device} has no memory for {n} samples, the smallest batch asked for"
@@ -257,7 +257,7 @@ class Bench:
             torch.accelerator.empty_cache()
 
     def _record(self, stage: str, units: int, laps: Sequence[Lap]) -> None:
-        """The first lap warmed up."""
+        """Records the laps, without the first, which warmed up."""
         peaks = [taken.peak_bytes for taken in laps[1:] if taken.peak_bytes is not None]
         timing = Timing(units, tuple(taken.seconds for taken in laps[1:]), max(peaks, default=None))
         getattr(self.measured, stage).append(timing)
@@ -278,8 +278,8 @@ class Lap:
 
 @contextmanager
 def lap(device: torch.device) -> Iterator[Lap]:
-    """Times what is done meanwhile, until the device is idle again, and the most memory it held. On the CPU memory is
-    not counted."""
+    """Times the block until the device is idle again, and the most memory the device held. On the CPU memory is not
+    counted."""
     taken, counts = Lap(), device.type != "cpu"
     if counts:
         torch.accelerator.synchronize(device)
@@ -293,5 +293,5 @@ def lap(device: torch.device) -> Iterator[Lap]:
 
 
 def _nbytes(tensors: Any) -> int:
-    """Bytes of all tensors, nested ones included."""
+    """Counts the bytes of all tensors, nested ones included."""
     return sum(value.nbytes for value in tensors.values(include_nested=True, leaves_only=True))

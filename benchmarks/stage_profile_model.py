@@ -1,4 +1,4 @@
-"""Qwen-Image with random weights, made on the device it runs on: the published architecture without a checkpoint, a
+"""Builds Qwen-Image with random weights on the device it runs on: the published architecture without a checkpoint, a
 download or a text encoder.
 
 Prompt embeddings are random too, as many as a prompt of usual length has; everything behind them is the real model's
@@ -67,7 +67,7 @@ SCHEDULER = {
 
 
 def tiny_architecture() -> Architecture:
-    """That of `pipelines.qwen_image.tiny`."""
+    """Returns the architecture of `pipelines.qwen_image.tiny`."""
     from pipelines.qwen_image.tiny import build_components
 
     parts: Any = build_components()
@@ -79,7 +79,8 @@ def tiny_architecture() -> Architecture:
 
 
 class RandomQwenImage(QwenImagePolicy):
-    """See `QwenImagePolicy`. `load_transformer` and `load_codec` give models that are on `device` already."""
+    """A `QwenImagePolicy` with random weights. `load_transformer` and `load_codec` return models that are on
+    `device` already."""
 
     def __init__(
         self, architecture: Architecture, device: torch.device, *, prompt_tokens: int, negative_tokens: int, seed: int
@@ -108,7 +109,7 @@ class RandomQwenImage(QwenImagePolicy):
 
 
 class _RandomCodec(QwenImageCodec):
-    """Random embeddings in place of a text encoder's, the real VAE."""
+    """A codec with random embeddings in place of a text encoder's, and the real VAE."""
 
     def __init__(self, vae: Any, text_width: int, tokens: dict[str, int]) -> None:
         encoder = nn.Module()
@@ -130,7 +131,7 @@ class _RandomCodec(QwenImageCodec):
 
 @contextmanager
 def _made_on(device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[None]:
-    """Parameters are made on `device` in `dtype`: 20 G of them do not fit twice, nor into the host in float32."""
+    """Makes parameters on `device` in `dtype`: 20 G of them do not fit twice, nor into the host in float32."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(), device:
         torch.manual_seed(seed)

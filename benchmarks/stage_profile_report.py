@@ -1,4 +1,4 @@
-"""What a stage profile leaves: a `Profile` for emulated devices, and a table beside the published throughput."""
+"""Reports a stage profile: a `Profile` for emulated devices, and a table beside the published throughput."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PUBLISHED = (
 
 
 def to_profile(measured: Measured, rest: Profile, setting: str) -> Profile:
-    """Stages fitted over the batch sizes; those that were not measured here (scoring, hand-overs) are `rest`'s. A
+    """Fits stages over the batch sizes; those that were not measured here (scoring, hand-overs) are `rest`'s. A
     version is the first payload that was published."""
     payload, publish = next(iter(measured.publish.items()))
     return Profile(
@@ -47,15 +47,16 @@ def _fitted(timings: Sequence[Timing]) -> ServiceTime:
 
 
 def seconds_per_update(profile: Profile, batch: int, train_batch: int, *, recompute: bool) -> float:
-    """Of one device that does its share of an update, one stage after the other and each in batches of its own, without
-    reward and hand-overs."""
+    """Returns the seconds of one device that does its share of an update, one stage after the other and each in
+    batches of its own, without reward and hand-overs."""
     trained = profile.train.mean(train_batch) + (profile.proximal.mean(train_batch) if recompute else 0.0)
     samples = _SAMPLES * (profile.generate.mean(batch) / batch + trained / train_batch)
     return samples + _STEPS * profile.step.mean() + profile.export.mean() + profile.publish.mean() + profile.swap.mean()
 
 
 def to_markdown(measured: Measured, profile: Profile, setting: str, *, published: bool) -> str:
-    """`published`: the model has the published size, so that published throughput can stand beside it."""
+    """Formats the table. `published`: the model has the published size, so that published throughput can stand
+    beside it."""
     lines = [
         f"# Stages on one {measured.device}",
         "",
@@ -85,7 +86,7 @@ def _row(stage: str, timing: Timing) -> str:
 
 
 def _comparison(measured: Measured, profile: Profile) -> list[str]:
-    """With the largest batches that fit."""
+    """Compares with the published throughput, with the largest batches that fit."""
     batch, train_batch = max(t.units for t in measured.generate), max(t.units for t in measured.train)
     recomputed, bypassed = (
         seconds_per_update(profile, batch, train_batch, recompute=recompute) for recompute in (True, False)

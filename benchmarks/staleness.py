@@ -1,4 +1,4 @@
-"""What stale samples cost, and what off-policy correction gives back: S x correction x seed on one recipe, reward
+"""Measures what stale samples cost, and what off-policy correction regains: S x correction x seed on one recipe, reward
 against samples.
 
 S is 0, 2, 4 and 8 updates between the policy that draws a sample and the one trained on it; all samples are exactly S
@@ -11,13 +11,13 @@ the machine. The corrections (docs/algorithms/correction.md):
 - `decoupled_kappa_tempered`: as `none`, times a tempered weight (ESS at least 0.7, truncated at 2, normalised), and
   steps whose exact KL exceeds `--kappa-nats` are masked
 
-`--kappa-nats` is 2 by default. 0.5 nats per step is where exact weights begin to fail, and what one would choose for a
-run; but the quickstart's learning rate is high for its size, and its later steps drift by up to about 1 nat at S = 2. A
-mask at 0.5 would throw these away at the smallest S and show little but its own effect; one at 2 keeps S = 2 nearly
-whole and acts at S = 4 and 8.
+`--kappa-nats` is 2 by default. At 0.5 nats per step exact weights begin to fail, so one would choose that for a run;
+but the quickstart's learning rate is high for its size, and its later steps drift by up to about 1 nat at S = 2. A mask
+at 0.5 would throw these away at the smallest S and show little but its own effect; one at 2 keeps S = 2 nearly whole
+and acts at S = 4 and 8.
 
-The driver owns a pool of child processes, one per cell (`omni-async train`), and writes nothing about them: what is
-complete is what a run's own summary says, so the same command continues after any interruption.
+The driver owns a pool of child processes, one per cell (`omni-async train`), and writes nothing about them: a cell is
+complete if its run's own summary says so, so the same command continues after any interruption.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ against samples. All samples of a run are exactly S updates old, so the numbers 
 
 Ctrl-C ends the runs that are going on; the same command goes on with the cells that are not complete. A cell is
 complete when a run in OUT/<cell>/ is done with exactly these settings. OUT gets report.md (also printed),
-results.json and reward.png; OUT/<cell>/log.txt is what a run said. Give --report the arguments of the runs it is to
+results.json and reward.png; OUT/<cell>/log.txt is a run's output. Give --report the arguments of the runs it is to
 report on.
 
 Exit codes: 0 done, 1 a run failed (the others went on) or there is nothing to report, 2 wrong configuration or usage,
@@ -146,7 +146,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Plan, int, bool]:
 
 
 def _check(plan: Plan) -> None:
-    """Refuse here, in one line, what every child would refuse in its log."""
+    """Refuses here, in one line, what every child would refuse in its log."""
     from omni_async.runtime.preflight import preflight
 
     for config in [plan.config(cell) for cell in plan.cells() if cell.seed == 0]:

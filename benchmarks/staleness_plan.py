@@ -1,5 +1,4 @@
-"""What the staleness experiment runs: its cells, and the overrides that turn a recipe into each of them. Starts
-nothing."""
+"""Plans the staleness experiment: its cells, and the overrides that turn a recipe into each of them. Starts nothing."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """`extra`: overrides `key.path=value` of every cell. ConfigError, one line, where the cells cannot be run like
-    that."""
+    """The plan of an experiment. `extra`: overrides `key.path=value` of every cell. Its methods raise ConfigError,
+    one line, where the cells cannot be run like that."""
 
     recipe: Path
     out: Path
@@ -53,11 +52,12 @@ class Plan:
     extra: tuple[str, ...] = ()
 
     def cells(self) -> list[Cell]:
-        """Seeds outermost, then S: whatever is complete so far compares corrections with each other."""
+        """Lists the cells, seeds outermost, then S, so that the cells that are complete so far compare corrections
+        with each other."""
         return [Cell(s, c, seed) for seed in range(self.seeds) for s in self.staleness for c in self.corrections]
 
     def folder(self, cell: Cell) -> Path:
-        """What belongs to the cell: its log and, as it is the cell's run.dir, a run folder for every time it was
+        """Returns the cell's folder: its log and, as it is the cell's run.dir, a run folder for every time it was
         started."""
         return self.out / cell.name
 
@@ -83,7 +83,7 @@ class Plan:
 
     @cached_property
     def _base(self) -> Config:
-        """The recipe with what all cells share."""
+        """Loads the recipe with what all cells share."""
         for override in self.extra:
             path = override.partition("=")[0].strip()
             for owned, instead in _OWNED.items():
@@ -92,7 +92,7 @@ class Plan:
         return load(self.recipe, [*self._common(None), *self.extra])
 
     def _common(self, base: Config | None) -> Iterator[str]:
-        """Given before `extra`, which may change them."""
+        """Yields overrides that are given before `extra`, which may change them."""
         yield from ("run.runtime=inprocess", "rollout.engine=diffusers", "tracking.mlflow.enabled=false")
         yield f"checkpoint.every={self.updates}"
         if base is not None and base.validation is not None:

@@ -1,4 +1,4 @@
-"""The staleness experiment's picture: a panel per S, reward against images generated, a line per correction with its
+"""Plots the staleness experiment: a panel per S, reward against images generated, a line per correction with its
 range over seeds."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def draw(results: Sequence[CellResult], path: Path) -> None:
 
 
 def picture(results: Sequence[CellResult]) -> Figure:
-    """Training reward as a moving average over WINDOW updates; validation rewards (mean over seeds) as markers.
-    `results` is not empty."""
+    """Plots training reward as a moving average over WINDOW updates; validation rewards (mean over seeds) as
+    markers. `results` is not empty."""
     panels = sorted({result.staleness for result in results})
     figure = Figure(figsize=(max(4.2 * len(panels), 8.0), 4.6), layout="constrained")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -58,9 +58,9 @@ def _line(axes: Any, group: Sequence[CellResult], colour: str) -> Any:
 
 
 def curves(group: Sequence[CellResult]) -> tuple[Floats, Floats]:
-    """(images (n,), rewards (seeds, n)): the seeds' averaged curves where all of them have one. Seeds reject different
-    groups, so the same update has cost each of them a different number of images; between updates lines are
-    straight."""
+    """Returns (images (n,), rewards (seeds, n)): the seeds' averaged curves where all of them have one. Seeds reject
+    different groups, so the same update has cost each of them a different number of images; between updates lines
+    are straight."""
     smooth = [(np.asarray(r.images, np.float64), moving_average(r.rewards, WINDOW)) for r in group]
     first, last = max(x[0] for x, _ in smooth), min(x[-1] for x, _ in smooth)
     grid = np.unique(np.clip(np.concatenate([x for x, _ in smooth]), first, last))
@@ -68,7 +68,7 @@ def curves(group: Sequence[CellResult]) -> tuple[Floats, Floats]:
 
 
 def moving_average(values: Sequence[float], window: int) -> Floats:
-    """(n,): the mean of each value and up to window - 1 before it."""
+    """Returns (n,): the mean of each value and up to window - 1 before it."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)

@@ -1,5 +1,4 @@
-"""What a person sees while the staleness experiment runs: a line per cell that ended and, on a terminal, a bar under
-them."""
+"""Shows a running staleness experiment: a line per cell that ended and, on a terminal, a bar under them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _TAIL = 15
 
 
 class Progress:
-    """`total` cells, of which `todo` are to be run, `parallel` at a time."""
+    """The display of `total` cells, of which `todo` are to be run, `parallel` at a time."""
 
     def __init__(self, plan: Plan, total: int, todo: int, parallel: int, console: Console | None = None) -> None:
         console = console or Console(highlight=False, markup=False, soft_wrap=True)
@@ -51,16 +50,16 @@ class Progress:
         self._show()
 
     def ended(self, cell: Cell, run: Path | None, code: int, seconds: float, log: Path) -> bool:
-        """`run`: the complete run folder it left, if it did. False if it failed."""
+        """Prints a cell that ended. `run`: the complete run folder it left, if it did. Returns False if it failed."""
         del self._running[cell.name]
         failed = run is None and not self._interrupted
         self._left -= run is not None or failed
-        place = f"{self._total - self._left}/{self._total} {cell.name}"
+        position = f"{self._total - self._left}/{self._total} {cell.name}"
         if run is not None:
             self._seconds.append(seconds)
-            self._say(f"{place}: done in {seconds:.0f} s, {_scores(run)}{self._estimate()}")
+            self._say(f"{position}: done in {seconds:.0f} s, {_scores(run)}{self._estimate()}")
         elif failed:
-            self._say(f"{place}: FAILED with exit code {code} after {seconds:.0f} s; {log} ends:")
+            self._say(f"{position}: FAILED with exit code {code} after {seconds:.0f} s; {log} ends:")
             self._say("\n".join(f"  | {line}" for line in tail(log, _TAIL)))
         else:
             self._say(f"{cell.name}: cut off after {seconds:.0f} s")
@@ -90,9 +89,9 @@ class Progress:
 
 
 def tail(log: Path, lines: int) -> list[str]:
-    """The last lines of a text file; an unreadable one has a line that says so."""
+    """Returns the last lines of a text file; for an unreadable one, a line that says so."""
     try:
-        with log.open(encoding="utf-8", errors="replace") as file:
+        with log.open(encoding="utf-8", errors="reposition") as file:
             return [line.rstrip("\n") for line in deque(file, maxlen=lines)] or ["(nothing)"]
     except OSError as error:
         return [f"({error.strerror or error})"]

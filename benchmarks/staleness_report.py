@@ -1,5 +1,5 @@
-"""The staleness experiment's report: `report.md`, `results.json` and, from `staleness_plot`, `reward.png`, of the cells
-that are complete."""
+"""Reports the staleness experiment: `report.md`, `results.json` and, from `staleness_plot`, `reward.png`, of the
+cells that are complete."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def collect(plan: Plan) -> list[CellResult]:
-    """Of the plan's complete cells, in its order."""
+    """Measures the plan's complete cells, in its order."""
     found = []
     for cell in plan.cells():
         config = plan.config(cell)
@@ -61,7 +61,7 @@ def collect(plan: Plan) -> list[CellResult]:
 
 
 def aggregate(results: Sequence[CellResult]) -> list[Row]:
-    """Over seeds; in the order of first appearance."""
+    """Averages over seeds; rows are in the order of first appearance."""
     groups: dict[tuple[int, str], list[CellResult]] = {}
     for result in results:
         groups.setdefault((result.staleness, result.correction), []).append(result)
@@ -81,7 +81,7 @@ def aggregate(results: Sequence[CellResult]) -> list[Row]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table with a line per row."""
+    """Formats a table with a line per row."""
     lines = [
         "| " + " | ".join(["S", "correction", "seeds", *_COLUMNS.values()]) + " |",
         "|" + "---|" * (3 + len(_COLUMNS)),
@@ -104,7 +104,7 @@ def write_report(plan: Plan, results: Sequence[CellResult]) -> str:
     text = "\n".join(parts)
     write_atomic(plan.out / "report.md", text.encode())
     record: dict[str, Any] = {
-        "recipe": _place(plan.recipe),
+        "recipe": _shown_path(plan.recipe),
         "updates": plan.updates,
         "kappa_nats": plan.kappa_nats,
         "overrides": plan.extra,
@@ -117,7 +117,7 @@ def write_report(plan: Plan, results: Sequence[CellResult]) -> str:
 
 
 def write_plot(plan: Plan, results: Sequence[CellResult]) -> Path:
-    """`reward.png` in plan.out. ImportError without matplotlib."""
+    """Writes `reward.png` into plan.out. Raises ImportError without matplotlib."""
     from benchmarks.staleness_plot import draw
 
     path = plan.out / "reward.png"
@@ -127,17 +127,18 @@ def write_plot(plan: Plan, results: Sequence[CellResult]) -> Path:
 
 def _setting(plan: Plan) -> str:
     extra = f" with `{' '.join(plan.extra)}`" if plan.extra else ""
-    return f"`{_place(plan.recipe)}`{extra}, {plan.updates} updates, kappa_nats {plan.kappa_nats:g}.\n"
+    return f"`{_shown_path(plan.recipe)}`{extra}, {plan.updates} updates, kappa_nats {plan.kappa_nats:g}.\n"
 
 
-def _place(path: Path) -> str:
-    """As one would type it here."""
+def _shown_path(path: Path) -> str:
+    """Returns the path as one would type it here."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where any seed has none: a mean over other seeds than the next column's would not compare."""
+    """Averages over seeds; None where any seed has none: a mean over other seeds than the next column's would not
+    compare."""
     numbers = [value for value in values if value is not None]
     return sum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
 

@@ -1,6 +1,6 @@
-"""The numbers of one complete run of the staleness experiment, read from its folder.
+"""Reads the numbers of one complete run of the staleness experiment from its folder.
 
-Rewards are laid over the images that were *admitted* up to an update, in admission order, rejected groups included:
+Rewards are plotted over the images that were *admitted* up to an update, in admission order, rejected groups included:
 what the policy had cost until then. `images` of metrics.jsonl also counts the next S updates' images, which are under
 way by then.
 """
@@ -41,10 +41,9 @@ class ValidationAt(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """`images` and `rewards`: a number per update. `numbers`: final `validation`, `reward_last` (mean of the last
-    LAST_UPDATES updates), `reward_area` (area under the reward curve over updates, divided by their number) and the
-    AVERAGED ones; None where the run has none.
-    """
+    """The numbers of one cell. `images` and `rewards`: a number per update. `numbers`: final `validation`,
+    `reward_last` (mean of the last LAST_UPDATES updates), `reward_area` (area under the reward curve over updates,
+    divided by their number) and the AVERAGED ones; None where the run has none."""
 
     staleness: int
     correction: str
@@ -58,7 +57,7 @@ class CellResult(msgspec.Struct, frozen=True):
 
 
 def measure(cell: Cell, run: Path, group_size: int) -> CellResult:
-    """`run` is a run folder whose summary says done, `group_size` its rollout.group_size."""
+    """Measures a run. `run` is a run folder whose summary says done, `group_size` its rollout.group_size."""
     summary = read_summary(run / "summary.json")
     updates = [line for line in _lines(run / "metrics.jsonl") if "reward" in line]
     rewards = [float(line["reward"]) for line in updates]
@@ -79,8 +78,8 @@ def measure(cell: Cell, run: Path, group_size: int) -> CellResult:
 
 
 def images_by_update(ledger: Iterable[LedgerEntry], updates: int, group_size: int) -> list[int]:
-    """For update 1, 2, ...: images of all groups admitted up to the last one it trained on, whatever became of the
-    others."""
+    """Returns, for update 1, 2, ..., the images of all groups admitted up to the last one it trained on, whether or
+    not the others were trained."""
     newest = [0] * updates
     for entry in ledger:
         if entry.trained_version is not None:
@@ -89,7 +88,7 @@ def images_by_update(ledger: Iterable[LedgerEntry], updates: int, group_size: in
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are there: a metric that was not finite is null in its line."""
+    """Averages the values that are there: a metric that was not finite is null in its line."""
     found = [value for value in values if value is not None]
     return sum(found) / len(found) if found else None
 

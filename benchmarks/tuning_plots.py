@@ -1,7 +1,7 @@
-"""The pictures of docs/tuning.md, from simulations of one recipe: what S buys, what buffers have to hold, and the front
-that tuning finds.
+"""Draws the figures of docs/tuning.md, from simulations of one recipe: what S buys, how many slots buffers need, and
+the front that tuning finds.
 
-Waits for nothing but the simulator; the same recipe and profile always give the same pictures.
+Waits for nothing but the simulator; the same recipe and profile always give the same figures.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from omni_async.simulation.tune_trials import Point
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "emulated" / "qwen_image_lora_h800.yaml"
 _HELP = """\
-Draw the pictures of docs/tuning.md:
+Draw the figures of docs/tuning.md:
 
   python -m benchmarks.tuning_plots                  # writes docs/tuning_{staleness,buffers,front}.png
-  python -m benchmarks.tuning_plots --recipe recipes/emulated/remote_judge.yaml --out pictures
+  python -m benchmarks.tuning_plots --recipe recipes/emulated/remote_judge.yaml --out figures
 
 The recipe needs emulation.profile. About a minute on one core; nothing is measured, so a busy machine changes nothing.
 """
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=RECIPE,
         help="an emulated recipe (default: recipes/emulated/qwen_image_lora_h800.yaml)",
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the pictures (default: docs)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder of the figures (default: docs)")
     options = parser.parse_args(arguments)
     try:
         config = load(options.recipe, ["schedule=async"])
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{options.recipe}: emulation.profile: required")
         profile = load_profile(config.emulation.profile)
         options.out.mkdir(parents=True, exist_ok=True)
-        pictures = {
+        figures = {
             "staleness": staleness(options.recipe, config, profile, _say),
             "buffers": buffers(config, profile, _say),
         }
         tuned = tune(config, profile, round(num_devices(config)), simulate, budget=120, progress=_tuning)
-        for name, figure in {**pictures, "front": picture(tuned)}.items():
+        for name, figure in {**figures, "front": picture(tuned)}.items():
             figure.savefig(options.out / f"tuning_{name}.png", dpi=110)
             _say(f"wrote {options.out / f'tuning_{name}.png'}")
     except (ConfigError, OSError) as error:
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figure:
-    """Seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the trained
-    groups are."""
+    """Plots seconds per update against S, by the law and simulated, with the schedules that fix S; and how stale the
+    trained groups are."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     steps, ages = figure.subplots(1, 2)
     split = _split(config)
@@ -125,7 +125,7 @@ def staleness(recipe: Path, config: Config, profile: Profile, say: Say) -> Figur
 
 
 def buffers(config: Config, profile: Profile, say: Say) -> Figure:
-    """Images per second against the places of either buffer, at S = 1 and S = 2, the other buffer holding
+    """Plots images per second against the slots of either buffer, at S = 1 and S = 2, the other buffer holding
     everything."""
     figure = Figure(figsize=(9.6, 4.0), layout="constrained")
     by_groups, by_samples = figure.subplots(1, 2, sharey=True)
@@ -134,11 +134,11 @@ def buffers(config: Config, profile: Profile, say: Say) -> Figure:
         keys = roomy(config, _split(config), budget)
         groups = [per_update * eighths // 8 for eighths in range(2, 8 * (budget + 1) + 1, 2)]
         samples = [config.rollout.workers * batch * quarters // 4 for quarters in range(1, 17)]
-        for axes, path, places in ((by_groups, GROUPS, groups), (by_samples, TRAJECTORIES, samples)):
+        for axes, path, slots in ((by_groups, GROUPS, groups), (by_samples, TRAJECTORIES, samples)):
             speeds = [
-                _simulated(with_keys(config, {**keys, path: value}), profile, say).images_per_s for value in places
+                _simulated(with_keys(config, {**keys, path: value}), profile, say).images_per_s for value in slots
             ]
-            axes.plot(places, speeds, color=colour, marker=".", label=f"S = {budget}")
+            axes.plot(slots, speeds, color=colour, marker=".", label=f"S = {budget}")
     _label(by_groups, f"buffer.groups (an update has {per_update})", "images/s")
     _label(by_samples, f"buffer.trajectories (engines compute {config.rollout.workers * batch} together)", None)
     return figure

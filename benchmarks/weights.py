@@ -1,4 +1,4 @@
-"""What a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from
+"""Measures what a publish costs: how long it blocks the trainer, when engines compute with it, and what it takes from
 generation.
 
 Trainer and engines are Ray actors that run the framework's own rank, publisher, producers and transports on a model of
@@ -119,7 +119,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
     from benchmarks.weights_delta import measure_delta
     from benchmarks.weights_measure import measure_publishes, measure_throughput, ray_session
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
     sizes, notes = _sizes(options)
@@ -131,7 +131,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
         ):
             folder = Path(name)
             for megabytes, rank in [(size, rank) for size in sizes for rank in _ranks(size, options.lora_rank)]:
-                tell(
+                log(
                     f"{megabytes:g} MB{f', adapters of rank {rank}' if rank else ''}: starting a trainer and"
                     f" {options.engines} engines"
                 )
@@ -142,11 +142,11 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
                     engines=options.engines,
                     lora_rank=rank,
                     folder=folder,
-                    tell=tell,
+                    log=log,
                 )
                 results.publishes.extend(asyncio.run(publishes))
             if options.window:
-                tell(f"generation: starting a trainer and a {options.engine} engine")
+                log(f"generation: starting a trainer and a {options.engine} engine")
                 throughput = measure_throughput(
                     config,
                     options.generation_transport,
@@ -154,7 +154,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
                     window_s=options.window,
                     every_s=options.every,
                     folder=folder,
-                    tell=tell,
+                    log=log,
                 )
                 results.throughput.extend(asyncio.run(throughput))
     if options.delta_steps:
@@ -163,7 +163,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
 
 
 def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
-    """The sizes that fit, the smallest first; and what was left out."""
+    """Returns the sizes that fit, the smallest first; and what was left out."""
     from benchmarks.weights_measure import needed_bytes
 
     available = psutil.virtual_memory().available
@@ -178,7 +178,7 @@ def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
 
 
 def _ranks(megabytes: float, lora_rank: int) -> list[int | None]:
-    """None is the full payload."""
+    """Returns the adapters' ranks to publish; None is the full payload."""
     return [None, lora_rank] if lora_rank and megabytes >= 100 else [None]
 
 

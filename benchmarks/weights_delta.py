@@ -1,5 +1,5 @@
-"""Would sending only what changed be less work? bf16 weights of a recipe's model before and after an AdamW step,
-compared and packed.
+"""Measures whether sending only what changed would be less work: bf16 weights of a recipe's model before and after an
+AdamW step, compared and packed.
 
 The step is a real one of the model's own flow-matching loss on random latents and prompts of no content, drawn anew for
 every step, so that AdamW's moments are those of noisy gradients. A difference is packed in two ways: a bit per element
@@ -27,9 +27,9 @@ _BATCH = 8
 
 
 class DeltaRecord(msgspec.Struct, frozen=True):
-    """After `steps` optimizer steps at `lr`: the last step changed `changed` of the bf16 elements. Bytes as a fraction
-    of all, seconds for making (`pack_s`, `zlib_s`) and for applying (`apply_s`) the difference, beside `copy_s` for a
-    plain copy."""
+    """The difference after `steps` optimizer steps at `lr`: the last step changed `changed` of the bf16 elements.
+    Bytes as a fraction of all, seconds for making (`pack_s`, `zlib_s`) and for applying (`apply_s`) the difference,
+    beside `copy_s` for a plain copy."""
 
     lr: float
     steps: int
@@ -44,7 +44,7 @@ class DeltaRecord(msgspec.Struct, frozen=True):
 
 
 def measure_delta(config: Config, rates: Sequence[float], steps: int, repeats: int = 5) -> list[DeltaRecord]:
-    """After the first and after the last of `steps` steps, for every learning rate."""
+    """Measures after the first and after the last of `steps` steps, for every learning rate."""
     policy = load_policy(find_family(config.model.pipeline), config.model.path)
     records = []
     for lr in rates:
@@ -102,13 +102,13 @@ def _compare(
 
 
 def pack(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> tuple[Bucket, np.ndarray[Any, Any]]:
-    """A bit per element, and the elements that differ."""
+    """Returns a bit per element, and the elements that differ."""
     different = before != after
     return np.packbits(different), after[different]
 
 
 def apply(weights: np.ndarray[Any, Any], mask: Bucket, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`weights`, changed in place."""
+    """Applies a packed difference. Returns `weights`, changed in place."""
     weights[np.unpackbits(mask, count=len(weights)).view(np.bool_)] = values
     return weights
 

@@ -20,9 +20,9 @@ from omni_async.config import Config
 from omni_async.families import PipelineFamily, find_family
 from omni_async.runtime.ray_shell import Proxy, actor_class
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
-# What exists of a payload at once, at most: the weights themselves in trainer and engine, the buckets, a copy of them
+# Most copies of a payload at once: the weights themselves in trainer and engine, the buckets, a copy of them
 # to time and a new one, two versions in the object store, the file in the page cache, and a receiver's own memory.
 _PAYLOADS_IN_MEMORY = 9
 
@@ -57,13 +57,13 @@ class ThroughputRecord(msgspec.Struct, frozen=True):
 
 
 def needed_bytes(megabytes: float) -> int:
-    """Memory that a payload of this size takes on the machine."""
+    """Returns the memory that a payload of this size takes on the machine."""
     return int(_PAYLOADS_IN_MEMORY * megabytes * 1e6)
 
 
 @contextmanager
 def ray_session(store_bytes: int) -> Iterator[None]:
-    """A local Ray whose workers compute in one thread each; nothing where one runs already."""
+    """Starts a local Ray whose workers compute in one thread each; does nothing where one runs already."""
     if ray.is_initialized():
         yield
         return
@@ -91,7 +91,7 @@ def ray_session(store_bytes: int) -> Iterator[None]:
 def hosts(
     config: Config, family: PipelineFamily, transports: Sequence[str], engines: int, folder: Path
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A trainer and as many engines, in actors of their own; killed in the end."""
+    """Starts a trainer and as many engines, in actors of their own; kills them in the end."""
     actors: list[Any] = []
 
     def spawn(name: str, build: Callable[[], Any]) -> Proxy:
@@ -117,10 +117,10 @@ async def measure_publishes(
     engines: int,
     lora_rank: int | None,
     folder: Path,
-    tell: Tell,
+    log: Log,
 ) -> list[PublishRecord]:
-    """`repeats` publishes by every transport of a model of `megabytes`, after one of each that is not counted. With
-    `lora_rank` its adapters are the payload."""
+    """Measures `repeats` publishes by every transport of a model of `megabytes`, after one of each that is not
+    counted. With `lora_rank` its adapters are the payload."""
     config = sized_config(megabytes, lora_rank=lora_rank)
     payload = config.weights.payload
     records: list[PublishRecord] = []
@@ -150,15 +150,15 @@ async def measure_publishes(
                         times.swap,
                     )
                 )
-            tell(f"{payload} {megabytes:g} MB: repeat {repeat + 1} of {repeats}")
+            log(f"{payload} {megabytes:g} MB: repeat {repeat + 1} of {repeats}")
     return records
 
 
 async def measure_throughput(
-    config: Config, transport: str, *, repeats: int, window_s: float, every_s: float, folder: Path, tell: Tell
+    config: Config, transport: str, *, repeats: int, window_s: float, every_s: float, folder: Path, log: Log
 ) -> list[ThroughputRecord]:
-    """Windows of the same number of samples, about `window_s` long: without publishes, with one every `every_s`, and
-    with one after the other."""
+    """Measures windows of the same number of samples, about `window_s` long: without publishes, with one every
+    `every_s`, and with one after the other."""
     records: list[ThroughputRecord] = []
     with hosts(config, find_family(config.model.pipeline), [transport], 1, folder) as (trainer, found):
         [engine] = found.values()
@@ -175,5 +175,5 @@ async def measure_throughput(
                 seconds = await engine.generate(samples)
                 publishes = await trainer.stop_publishing() if pause is not None else 0
                 records.append(ThroughputRecord(arm, repeat, samples, seconds, publishes))
-            tell(f"generation: repeat {repeat + 1} of {repeats}")
+            log(f"generation: repeat {repeat + 1} of {repeats}")
     return records

@@ -1,4 +1,5 @@
-"""A model of a wanted size: the least that trainer and engines need to carry its weights, named as a transformer's."""
+"""Builds a model of a wanted size: the least that trainer and engines need to carry its weights, named as a
+transformer's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out")
 def sized_config(
     megabytes: float, *, lora_rank: int | None = None, bucket_mb: int = 256, timeout_s: float = 120.0
 ) -> Config:
-    """Trainer and engines of a `SizedPolicy`; with `lora_rank` adapters are what is trained and published."""
+    """Configures trainer and engines of a `SizedPolicy`; with `lora_rank` adapters are what is trained and
+    published."""
     tree: dict[str, Any] = {
         "model": {"path": repr(float(megabytes))},
         "data": {"prompts": "none"},
@@ -36,7 +38,7 @@ def sized_config(
 
 
 class SizedPolicy:
-    """See `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to
+    """An `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to
     20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
 
     def __init__(self, path: str) -> None:
@@ -65,7 +67,7 @@ class SizedPolicy:
         spec: SamplingSpec,
         **_: Any,
     ) -> Tensor:
-        """Depends on the first matrix alone."""
+        """Computes with the first matrix alone."""
         out: Tensor = transformer(latents)
         return out
 

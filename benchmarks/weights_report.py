@@ -1,5 +1,5 @@
-"""Tables and results file of the weight benchmark. Ratios are taken within a repeat, so that a slow moment is in both
-of their terms."""
+"""Formats tables and the results file of the weight benchmark. Ratios are taken within a repeat, so that a slow
+moment is in both of their terms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class Results(msgspec.Struct, frozen=True):
-    """`engine`: what generated. `notes`: what was left out, and why."""
+    """All results. `notes`: what was left out, and why."""
 
     machine: Machine
     settings: dict[str, Any]
@@ -35,7 +35,7 @@ class Results(msgspec.Struct, frozen=True):
 
 
 def write(results: Results, folder: Path) -> Path:
-    """`results.json`, whole or not at all."""
+    """Writes `results.json`, whole or not at all."""
     path = folder / "results.json"
     write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     return path
@@ -130,7 +130,7 @@ def _deltas(records: Sequence[DeltaRecord]) -> Table:
 
 
 def _by(records: Sequence[R], key: Callable[[R], tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], list[R]]]:
-    """Records of one key together, keys in the order in which they first appear."""
+    """Yields the records of one key together, keys in the order in which they first appear."""
     order = {k: number for number, k in enumerate(dict.fromkeys(map(key, records)))}
     for k, group in groupby(sorted(records, key=lambda r: order[key(r)]), key):
         yield k, list(group)

@@ -1,7 +1,6 @@
-"""Trainer and engine of the weight benchmark, each for a Ray actor: the run's own rank, publisher, producers and
-transports, without updates and without a coordinator. Every transport has a publisher and a producer of its own, so
-that publishes by different ones can alternate.
-"""
+"""Hosts trainer and engine of the weight benchmark, each in a Ray actor: the run's own rank, publisher, producers
+and transports, without updates and without a coordinator. Every transport has a publisher and a producer of its own,
+so that publishes by different ones can alternate."""
 
 from __future__ import annotations
 
@@ -49,8 +48,8 @@ class PublishTimes(msgspec.Struct, frozen=True):
 
 
 class CopyTimes(msgspec.Struct, frozen=True):
-    """Seconds of plain copies of the same bytes into memory that was used before: `tensors` one by one, from where they
-    lie, and in large `blocks`, for which the C library may bypass the cache; and in blocks into `new` memory."""
+    """Seconds of plain copies of the same bytes into memory that was used before: `tensors` one by one, from their
+    own memory, and in large `blocks`, for which the C library may bypass the cache; and in blocks into `new` memory."""
 
     tensors: float
     blocks: float
@@ -58,8 +57,8 @@ class CopyTimes(msgspec.Struct, frozen=True):
 
 
 class Desk:
-    """What publisher and producers ask of a coordinator. A version has arrived when `engines` of them hold it, or one
-    is lost."""
+    """A stand-in for the coordinator, as publisher and producers use it. A version has arrived when `engines` of
+    them hold it, or one is lost."""
 
     def __init__(self, engines: int = 0) -> None:
         self._engines = engines
@@ -86,7 +85,7 @@ class Desk:
         self.arrived.set()
 
     async def report_spans(self, spans: list[Span]) -> None:
-        """Nobody draws them."""
+        """Drops the spans: nothing plots them."""
 
 
 class EngineHost:
@@ -114,12 +113,12 @@ class EngineHost:
         return await self._producers[transport].receive_weights(manifest, parcel)
 
     async def digest(self) -> str:
-        """Of the weights the diffusers engine computes with."""
+        """Digests the weights the diffusers engine computes with."""
         transformer: torch.nn.Module = self._engine._transformer  # type: ignore[attr-defined]
         return await asyncio.to_thread(digest_tensors, transformer.named_parameters())
 
     async def generate(self, samples: int) -> float:
-        """Seconds that `samples` training samples take, all asked for at once."""
+        """Returns the seconds that `samples` training samples take, all asked for at once."""
         factory, size = RequestFactory(self._config), self._config.rollout.group_size
         groups = range(-(-samples // size))
         requests = [r for g in groups for r in factory.training(g, Prompt(g, f"the digit {g % 10}"), factory.window(g))]
@@ -179,12 +178,12 @@ class TrainerHost:
         self._num_published = 0
 
     async def start(self) -> None:
-        """Load the model, and let the engines join every transport."""
+        """Loads the model, and lets the engines join every transport."""
         await self._rank.setup(None, None)
         self._running = {name: asyncio.create_task(publisher.run()) for name, publisher in self._publishers.items()}
 
     async def nudge(self, size: float) -> str:
-        """Changes a sized model's trained weights; the digest of all of them."""
+        """Changes a sized model's trained weights; returns the digest of all of them."""
         transformer = self._policy.transformer  # type: ignore[attr-defined]
         with torch.no_grad():
             for parameter in transformer.parameters():
@@ -193,7 +192,7 @@ class TrainerHost:
         return digest_tensors(transformer.named_parameters())
 
     async def publish(self, transport: str) -> PublishTimes:
-        """One version, from the export until every engine has swapped."""
+        """Publishes one version, from the export until every engine has swapped."""
         publisher, arrived = self._publishers[transport], self._desk.arrived
         arrived.clear()
         self._version += 1
@@ -224,7 +223,7 @@ class TrainerHost:
         )
 
     async def copies(self) -> CopyTimes:
-        """Of the bytes published last; for a sized model."""
+        """Times copies of the bytes published last; for a sized model."""
         return await asyncio.to_thread(self._copies)
 
     def _copies(self) -> CopyTimes:
@@ -232,15 +231,15 @@ class TrainerHost:
             self._copy = [bucket.copy() for bucket in self._source]
         parameters = self._policy.transformer.parameters()  # type: ignore[attr-defined]
         trained = [p.detach().numpy().reshape(-1).view(np.uint8) for p in parameters if p.requires_grad]
-        places = _cut(self._copy, [len(tensor) for tensor in trained])
+        targets = _cut(self._copy, [len(tensor) for tensor in trained])
         return CopyTimes(
-            tensors=_seconds(lambda: _copy(trained, places)),
+            tensors=_seconds(lambda: _copy(trained, targets)),
             blocks=_seconds(lambda: _copy(self._source, self._copy)),
             new=_seconds(lambda: [bucket.copy() for bucket in self._source]),
         )
 
     async def publish_repeatedly(self, transport: str, every_s: float) -> None:
-        """From now on, a version every so many seconds, or as soon as the last one has arrived, until
+        """Publishes from now on, a version every so many seconds, or as soon as the last one has arrived, until
         `stop_publishing`."""
         self._num_published = 0
         self._enough.clear()
@@ -255,7 +254,7 @@ class TrainerHost:
         self._repeating = asyncio.create_task(repeat())
 
     async def stop_publishing(self) -> int:
-        """Once the version on its way has arrived: how many have."""
+        """Stops once the version on its way has arrived; returns how many have."""
         self._enough.set()
         if self._repeating is not None:
             await self._repeating
@@ -268,7 +267,7 @@ def _copy(sources: Sequence[Bucket], targets: Sequence[Bucket]) -> None:
 
 
 def _cut(buckets: Sequence[Bucket], sizes: Sequence[int]) -> list[Bucket]:
-    """Consecutive pieces of these sizes, each within a bucket."""
+    """Cuts consecutive pieces of these sizes, each within a bucket."""
     pieces, number, end = [], 0, 0
     for size in sizes:
         if end + size > len(buckets[number]):
@@ -282,7 +281,7 @@ def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     kept = work()
     taken = time.perf_counter() - started
-    del kept  # giving memory back is no part of a copy
+    del kept  # freeing memory is no part of a copy
     return taken
 
 

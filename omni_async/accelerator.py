@@ -1,5 +1,5 @@
-"""Which accelerators this machine has: what can be known in a moment, without a driver or torch, and what torch
-says."""
+"""Finds out which accelerators this machine has: what can be known in a moment, without a driver or torch, and what
+torch says."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 def most_accelerators(
     devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ
 ) -> tuple[int, str] | None:
-    """At most so many, and why, as CUDA and Ray count them; None: only a driver knows. Takes no time: no torch, no Ray,
-    no driver is asked."""
+    """Returns an upper bound on the accelerators, as CUDA and Ray count them, and its reason; None if only a driver
+    knows. Takes no time: no torch, no Ray, no driver is asked."""
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:
@@ -44,8 +44,8 @@ def most_accelerators(
 
 
 def require_accelerator(key: str, asked: float) -> torch.device:
-    """The accelerator that torch would use. RuntimeError, under `key`, if it sees none: what was meant for one would
-    run on the CPU without a word."""
+    """Returns the accelerator that torch would use. Raises RuntimeError, under `key`, if torch sees none: what was
+    meant for one would run on the CPU unnoticed."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)

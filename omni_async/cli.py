@@ -1,5 +1,5 @@
-"""`omni-async`: the command line. Parsing, validation and messages only; everything heavy is imported once a command
-needs it.
+"""Implements `omni-async`, the command line. Parsing, validation and messages only; everything heavy is imported once a
+command needs it.
 
 Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
 traceback), 130 interrupted.
@@ -36,7 +36,7 @@ timeline and summary.
 
 _CHECK = """\
 Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
-scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic picture (not with
+scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic image (not with
 --no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
 masked):
 
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
             help="override a value of the recipe (values are YAML)",
         )
     check.add_argument(
-        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic picture"
+        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic image"
     )
     commands.add_parser(
         "list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """`key.path=value` may come after options, too, which argparse alone does not take."""
+    """Parses arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
@@ -113,8 +113,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command to its exit code. Without `arguments` it is this process's own, and all that is left for the
-    process to do then is to end."""
+    """Runs a command and returns its exit code. Without `arguments` it is this process's own, and all that is left for
+    the process to do then is to end."""
     code = _run(_parse(arguments))
     if arguments is None:
         # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
         _tell("left on Ctrl-C; nothing more is written")
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); nothing is wrong with the command.
+        # The reader of our output has gone (`| head`); nothing is wrong with the command.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -241,7 +241,7 @@ def _refuse(message: str) -> int:
 
 
 def _tell(message: str) -> None:
-    """One line, whatever a prompt file or a scorer put into the message."""
+    """Writes one line to stderr, whatever a prompt file or a scorer put into the message."""
     sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 

@@ -56,7 +56,7 @@ class _TolerantPathFinder(PathFinder):
 
 
 def tolerate_cuda_builds_beside_cpu_torch() -> None:
-    """Take the ordinary path finder's place in `sys.meta_path` if this installation is mixed; calling it again changes
+    """Replaces the ordinary path finder in `sys.meta_path` if this installation is mixed; calling it again changes
     nothing."""
     torchvision = _installed("torchvision")
     mixed = "+cpu" in _installed("torch") and bool(torchvision) and "+cpu" not in torchvision

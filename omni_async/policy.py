@@ -1,5 +1,5 @@
-"""The policy contract: the one description of a model family that the trainer and every engine share, so the two cannot
-drift.
+"""Defines the policy contract: the one description of a model family that the trainer and every engine share, so the
+two cannot drift.
 
 A family is a small class in `pipelines/<family>/policy.py`. It knows conditioning, latent shape and velocity;
 everything else (SDE step, log-prob, windows, batching, weight motion) is model-agnostic and lives elsewhere. What is
@@ -27,9 +27,9 @@ def load_policy(family: PipelineFamily, path: str) -> Policy:
 
 
 class Policy(Protocol):
-    """Shapes: B samples, T latent tokens, C channels per token, L text tokens, E text width; `spec` is one of the
-    family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B] with the keys the family's `encode`
-    produced; samples of different lengths are padded by `stack_conditioning`."""
+    """A model family's functions for one checkpoint. Shapes: B samples, T latent tokens, C channels per token, L text
+    tokens, E text width; `spec` is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B]
+    with the keys the family's `encode` produced; samples of different lengths are padded by `stack_conditioning`."""
 
     path: str
 
@@ -80,4 +80,4 @@ class Codec(Protocol):
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
         """Inverts `decode`, as far as the VAE has an inverse: uint8 images (B, 3, height, width) to latents (B, T, C)
         float32 on the codec's device, noise-free (the posterior's mode), so that an image always has the same latents.
-        ValueError for another dtype or shape, or a size the family's latents do not divide."""
+        Raises ValueError for another dtype or shape, or a size the family's latents do not divide."""

@@ -1,1 +1,2 @@
-"""Rollout pipelines, one package for each model family: what the engine runs, and what trains its transformer."""
+"""Contains the rollout pipelines, one package for each model family: what the engine runs, and what trains its
+transformer."""

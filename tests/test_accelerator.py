@@ -1,4 +1,4 @@
-"""How many accelerators there may be at most is known without a driver; where torch sees none, nothing falls back to
+"""Tests that an upper bound on the accelerators is known without a driver; where torch sees none, nothing falls back to
 the CPU."""
 
 from __future__ import annotations

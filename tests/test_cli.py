@@ -1,4 +1,4 @@
-"""The command line: what it teaches, what it refuses, and which exit code says so."""
+"""Tests the command line: what it teaches, what it refuses, and which exit code says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recipe(tmp_path: Path) -> str:
 
 
 def ends(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
-    """Training ends so, without training."""
+    """Makes training end so, without training."""
 
     def train(inputs: Any) -> Any:
         if isinstance(outcome, BaseException):
@@ -147,20 +147,20 @@ def test_the_recipes_we_ship_are_valid():
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(recipe, capsys, command, override, message):
     assert cli.main([command, recipe, override]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("omni-async: ")
-    assert message in told.err
-    assert told.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("omni-async: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("overrides", "said"), WRONG)
 def test_an_algorithm_that_contradicts_the_rest_is_one_line_and_exit_code_2(recipe, capsys, overrides, said):
     assert cli.main(["check", recipe, "run.runtime=ray", *overrides]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("omni-async: ") and told.err.count("\n") == 1
-    assert said in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("omni-async: ") and printed.err.count("\n") == 1
+    assert said in printed.err
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_wrong_usage_names_what_is_missing_and_nothing_that_may_be_left_out(comm
 def test_how_a_run_ended_is_the_exit_code(recipe, monkeypatch, capsys, status, code):
     ends(monkeypatch, SimpleNamespace(status=status, reason="EngineError: gone", unwritten={}))
     assert cli.main(["train", recipe]) == code
-    told = capsys.readouterr().err
-    assert told == ("omni-async: the run failed: EngineError: gone\n" if status == "failed" else "")
+    printed = capsys.readouterr().err
+    assert printed == ("omni-async: the run failed: EngineError: gone\n" if status == "failed" else "")
 
 
 @pytest.mark.parametrize("status", ["done", "interrupted"])
@@ -266,9 +266,9 @@ def test_the_committed_reference_is_what_the_schema_says(tmp_path, capsys):
 
 def test_a_reference_that_cannot_be_written_is_exit_code_2(tmp_path, capsys):
     assert cli.main(["docs", "--out", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"omni-async: --out: cannot write {tmp_path}: ")
-    assert told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"omni-async: --out: cannot write {tmp_path}: ")
+    assert printed.count("\n") == 1
 
 
 # ---- what it costs to start ------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The shim for mixed builds: it does nothing where nothing is mixed, and makes the imports work where something is."""
+"""Tests the shim for mixed builds: it does nothing where nothing is mixed, and makes the imports work where something
+is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from omni_async import compat
 
 @pytest.fixture
 def finders(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """`sys.meta_path` as Python starts with it, for the test alone."""
+    """Sets `sys.meta_path` as Python starts with it, for the test alone."""
     monkeypatch.setattr(sys, "meta_path", [PathFinder])
     monkeypatch.setattr(compat._TolerantPathFinder, "torchvision_pending", False)
     return sys.meta_path

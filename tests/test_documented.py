@@ -1,5 +1,5 @@
-"""What the documentation prints can be typed: its commands are run as printed where that is a matter of a second, and
-their recipes and overrides are checked where it is not; its Python runs."""
+"""Tests that what the documentation prints can be typed: its commands are run as printed where that is a matter of a
+second, and their recipes and overrides are checked where it is not; its Python runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLOW = ("--updates 1000", "--sweep")
 
 
 def blocks(page: Path, languages: str) -> Iterator[str]:
-    """The fenced code of a page in one of the languages (`|` between them)."""
+    """Yields the fenced code of a page in one of the languages (`|` between them)."""
     for match in re.finditer(
         rf"^ *```(?:{languages})\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
     ):
@@ -46,7 +46,7 @@ def blocks(page: Path, languages: str) -> Iterator[str]:
 
 
 def commands() -> Iterator[Any]:
-    """The words after `omni-async` of every command line, and what the page says that it prints."""
+    """Yields the words after `omni-async` of every command line, and what the page says that it prints."""
     for page in PAGES:
         for block in blocks(page, "|bash|sh|console"):
             lines = block.replace("\\\n", " ").splitlines()
@@ -64,7 +64,8 @@ COMMANDS = list(commands())
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the repository's recipes, to start commands in, and the scorer that the documentation writes."""
+    """Makes a folder with the repository's recipes, to start commands in, and the scorer that the documentation
+    writes."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "docs").mkdir()
     (tmp_path / "brightness.py").write_text(snippet("# brightness.py"))
@@ -75,7 +76,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def snippet(beginning: str) -> str:
-    """The Python of the getting-started page that begins so."""
+    """Finds the Python of the getting-started page that begins so."""
     [found] = [block for block in blocks(ROOT / "docs" / "getting-started.md", "python") if block.startswith(beginning)]
     return found
 
@@ -129,7 +130,10 @@ def test_a_documented_simulation_runs(
 ) -> None:
     assert cli.main(words) == 0
     said = capsys.readouterr()
-    assert said.err == "" and "images/s" in said.out
+    assert all(" of 200" in line for line in said.err.splitlines()), (
+        "on a slow machine it says how far it is, and nothing else"
+    )
+    assert "images/s" in said.out
 
 
 def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace: Path) -> None:
@@ -137,9 +141,9 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     grey = np.full((8, 8, 3), 51, np.uint8)
     [score] = registry.build(config).score([grey], [Prompt(0, "x")])  # type: ignore[arg-type]
     assert score.value == pytest.approx(1.0) and score.parts == {"mean": pytest.approx(0.2)}
-    place: dict[str, Any] = {}
-    exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), place)
-    ask = place["Demanding"].check_prompt
+    namespace: dict[str, Any] = {}
+    exec("class Demanding:\n" + textwrap.indent(snippet("@staticmethod\ndef check_prompt"), "    "), namespace)
+    ask = namespace["Demanding"].check_prompt
     assert (
         ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
         and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
@@ -161,7 +165,7 @@ def test_the_documented_model_family_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
-    """From a checkpoint of the quickstart's last update, whose weights are here those it began with plus one."""
+    """Begins with a checkpoint of the quickstart's last update, whose weights are here those it began with plus one."""
     import torch
     import torch.distributed.checkpoint as dcp
     from diffusers import QwenImagePipeline, QwenImageTransformer2DModel

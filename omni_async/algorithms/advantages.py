@@ -1,4 +1,4 @@
-"""From one reward per sample to group-relative advantages: (r - group mean) / (std + eps), clamped. float64 inside.
+"""Turns one reward per sample into group-relative advantages: (r - group mean) / (std + eps), clamped. float64 inside.
 
 Groups are whole here, before any batching: a group's mean over part of its samples would be a different algorithm.
 Group membership is an integer id, never the prompt's text, because a prompt may occur twice in an update.
@@ -34,7 +34,7 @@ def group_advantages(
     clip_max: float,
     eps_form: EpsForm = "added",
 ) -> Tensor:
-    """(N,) in rewards' dtype. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
+    """Returns (N,) in rewards' dtype. `rewards` (N,) finite, `group_ids` (N,) integers in any order.
 
     std: "global" divides by the std of all N rewards, "group" by the group's own, "none" by nothing; ddof (0 or 1) is
     subtracted from the count in the variance. eps_form: "added" divides by std + eps, "floor" by max(std, eps). Equal
@@ -56,13 +56,14 @@ def clip_binds(
     clip_max: float,
     eps_form: EpsForm = "added",
 ) -> bool:
-    """Whether the clamp changes any of these advantages."""
+    """Returns whether the clamp changes any of these advantages."""
     unclipped = unclipped_advantages(rewards, group_ids, std=std, ddof=ddof, eps=eps, eps_form=eps_form)
     return bool((unclipped.abs() > clip_max).any())
 
 
 def advantage_bound(num_rewards: int, group_size: int, *, std: StdKind, ddof: int) -> float:
-    """No advantage of an update of `num_rewards` in groups of at most `group_size` exceeds this, whatever the rewards.
+    """Returns a bound that no advantage of an update of `num_rewards` in groups of at most `group_size` exceeds,
+    whatever the rewards.
 
     A deviation d from a group's mean forces the group's squares to at least d^2 K / (K - 1), and these are part of the
     total (N - ddof) std^2; with std="group" N is K. Infinite for "none".
@@ -74,7 +75,7 @@ def advantage_bound(num_rewards: int, group_size: int, *, std: StdKind, ddof: in
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """Rewards (K,) of one group minus their mean, float64; exact zeros when all are equal."""
+    """Subtracts their mean from the rewards (K,) of one group, in float64; exact zeros when all are equal."""
     values = _finite64(rewards)
     if values.max() == values.min():
         return torch.zeros_like(values)
@@ -82,7 +83,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def global_scale(rewards: Tensor, *, ddof: int, eps: float, eps_form: EpsForm = "added") -> float:
-    """What all of an update's rewards (N,) are multiplied by with std="global": `inverse_std` of their std. A single
+    """Returns the factor for all of an update's rewards (N,) with std="global": `inverse_std` of their std. A single
     reward has std 1."""
     values = _finite64(rewards)
     if ddof not in (0, 1):
@@ -97,8 +98,8 @@ def global_scale(rewards: Tensor, *, ddof: int, eps: float, eps_form: EpsForm = 
 
 
 def inverse_std(deviation: float, eps: float, eps_form: EpsForm) -> float:
-    """1 / (deviation + eps) for "added", 1 / max(deviation, eps) for "floor"; 0 where that would divide by 0, since
-    there is no signal."""
+    """Returns 1 / (deviation + eps) for "added", 1 / max(deviation, eps) for "floor"; 0 where that would divide by 0,
+    since there is no signal."""
     if eps < 0:
         raise ValueError(f"eps must be >= 0, got {eps}")
     if eps_form not in ("added", "floor"):
@@ -110,7 +111,7 @@ def inverse_std(deviation: float, eps: float, eps_form: EpsForm) -> float:
 def unclipped_advantages(
     rewards: Tensor, group_ids: Tensor, *, std: StdKind, ddof: int, eps: float, eps_form: EpsForm
 ) -> Tensor:
-    """(N,) float64: `group_advantages` before the clamp."""
+    """Computes `group_advantages` before the clamp, (N,) float64."""
     if std not in ("global", "group", "none"):
         raise ValueError(f"std must be 'global', 'group' or 'none', got {std!r}")
     if group_ids.is_floating_point() or group_ids.shape != rewards.shape:

@@ -1,4 +1,4 @@
-"""Advantages from several scorers: rewards (N, K), a weight per scorer, weights not normalised. Settings:
+"""Combines several scorers into advantages: rewards (N, K), a weight per scorer, weights not normalised. Settings:
 `algorithm.advantage`.
 
   rewards     r = sum_k w_k r_k, then the advantages of r (VeRL-Omni, Flow-Factory's `sum`, MixGRPO's `reward_aggr`)
@@ -32,11 +32,11 @@ def aggregate_advantages(
     history: RewardHistory | None = None,
     prompt_ids: Tensor | None = None,
 ) -> Tensor:
-    """(N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,) integers in any
-    order.
+    """Returns (N,) in rewards' dtype, float64 inside. `rewards` (N, K) finite, `weights` (K,), `group_ids` (N,)
+    integers in any order.
 
-    With settings.track_prompts `history` and `prompt_ids` (N,) take the place of groups, so that groups of one prompt
-    share statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
+    With settings.track_prompts `history` and `prompt_ids` (N,) replace groups, so that groups of one prompt share
+    statistics; `history` is read only: commit `tracked_rewards` to it when the update is done. Otherwise both are
     ignored. Groups of one get 0, as does a prompt's only reward ever.
     """
     if not settings.clip_max > 0:
@@ -60,8 +60,8 @@ def aggregate_advantages(
 
 
 def tracked_rewards(rewards: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """The columns that advantages are taken of, and that a `RewardHistory` is kept of: (N, 1) float64, the weighted
-    sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
+    """Returns the columns that advantages are computed from, and that a `RewardHistory` keeps: (N, 1) float64, the
+    weighted sum, with aggregate="rewards"; the scorers' own (N, K) otherwise."""
     if rewards.ndim != 2 or rewards.numel() == 0 or weights.shape != rewards.shape[1:]:
         raise ValueError(
             f"expected rewards (N, K) and weights (K,), got {tuple(rewards.shape)} and {tuple(weights.shape)}"
@@ -86,7 +86,7 @@ def _of_groups(columns: Tensor, group_ids: Tensor, settings: Advantage) -> Tenso
 
 
 def _weighted(advantages: Tensor, weights: Tensor, settings: Advantage) -> Tensor:
-    """(N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
+    """Returns (N,) from (N, C); with aggregate="rewards" the weights are in the rewards already."""
     return advantages[:, 0] if settings.aggregate == "rewards" else advantages @ weights.to(torch.float64)
 
 
@@ -95,6 +95,6 @@ def _whitening(advantages: Tensor, settings: Advantage) -> float:
 
 
 def _without_peers(prompt_ids: Tensor, history: RewardHistory) -> Tensor:
-    """(N,) bool: the only reward its prompt ever had. There is nothing to compare it with."""
+    """Returns (N,) bool: True for the only reward its prompt ever had, which has nothing to be compared with."""
     rewards = Counter(prompt_ids.tolist())
     return torch.tensor([rewards[prompt] + history.count(prompt) == 1 for prompt in prompt_ids.tolist()])

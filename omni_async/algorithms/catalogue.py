@@ -1,4 +1,4 @@
-"""The built-in objectives, one entry each. Imports no torch."""
+"""Lists the built-in objectives, one entry each. Imports no torch."""
 
 from __future__ import annotations
 

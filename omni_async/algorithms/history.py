@@ -1,8 +1,8 @@
-"""What a run remembers of every prompt's rewards, for advantages against all of them instead of this update's alone.
+"""Remembers every prompt's rewards over a run, for advantages against all of them instead of this update's alone.
 
 The mean (and with std="group" the std) is over every reward the prompt has had, this update's included; with
 std="global" the std is over this update's rewards alone. That is what flow_grpo's PerPromptStatTracker computes when it
-is never cleared. Prompts are told apart by index, never by text. Per prompt only count, mean and M2 = sum of squared
+is never cleared. Prompts are distinguished by index, never by text. Per prompt only count, mean and M2 = sum of squared
 deviations are kept, merged as in Chan, Golub and LeVeque (1979).
 
 Computing advantages changes nothing; `commit`, called when an update is done, does. An abandoned update therefore
@@ -23,7 +23,7 @@ from omni_async.config.algorithm import Advantage
 
 @dataclass(frozen=True)
 class _Moments:
-    """`mean` and `m2` are (C,) float64, a number per column of rewards."""
+    """Count, mean and M2 of one prompt's rewards. `mean` and `m2` are (C,) float64, a number per column of rewards."""
 
     count: int
     mean: Tensor
@@ -31,7 +31,7 @@ class _Moments:
 
     @classmethod
     def of(cls, rewards: Tensor) -> _Moments:
-        """Of rewards (n, C). Columns of equal rewards get exactly that mean and M2 = 0."""
+        """Computes the moments of rewards (n, C). Columns of equal rewards get exactly that mean and M2 = 0."""
         mean = torch.where(rewards.amin(0) == rewards.amax(0), rewards[0], rewards.mean(0))
         return cls(len(rewards), mean, (rewards - mean).square().sum(0))
 
@@ -42,7 +42,7 @@ class _Moments:
         return _Moments(count, self.mean + shift * (other.count / count), m2)
 
     def scales(self, settings: Advantage) -> Tensor:
-        """(C,): 1 / std in the settings' form of eps."""
+        """Returns (C,): 1 / std in the settings' form of eps."""
         deviations = (self.m2 / max(self.count - settings.ddof, 1)).sqrt().tolist()
         return torch.tensor(
             [inverse_std(deviation, settings.eps, settings.eps_form) for deviation in deviations], dtype=torch.float64
@@ -50,19 +50,19 @@ class _Moments:
 
 
 class RewardHistory:
-    """Rewards come as (N,) or, for several scorers, as columns (N, C), always the same C; prompt_ids are integers
-    (N,)."""
+    """The moments of every prompt's rewards. Rewards come as (N,) or, for several scorers, as columns (N, C), always
+    the same C; prompt_ids are integers (N,)."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Moments] = {}
 
     def count(self, prompt: int) -> int:
-        """Committed rewards of this prompt."""
+        """Returns the number of committed rewards of this prompt."""
         return self._prompts[prompt].count if prompt in self._prompts else 0
 
     def advantages(self, rewards: Tensor, prompt_ids: Tensor, settings: Advantage) -> Tensor:
-        """float64 in the shape of `rewards`, each column against its own statistics, not clamped. A prompt's only
-        reward ever gets 0."""
+        """Returns advantages, float64 in the shape of `rewards`, each column against its own statistics, not clamped. A
+        prompt's only reward ever gets 0."""
         columns = self._checked(rewards, prompt_ids)
         merged = self._merged(columns, prompt_ids)
         batch = [
@@ -82,16 +82,16 @@ class RewardHistory:
         return advantages.reshape(rewards.shape)
 
     def commit(self, prompt_ids: Tensor, rewards: Tensor) -> None:
-        """Remember the rewards of an update that was applied."""
+        """Remembers the rewards of an update that was applied."""
         self._prompts.update(self._merged(self._checked(rewards, prompt_ids), prompt_ids))
 
     def state(self) -> dict[str, list[float]]:
-        """JSON values: prompt index -> [count, means..., M2s...]."""
+        """Returns JSON values: prompt index -> [count, means..., M2s...]."""
         return {str(prompt): [m.count, *m.mean.tolist(), *m.m2.tolist()] for prompt, m in sorted(self._prompts.items())}
 
     @classmethod
     def from_state(cls, state: dict[str, list[float]]) -> RewardHistory:
-        """The inverse of `state`. ValueError names the entry that cannot have come from there."""
+        """Restores a history from `state`. ValueError names the entry that `state` cannot have written."""
         history = cls()
         widths = {len(numbers) for numbers in state.values()}
         for prompt, numbers in state.items():
@@ -107,7 +107,7 @@ class RewardHistory:
         return history
 
     def _merged(self, columns: Tensor, prompt_ids: Tensor) -> dict[int, _Moments]:
-        """The moments of these prompts with these rewards included."""
+        """Returns the moments of these prompts with these rewards included."""
         merged = {}
         for prompt in sorted(set(prompt_ids.tolist())):
             own = _Moments.of(columns[prompt_ids == prompt])

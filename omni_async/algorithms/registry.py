@@ -1,4 +1,4 @@
-"""Objectives by name: what each needs of a run, known without importing torch, and the function that computes it.
+"""Finds objectives by name: what each needs of a run, known without importing torch, and the function that computes it.
 
 Built-in objectives are listed in `catalogue`; other packages add theirs through the entry-point group
 `omni_async.objectives` (each entry point is an `Objective`).
@@ -26,18 +26,18 @@ def _nothing(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective.
+    """An objective, its requirements and the function that computes it.
 
     process: "transition" objectives train denoising steps of a window, from recorded latents and log-probs; "forward"
         objectives noise final latents themselves and need nothing else of a sample.
     compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput.
     fields: the trajectory tensors engines must return, names of `omni_async.rollout.base.Trajectory.tensors`.
-    unit: what must not be torn apart by a micro-batch: a "row", all rows of a "sample", or all rows of a "pair" (best
+    unit: the rows that a micro-batch must not separate: a "row", all rows of a "sample", or all rows of a "pair" (best
         and worst of a group).
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
-    auxiliary: further copies of the policy whose velocities the function wants (`reference_velocity` or `ref_mean`,
-    ...). old_decay: of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
+    auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
+    old_decay: decay of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
     problems: combinations with the rest of the configuration that cannot work, one message each.
     """
@@ -54,7 +54,7 @@ class Objective:
     problems: Callable[[Config], Iterator[str]] = _nothing
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
-        """The function itself (imports torch)."""
+        """Loads the function itself (imports torch)."""
         module, name = self.compute.split(":")
         function: Callable[[Any, Algorithm], Any] = getattr(import_module(module), name)
         return function
@@ -69,7 +69,7 @@ class Objective:
 
 
 def objectives() -> dict[str, Objective]:
-    """Every objective by name, those of other packages included; a built-in name cannot be taken."""
+    """Returns every objective by name, those of other packages included; a built-in name cannot be taken."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=ENTRY_POINT_GROUP)}
@@ -77,7 +77,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def find_objective(name: str) -> Objective:
-    """The objective called `name`; ValueError lists the known ones."""
+    """Returns the objective called `name`; ValueError lists the known ones."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
     # Other packages cannot take a built-in name, so they are only read, which is slow, for other names.

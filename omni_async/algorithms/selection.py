@@ -1,4 +1,4 @@
-"""Which samples of a group are trained, and with which sign. Torch-free."""
+"""Selects the samples of a group that are trained, and their signs. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def best_and_worst(rewards: Sequence[float]) -> tuple[int, int]:
-    """Positions of the best and the worst reward, the first of each where several are equal; two different samples even
-    if all are.
+    """Returns the positions of the best and the worst reward, the first of each where several are equal; two different
+    samples even if all are.
 
     ValueError for fewer than two: one sample makes no pair.
     """

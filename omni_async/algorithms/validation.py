@@ -1,5 +1,5 @@
-"""Combinations of an objective with the rest of a recipe that cannot work, each with the reason and the way out.
-Imports no torch."""
+"""Finds combinations of an objective with the rest of a recipe that cannot work, each with the reason and an
+alternative. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_async.config.schema import Config
 
 
 def problems(config: Config) -> Iterator[str]:
-    """ValueError for an unknown objective."""
+    """Yields one message per combination that cannot work. ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
     if objective.process == "transition":
         yield from _transition(config, objective)

@@ -1,1 +1,1 @@
-"""Measures a recipe: the schedules side by side, and what their difference is made of."""
+"""Measures a recipe: the schedules side by side, and the parts of their difference."""

@@ -1,5 +1,5 @@
-"""The arms of an overlap benchmark: the named schedules, `async` once for each staleness budget. The same runtime with
-other keys."""
+"""Defines the arms of an overlap benchmark: the named schedules, `async` once for each staleness budget. The same
+runtime with other keys."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """The name in a form that file systems and run names take."""
+        """Returns the name in a form that file systems and run names take."""
         return self.name.replace(":", "-")
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """Each once, in the order given. ConfigError names the one that is none."""
+    """Returns each arm once, in the order given. Raises ConfigError that names the one that is no arm."""
     arms = dict.fromkeys(_parse(name.strip()) for name in names)
     if not arms:
         raise ConfigError(f"--arms: no arm given; {_EXPECTED}")
@@ -75,8 +75,8 @@ def _parse(name: str) -> Arm:
 
 
 def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, fewest: int = 1) -> Config:
-    """The recipe with what all arms share; without `updates`, at least `fewest` of them. ConfigError where it cannot be
-    benchmarked, or an override is an arm's to decide."""
+    """Loads the recipe with what all arms share; without `updates`, at least `fewest` of them. Raises ConfigError
+    where it cannot be benchmarked, or an override is an arm's to decide."""
     for override in overrides:
         key = override.partition("=")[0].strip()
         for owned, instead in _OWNED.items():
@@ -93,8 +93,8 @@ def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, few
 
 
 def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> Config:
-    """The arm's configuration, its buffers large enough never to be what it waits for. ConfigError where the recipe
-    rules the arm out.
+    """Returns the arm's configuration, its buffers large enough that it never waits for them. Raises ConfigError where
+    the recipe rules the arm out.
 
     A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do
     the same work.

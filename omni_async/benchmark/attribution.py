@@ -1,9 +1,10 @@
-"""Where an update's time goes, seen from the trainer: every moment belongs to exactly one category, so they sum to the
+"""Attributes an update's time, seen from the trainer: every moment belongs to exactly one category, so they sum to the
 step time.
 
 What the trainer does comes first. A moment in which it does nothing belongs to the first of these that is under way:
-generation (on every engine, or as the `tail` of it on some), a device changing hands, scoring, weights on their way
-(with devices that engines have to be handed first); if none is, it is `idle`: messages, bookkeeping, scheduling.
+generation (on every engine, or as the `tail` of it on some), a shared device passing to another role, scoring, weights
+on their way (with devices that have to pass to engines first); if none is, it is `idle`: messages, bookkeeping,
+scheduling.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from omni_async.tracking.intervals import Interval
 from omni_async.tracking.timeline import role_of
 from omni_async.types import Span
 
-# Category -> what a reader is told it is.
+# Category -> its name in reports.
 CATEGORIES = {
     "training": "training",
     "recompute": "recomputed log-probs",
@@ -28,7 +29,7 @@ CATEGORIES = {
     "weights": "waiting for weights",
     "idle": "idle",
 }
-# What is gained where a category shrinks.
+# Category -> the name of the gain where it shrinks.
 _GAINS = CATEGORIES | {
     "generation": "generation overlapped",
     "tail": "tail",
@@ -40,7 +41,7 @@ _WEIGHTS = ("publish", "stage", "swap")
 
 
 def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> dict[str, float]:
-    """Seconds of [start, end) per category. `engines`: how many there are, idle ones included."""
+    """Returns the seconds of [start, end) per category. `engines`: how many there are, idle ones included."""
     trainer, engine_times, scoring, switching, weights = _sort(spans, start, end)
     claimed: list[Interval] = []
 
@@ -66,8 +67,8 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
 def _sort(
     spans: Sequence[Span], start: float, end: float
 ) -> tuple[dict[str, list[Interval]], list[list[Interval]], list[Interval], list[Interval], list[Interval]]:
-    """The trainer's times by kind, each engine's generation, and everybody's scoring, switching and weights, inside
-    [start, end)."""
+    """Returns the trainer's times by kind, each engine's generation, and all workers' scoring, switching and
+    weights, inside [start, end)."""
     trainer: dict[str, list[Interval]] = defaultdict(list)
     engines: dict[str, list[Interval]] = defaultdict(list)
     scoring: list[Interval] = []
@@ -89,8 +90,8 @@ def _sort(
 
 
 def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
-    """Of the seconds by which the arm is faster, the share each category gives; they sum to 1. A negative share is a
-    category that takes the arm longer. Empty where both are equally fast."""
+    """Returns each category's share of the seconds by which the arm is faster; the shares sum to 1. A negative share
+    is a category that takes the arm longer. Empty where both are equally fast."""
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 1e-9:
         return {}
@@ -98,8 +99,8 @@ def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict
 
 
 def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
-    """`1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`; shares below 1 %, and all of a
-    difference that is below 1 % of the baseline's step, are left out."""
+    """Phrases a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`; shares below 1
+    %, and all of a difference that is below 1 % of the baseline's step, are left out."""
     text = f"{ratio:.2f}x over {baseline_name}"
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 0.01 * sum(baseline.values()):

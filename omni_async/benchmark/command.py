@@ -1,4 +1,4 @@
-"""`omni-async bench`: its arguments, its help, and what its exit codes are."""
+"""Implements `omni-async bench`: its arguments, its help, and its exit codes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ configuration or usage, 130 interrupted.
 
 
 def add_bench(commands: Any) -> None:
-    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    """Adds the command to the command line's subparsers. Imports nothing heavy."""
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser(
         "bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw
@@ -92,12 +92,12 @@ def add_bench(commands: Any) -> None:
     add(
         "--report",
         action="store_true",
-        help="run nothing: show an earlier result again, and write its table and picture into --out or beside it",
+        help="run nothing: show an earlier result again, and write its table and figure into --out or beside it",
     )
 
 
 def bench(options: argparse.Namespace) -> int:
-    """The exit code. ConfigError for what is wrong before anything runs."""
+    """Returns the exit code. Raises ConfigError for what is wrong before anything runs."""
     from rich.console import Console
 
     from omni_async.benchmark.arms import DEFAULT_ARMS
@@ -144,9 +144,9 @@ def bench(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out: cannot write {error.filename or folder}: {error.strerror or error}") from None
     show(overlap, console)
-    picture = ", overlap.png" if any(arm.measured for arm in overlap.arms) else ""
+    figure = ", overlap.png" if any(arm.measured for arm in overlap.arms) else ""
     results = "" if options.report else "overlap.json, "
-    console.print(f"wrote {results}overlap.md{picture} in {folder}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"wrote {results}overlap.md{figure} in {folder}", markup=False, highlight=False, soft_wrap=True)
     return 1 if overlap.failed else 0
 
 

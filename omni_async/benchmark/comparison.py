@@ -1,5 +1,4 @@
-"""From the runs of every arm to the numbers of the table: medians over repeats, predictions beside them, speed-ups and
-what they consist of."""
+"""Compares the runs of every arm: medians over repeats, predictions beside them, speed-ups and their parts."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from omni_async.benchmark.result import ArmRecord, Measured, Overlap, Spread, St
 
 
 class Speedup(msgspec.Struct, frozen=True):
-    """Over a baseline: `ratio` of the step times of the same round, over rounds. `shares`: category -> its part of the
-    seconds saved."""
+    """A speed-up over a baseline: `ratio` of the step times of the same round, over rounds. `shares`: category ->
+    its part of the seconds saved."""
 
     ratio: Spread
     shares: dict[str, float]
@@ -46,14 +45,14 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(overlap: Overlap) -> dict[str, ArmSummary]:
-    """By arm, in the benchmark's order; arms without a measured run are left out. `deviation` = simulated / measured -
-    1."""
+    """Summarizes each arm, in the benchmark's order; arms without a measured run are left out. `deviation` =
+    simulated / measured - 1."""
     measured = {arm.name: arm for arm in overlap.arms if arm.measured}
     return {name: _summary(arm, measured) for name, arm in measured.items()}
 
 
 def median_run(arm: ArmRecord) -> Measured:
-    """The repeat with the median step time (the faster of two)."""
+    """Returns the repeat with the median step time (the faster of two)."""
     runs = sorted(arm.measured.values(), key=lambda run: run.step_s)
     return runs[(len(runs) - 1) // 2]
 
@@ -104,6 +103,6 @@ def _speedup(arm: ArmRecord, baseline: ArmRecord) -> Speedup:
 
 
 def fastest(summaries: dict[str, ArmSummary]) -> ArmSummary | None:
-    """The arm, no baseline, with the shortest step."""
+    """Returns the arm, no baseline, with the shortest step."""
     candidates = [summary for name, summary in summaries.items() if name not in BASELINES]
     return min(candidates, key=lambda summary: summary.step_s.median, default=None)

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for the reader of its numbers."""
+"""Describes the machine of a benchmark, for the reader of its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("omni-async", "ray", "torch", "vllm-omni")
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """`cpus`: those this process may use. `gpus`: names, empty where none was asked for."""
+    """Hardware and versions. `cpus`: those this process may use. `gpus`: names, empty where none was asked for."""
 
     cpu: str
     cpus: int
@@ -36,7 +36,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def describe_machine(with_gpus: bool = False) -> Machine:
-    """`with_gpus` asks torch, which is imported for that."""
+    """Describes this machine. `with_gpus` asks torch, which is imported for that."""
     return Machine(
         cpu=_cpu_model(),
         cpus=len(os.sched_getaffinity(0)),

@@ -1,4 +1,4 @@
-"""One run's numbers, from the folder it left behind: step times from `metrics.jsonl`, everything between them from
+"""Measures one run from the folder it left behind: step times from `metrics.jsonl`, everything between them from
 `trace.json`."""
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _STAGES = {
 
 
 class NotMeasurableError(ValueError):
-    """A run's folder does not hold what is to be measured; the text says what is missing."""
+    """A run's folder that does not hold what is to be measured; the text says what is missing."""
 
 
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
-    """Updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least `steps` and the
-    shortest that is measured."""
+    """Returns the updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least
+    `steps` and the shortest that is measured."""
     period = math.lcm(max_updates + 1, publish_every)
     length = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + length + max_updates
 
 
 def steady_part(config: Config) -> tuple[int, int]:
-    """The updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2, S + 2)
-    updates fill the pipeline, the last S drain it, and between them lie whole periods. ConfigError if too few are
-    left."""
+    """Returns the updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2,
+    S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises ConfigError if
+    too few are left."""
     updates, budget = config.trainer.updates, config.staleness.max_updates
     needed = max(2, budget + 2) + _FEWEST + budget
     if updates < needed:
@@ -61,8 +61,8 @@ def steady_part(config: Config) -> tuple[int, int]:
 
 
 def measure(run: Path, config: Config) -> Measured:
-    """`run` is the folder of a run that is done, `config` what it ran with. NotMeasurableError if something is missing
-    there."""
+    """Measures a run that is done from its folder `run`; `config` is the configuration it ran with. Raises
+    NotMeasurableError if something is missing there."""
     try:
         summary = read_summary(run / "summary.json")
         finished = _finished(run / "metrics.jsonl")
@@ -93,7 +93,7 @@ def measure(run: Path, config: Config) -> Measured:
 
 
 def run_profile(run: Path) -> Profile | None:
-    """The service times that the run itself observed, if it wrote them down."""
+    """Loads the service times that the run itself observed, if it wrote them down."""
     try:
         return load_profile(str(run / "profile.json"))
     except ConfigError:
@@ -101,7 +101,7 @@ def run_profile(run: Path) -> Profile | None:
 
 
 def _finished(metrics: Path) -> dict[int, float]:
-    """When each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
+    """Returns when each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
     lines = [json.loads(line) for line in read_lines(metrics)]
     return {line["update"]: line["finished"] for line in lines if "finished" in line}
 

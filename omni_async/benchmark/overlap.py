@@ -1,7 +1,7 @@
 """Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures what each run
 left behind.
 
-What is complete is what a run's own folder says, so the same call continues after any interruption.
+A run is complete if its own folder says so, so the same call continues after any interruption.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def run_overlap(
     train: Train | None = None,
     simulator: Simulator | None = None,
 ) -> Overlap:
-    """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
+    """Runs what is not complete in `out`, and writes `overlap.json`, `overlap.md` and `overlap.png` there.
 
     `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the
     recipe's); with `steps` instead, each arm's runs are as long as it takes to measure that many. `train` and
-    `simulator` stand in for the real ones. ConfigError before anything runs; a run that fails is recorded with its
-    reason. KeyboardInterrupt comes out after what is there was written.
+    `simulator` stand in for the real ones. Raises ConfigError before anything runs; a run that fails is recorded with
+    its reason. KeyboardInterrupt is raised after the results so far were written.
     """
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
@@ -97,7 +97,7 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """overlap.md and, if anything was measured, overlap.png. OSError where they cannot be written."""
+    """Writes overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
     if compare(overlap):
@@ -111,7 +111,7 @@ def _emulated_profile(config: Config) -> Profile | None:
 
 
 def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
-    """One run, unless it is complete. Whatever it does wrong is its own failure."""
+    """Makes one run, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
@@ -191,8 +191,8 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 
 
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
-    """Real devices: the law is that of the service times which the synchronous arm's median run observed, or else the
-    first arm's that has any."""
+    """Adds the law of real devices: that of the service times which the synchronous arm's median run observed, or
+    else the first arm's that has any."""
     for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
         if not arm.measured:
             continue

@@ -1,4 +1,4 @@
-"""The benchmark's picture: step times, where they go, how busy each role is, and how stale what was trained is."""
+"""Plots the benchmark: step times, where they go, how busy each role is, and how stale the trained groups are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DPI = 110
 
 
 def draw(overlap: Overlap, path: Path) -> None:
-    """Four panels, arms side by side in each. At least one arm must have been measured."""
+    """Draws four panels, arms side by side in each. At least one arm must have been measured."""
     picture(overlap).savefig(path, dpi=_DPI)
 
 
@@ -53,7 +53,7 @@ def _name_arms(axes: Any, arms: list[ArmSummary]) -> None:
 
 
 def _legend_above(axes: Any) -> None:
-    """In one line under the title, where no mark can lie."""
+    """Puts the legend in one line under the title, where no mark can lie."""
     axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
 
 
@@ -106,18 +106,18 @@ def _roles(axes: Any, arms: list[ArmSummary]) -> None:
     width = 0.8 / len(_ROLES)
     outline = [withStroke(linewidth=1.5, foreground="#333333")]
     for number, role in enumerate(_ROLES):
-        places = [x + (number - 1) * width for x in range(len(arms))]
+        centres = [x + (number - 1) * width for x in range(len(arms))]
         bottoms = [0.0] * len(arms)
         for state, colour in _STATES.items():
             heights = [arm.busy.get(role, {}).get(state, 0.0) for arm in arms]
             axes.bar(
-                places, heights, bottom=bottoms, color=colour, width=0.9 * width, label=state if number == 0 else None
+                centres, heights, bottom=bottoms, color=colour, width=0.9 * width, label=state if number == 0 else None
             )
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        for place in places:
+        for centre in centres:
             axes.annotate(
                 role,
-                (place, 0.02),
+                (centre, 0.02),
                 rotation=90,
                 ha="center",
                 va="bottom",

@@ -1,4 +1,4 @@
-"""What an overlap benchmark runs, in which order, and what of it is complete already. Starts nothing."""
+"""Plans an overlap benchmark: what it runs, in which order, and what of it is complete already. Starts nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from omni_async.tracking.summary import read_summary
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """An arm with what its runs are given or, `skipped`, why there is nothing to give."""
+    """An arm with the inputs of its runs or, `skipped`, why there are none."""
 
     arm: Arm
     inputs: RunInputs | None = None
@@ -52,8 +52,9 @@ class Plan:
     arms: tuple[PlannedArm, ...]
 
     def jobs(self) -> Iterator[Job]:
-        """Round by round, every arm once in each. A round starts one arm later than the one before it, so that no arm
-        always follows the same one. Arms of a round share its seed: the same prompts and the same noise."""
+        """Yields jobs round by round, every arm once in each. A round starts one arm later than the one before it,
+        so that no arm always follows the same one. Arms of a round share its seed: the same prompts and the same
+        noise."""
         runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
         for number in range(self.repeats):
             first = number % len(runnable) if runnable else 0
@@ -76,8 +77,8 @@ def make_plan(
     updates: int | None,
     steps: int | None = None,
 ) -> Plan:
-    """With `steps` each arm's runs are just long enough to measure that many. ConfigError, one line, where nothing can
-    be measured; an arm that the recipe rules out is skipped with the reason."""
+    """Makes the plan; with `steps` each arm's runs are just long enough to measure that many. Raises ConfigError,
+    one line, where nothing can be measured; an arm that the recipe rules out is skipped with the reason."""
     if steps is not None:
         every = base_config(recipe, overrides, None).weights.publish_every
         updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)
@@ -105,8 +106,8 @@ def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, ste
 
 
 def finished_run(inputs: RunInputs) -> Path | None:
-    """The newest run folder in `run.dir` that was done by this code with exactly this configuration, profile, prompts
-    and model, and left a timeline."""
+    """Returns the newest run folder in `run.dir` that was done by this code with exactly this configuration,
+    profile, prompts and model, and left a timeline."""
     wanted, mark = to_yaml(redact(msgspec.to_builtins(inputs.config))), fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:

@@ -1,4 +1,4 @@
-"""What an arm's step should take: by the law, and by the simulator."""
+"""Predicts an arm's step time: by the law, and by the simulator."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Simulator = Callable[[Config, Profile], float]
 
 
 def predict(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
-    """Seconds as they will be measured: the profile's, times `time_scale`. In a schedule where nothing overlaps the law
-    with S = 0 is the sum of all stages; streaming inside the step shortens it."""
+    """Returns seconds as they will be measured: the profile's, times `time_scale`. In a schedule where nothing
+    overlaps the law with S = 0 is the sum of all stages; streaming inside the step shortens it."""
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)
     try:
         simulated = simulator(config, profile) * time_scale
-    except Exception as error:  # noqa: BLE001 (what is measured is worth having without it; the reason is told)
+    except Exception as error:  # noqa: BLE001 (the measurements are worth having without it; the reason is reported)
         return Prediction(times=times, law_s=law, not_simulated=f"{type(error).__name__}: {error}")
     return Prediction(times=times, law_s=law, simulated_s=simulated)
 
 
 def simulated_step(config: Config, profile: Profile) -> float:
-    """Over the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
+    """Simulates the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
     return simulate(config, profile, seed=config.run.seed).step_s

@@ -1,5 +1,4 @@
-"""What a person sees while a benchmark runs: a line per finished run and, on a terminal, a bar with the run's updates
-under them."""
+"""Shows a running benchmark: a line per finished run and, on a terminal, a bar with the run's updates under them."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ _REFRESH_PER_S = 2  # the display runs beside what is measured
 
 
 class Progress:
-    """`total` runs, of which some may be complete already. A context manager; `run` gives the console of one run."""
+    """The display of `total` runs, of which some may be complete already. A context manager; `run` gives the console
+    of one run."""
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (
@@ -52,7 +52,7 @@ class Progress:
         self._bar.stop()
 
     def plan(self, plan: Plan, predicted: dict[str, float]) -> None:
-        """The arms with what their buffers hold and, where it is known, their predicted seconds per update."""
+        """Prints the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
         for planned in plan.arms:
             name, config = f"{planned.arm.name:<15}", planned.config
             if config is None:
@@ -77,18 +77,18 @@ class Progress:
         self._bar.update(self._task, description=text)
 
     def ended(self, job: Job, record: RunRecord, seconds: float | None) -> None:
-        """`seconds`: what the run took; None where it was complete before."""
+        """Prints a finished run. `seconds`: its duration; None where it was complete before."""
         self._ended += 1
         if seconds is not None:
             self._seconds.append(seconds)
         self._bar.update(self._task, completed=self._ended)
-        place = f"{self._ended}/{self._total} {job.arm.name} round {job.round + 1}"
+        position = f"{self._ended}/{self._total} {job.arm.name} round {job.round + 1}"
         if record.measured is None:
-            self.say(f"{place}: FAILED: {record.reason}")
+            self.say(f"{position}: FAILED: {record.reason}")
         else:
             took = "complete already" if seconds is None else f"in {seconds:.0f} s"
             self.say(
-                f"{place}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s,"
+                f"{position}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s,"
                 f" {took}{self._left()}"
             )
 

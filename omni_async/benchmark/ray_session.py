@@ -1,5 +1,5 @@
-"""One Ray for all runs of a benchmark, so that starting it is no part of any run. A run that finds Ray started leaves
-it running."""
+"""Starts one Ray for all runs of a benchmark, so that starting it is no part of any run. A run that finds Ray
+started leaves it running."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from omni_async.config import Config, ConfigError
 
-# For the role that is nobody's device: the coordinator.
+# For the role that has no device: the coordinator.
 _CONTROL_CPUS = 1
 
 
 @contextmanager
 def ray_session(configs: Sequence[Config]) -> Iterator[None]:
-    """Ray with room for the largest of these jobs, for as long as the block lasts; nothing where none of them needs it,
-    or it runs already. ConfigError if it cannot be started or joined."""
+    """Runs Ray with CPUs for the largest of these jobs, for as long as the block lasts; does nothing where none of
+    them needs it, or it runs already. Raises ConfigError if it cannot be started or joined."""
     on_ray = [config for config in configs if config.run.runtime == "ray"]
     if not on_ray:
         yield
@@ -39,7 +39,7 @@ def ray_session(configs: Sequence[Config]) -> Iterator[None]:
 
 
 def _cpus(config: Config) -> int:
-    """What a job asks for at most. Emulated devices are none of the machine's."""
+    """Returns the CPUs that a job asks for at most. Emulated devices are none of the machine's."""
     if config.emulation is not None:
         return 1
     workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": config.trainer.workers}

@@ -1,4 +1,5 @@
-"""What an overlap benchmark found, as it lies in `overlap.json`: every run's numbers and what they were measured on."""
+"""Defines the result of an overlap benchmark, as it lies in `overlap.json`: every run's numbers and what they were
+measured on."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one value."""
+    """Returns the spread of at least one value."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -44,7 +45,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One run's steady part: `updates` updates, warm-up and drain left out. `step_s`: mean seconds per update;
+    """The steady part of one run: `updates` updates, warm-up and drain left out. `step_s`: mean seconds per update;
     `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job. `attribution` sums to `step_s`.
     `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by staleness) and `peak_memory_bytes`
     are the whole run's."""
@@ -62,8 +63,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a
-    run found complete)."""
+    """One run and its outcome. `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average
+    when the run began (None: a run found complete)."""
 
     round: int
     status: Literal["done", "failed"]
@@ -95,7 +96,7 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> dict[int, Measured]:
-        """By round."""
+        """Returns the measured runs by round."""
         return {run.round: run.measured for run in self.runs if run.measured is not None}
 
     @property
@@ -104,7 +105,8 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """`law`: what the predictions rest on, in words. `time_scale`: of emulated devices; 1 for real ones."""
+    """A whole benchmark. `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for
+    real ones."""
 
     recipe: str
     command: str
@@ -122,14 +124,14 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
-    """`summary` (what the table shows) is written beside the raw numbers for other readers; `read_overlap` leaves it
-    aside."""
+    """Writes the result. `summary` (the table's numbers) is written beside the raw numbers for other readers;
+    `read_overlap` ignores it."""
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def read_overlap(folder: Path) -> Overlap:
-    """ConfigError, one line, where there is none."""
+    """Reads the result. Raises ConfigError, one line, where there is none."""
     path = folder / FILE_NAME if folder.is_dir() else folder
     try:
         return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Overlap)

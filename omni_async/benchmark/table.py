@@ -1,4 +1,5 @@
-"""The benchmark's one table: a column per arm, a row per number, as markdown (files, pipes) or for a terminal."""
+"""Formats the benchmark's one table: a column per arm, a row per number, as markdown (files, pipes) or for a
+terminal."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Section:
 
 
 def sections(overlap: Overlap) -> list[Section]:
-    """Rows have a cell per arm of the benchmark, in its order; an arm without a number has `failed`, `skipped` or `not
-    run` in the first row. What no arm has is left out."""
+    """Returns the rows, with a cell per arm of the benchmark, in its order; an arm without a number has `failed`,
+    `skipped` or `not run` in the first row. Rows that no arm has are left out."""
     summaries = compare(overlap)
     state = {arm.name: "skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms}
 
@@ -94,8 +95,8 @@ def sections(overlap: Overlap) -> list[Section]:
 
 
 def notes(overlap: Overlap) -> Iterator[str]:
-    """What the table leaves to words: speed-ups attributed, failures and skipped arms with their reasons, the law's
-    source, the machine."""
+    """Yields what the table leaves to words: speed-ups attributed, failures and skipped arms with their reasons, the
+    law's source, the machine."""
     summaries = compare(overlap)
     best = fastest(summaries)
     for summary in summaries.values():
@@ -117,7 +118,7 @@ def notes(overlap: Overlap) -> Iterator[str]:
 
 
 def markdown(overlap: Overlap) -> str:
-    """The table, aligned to be read as it is, with the notes as a list below it."""
+    """Returns the table, aligned to be read as it is, with the notes as a list below it."""
     lines = [["", *(arm.name for arm in overlap.arms)]]
     for section in sections(overlap):
         lines.append([f"**{section.title}**", *("" for _ in overlap.arms)])
@@ -137,7 +138,7 @@ def _line(cells: list[str], widths: list[int]) -> str:
 
 
 def show(overlap: Overlap, console: Console) -> None:
-    """On a terminal a table, on a pipe the markdown."""
+    """Prints a table on a terminal, the markdown on a pipe."""
     if not console.is_terminal:
         console.print(markdown(overlap), markup=False, highlight=False, soft_wrap=True)
         return
@@ -155,7 +156,7 @@ def show(overlap: Overlap, console: Console) -> None:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits."""
+    """Formats a number with three significant digits."""
     if value is None:
         return _NOTHING
     return (

@@ -1,4 +1,4 @@
-"""What a run leaves behind to go on from, torch-free but for the tensors themselves.
+"""Reads and writes checkpoints: what a run leaves behind to go on from. Torch-free but for the tensors themselves.
 
 update-000020/
   tensors/          trained parameters, further policies, optimizer: safetensors of torch.distributed.checkpoint
@@ -7,8 +7,8 @@ update-000020/
   state.json        versions, counters, cursors: `State`
   manifest.json     every file's size and digest, written last
 
-A folder is written beside its place and renamed when it is whole. Nothing in it is code: no pickle, neither written nor
-read.
+A folder is written beside its final path and renamed when it is whole. Nothing in it is code: no pickle, neither
+written nor read.
 """
 
 from omni_async.checkpoint.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Defines the error for a checkpoint that cannot be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST = 2000
 
 
 class CheckpointError(ValueError):
-    """One line: which checkpoint, and what is wrong with it."""
+    """Raised with one line: which checkpoint, and what is wrong with it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST))

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which are whole, and which may go."""
+"""Lists a run's checkpoints, checks whether they are whole, and removes those that may go."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def folder_name(version: int) -> str:
 
 
 def partial(folder: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Returns the path where a checkpoint is written until it is whole."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def _aside(folder: Path) -> Path:
-    """Where a checkpoint lies while another of its version takes its place."""
+    """Returns the path where a checkpoint is kept while another of its version replaces it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def newest_first(checkpoints: Path) -> Iterator[Path]:
-    """Where each of them lies: in its place, or still aside if the process was killed before another of its version was
-    in that."""
+    """Yields the checkpoints' paths: the final one, or the one aside if the process was killed before another of the
+    same version was at the final path."""
     found = _by_version(checkpoints)
     yield from (found[version] for version in sorted(found, reverse=True))
 
 
 def newest_version(checkpoints: Path) -> int:
-    """The version of the newest, by its name; 0 if there is none."""
+    """Returns the version of the newest checkpoint, by its name; 0 if there is none."""
     return max(_by_version(checkpoints), default=0)
 
 
 def _by_version(checkpoints: Path) -> dict[int, Path]:
-    places = {
+    final = {
         int(match[1]): path
         for path in checkpoints.glob("update-*")
         if (match := _NAME.fullmatch(path.name)) and path.is_dir()
@@ -52,11 +52,11 @@ def _by_version(checkpoints: Path) -> dict[int, Path]:
         for path in checkpoints.glob(".update-*")
         if (match := _ASIDE.fullmatch(path.name)) and path.is_dir()
     }
-    return aside | places
+    return aside | final
 
 
 def require_whole(folder: Path) -> None:
-    """CheckpointError, one line, unless every file is there as it was written and the state can be read."""
+    """Raises CheckpointError, one line, unless every file is there as it was written and the state can be read."""
     check_manifest(folder)
     state = read_state(folder)
     check_tensors(folder)
@@ -64,12 +64,12 @@ def require_whole(folder: Path) -> None:
 
 
 def rotate(checkpoints: Path, keep: int, written: Path) -> None:
-    """Only `written`, which was just put in its place, and the newest before it stay, `keep` in all; and nothing that
-    was never finished.
+    """Keeps only `written`, which was just renamed to its final path, and the newest before it, `keep` in all; removes
+    the others and what was never finished.
 
     Later ones than `written` go too. The run was resumed before them, because they are damaged or could not be used:
     their updates no longer exist, nor do the lines of the ledger that their states count. Left there, they would come
-    first when the run is resumed again, and take the places of whole ones.
+    first when the run is resumed again, and count among the `keep` in place of whole ones.
     """
     found = [*newest_first(checkpoints)]
     kept = found[found.index(written) :][:keep]
@@ -79,10 +79,10 @@ def rotate(checkpoints: Path, keep: int, written: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Put what was written at `partial(folder)` in its place, for good when it returns.
+    """Renames what was written at `partial(folder)` to its final path; it is on disk when this returns.
 
-    One that lies there already, of the same version, gives way: it is damaged, or the run was resumed from it, stopped
-    before its next update, and has finished groups since. Until the new one is in its place it is kept aside.
+    One that is already there, of the same version, is replaced: it is damaged, or the run was resumed from it, stopped
+    before its next update, and has finished groups since. Until the new one is at the final path it is kept aside.
     """
     if folder.exists():
         shutil.rmtree(_aside(folder), ignore_errors=True)

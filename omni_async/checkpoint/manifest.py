@@ -1,4 +1,5 @@
-"""Size and digest of every file of a checkpoint: what tells a whole one from one that was cut off or changed."""
+"""Records size and digest of every file of a checkpoint, which distinguish a whole one from one that was cut off or
+changed."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _ALWAYS = {"state.json"}
 
 
 class Content(msgspec.Struct, frozen=True):
-    """`digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries: a checkpoint is as trusted as the
-    folder it lies in."""
+    """A file's size in bytes and its digest. `digest`: xxh3, 128 bits, hexadecimal. It finds accidents, not forgeries:
+    a checkpoint is as trusted as the folder it lies in."""
 
     size: int
     digest: str
@@ -32,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_manifest(folder: Path) -> None:
-    """Of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
+    """Writes the manifest of all that lies in `folder`. Everything, this file last, is on the disk when it returns."""
     files = {name: Content(path.stat().st_size, _digest(path, synced=True)) for name, path in sorted(_files(folder))}
     path = folder / FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(Manifest(files)), indent=1) + b"\n")
@@ -41,8 +42,8 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """CheckpointError with the first thing that is not as it was written, or that was not written: whoever reads
-    `folder` after this meets nothing but the files that the manifest names, and some that nobody reads."""
+    """Raises CheckpointError with the first thing that is not as it was written, or that was not written: a reader of
+    `folder` meets after this nothing but the files that the manifest names, and some that no reader opens."""
     try:
         (
             folder / FILE
@@ -66,15 +67,15 @@ def check_manifest(folder: Path) -> None:
 
 
 def _is_bystander(name: str) -> bool:
-    """What people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside the folders), and no reader of
-    a checkpoint opens."""
+    """Returns whether a file is one that people and file systems leave behind (`.DS_Store`, `.nfs0001`, a note beside
+    the folders), and that no reader of a checkpoint opens."""
     folder, _, file = name.rpartition("/")
     return not file.endswith(".safetensors") and (not folder or file.startswith("."))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below `folder`, under its path from there. CheckpointError for what is no file: a link leads
-    elsewhere, a pipe is waited for, a device has no end."""
+    """Yields every file below `folder`, under its path from there. Raises CheckpointError for what is no file: a link
+    leads elsewhere, a pipe is waited for, a device has no end."""
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -126,7 +127,7 @@ def _digest(path: Path, synced: bool = False) -> str:
 
 
 def sync(path: Path) -> None:
-    """A file or a folder's names are on the disk when it returns."""
+    """Flushes a file, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""`state.json`: everything of a run that is not a tensor."""
+"""Reads and writes `state.json`: everything of a run that is not a tensor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST = 10**12  # updates, groups, images: no run has more
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`control`: the control plane, without references to trajectories. `engine`: what the trainer's ranks count.
-    `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are of, `samples` what the
-    ready groups were made with."""
+    """The content of `state.json`. `control`: the control plane, without references to trajectories. `engine`: what the
+    trainer's ranks count. `rule`: what the update rule remembers. `pipeline` and `algorithm` say what the tensors are
+    of, `samples` what the ready groups were made with."""
 
     control: ControlState
     pipeline: str
@@ -44,7 +44,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """CheckpointError, one line, where there is none or it is another version's."""
+    """Reads a checkpoint's state. Raises CheckpointError, one line, where there is none or it is another version's."""
     path = folder / FILE
     try:
         if path.stat().st_size > _LARGEST:
@@ -64,7 +64,7 @@ def read_state(folder: Path) -> State:
 
 
 def _impossible(state: State) -> str | None:
-    """What no run can have come to. The types are right already."""
+    """Returns what no run can have come to, None if there is nothing. The types are right already."""
     control = state.control
     for what, number in _counts(control):
         if not 0 <= number <= _MOST:
@@ -90,7 +90,7 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
         ("admitted", ledger.admitted),
     )
     yield "ledger.size", ledger.size
-    # A version below its first is what a run has validated whose first round is under way.
+    # A run whose first round is under way has validated the version below its first.
     yield from (
         ("validated", 0 if control.validated in (None, -1) else control.validated),
         *ledger.events.items(),
@@ -110,7 +110,7 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
 
 
 def _too_large(value: Any) -> str | None:
-    """The path of a number that no machine counts to."""
+    """Returns the path of a number that no machine counts to, None if there is none."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if found := _too_large(item):

@@ -1,5 +1,5 @@
-"""Trajectories of finished groups that wait for the trainer: safetensors files, one per group. And what can be told of
-any safetensors file of a checkpoint without reading its tensors."""
+"""Stores trajectories of finished groups that wait for the trainer as safetensors files, one per group, and checks the
+safetensors files of a checkpoint without reading their tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ARRAY = "array"  # the name of what has none: an emulated trajectory
 
 
 def check_tensors(folder: Path) -> None:
-    """CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow it.
-    That there are no links is what `check_manifest` says."""
+    """Raises CheckpointError unless the header of every safetensors file below `folder` describes the bytes that follow
+    it. `check_manifest` ensures that there are no links."""
     from safetensors import SafetensorError, safe_open
 
     for path in sorted(folder.rglob("*.safetensors")):
@@ -31,14 +31,14 @@ def check_tensors(folder: Path) -> None:
 
 
 def check_groups(folder: Path, state: State) -> None:
-    """CheckpointError unless there is a file for every group that waits for the trainer."""
+    """Raises CheckpointError unless there is a file for every group that waits for the trainer."""
     for group in state.control.ready:
         if not _path(folder, group.group).is_file():
             raise CheckpointError(f"{_path(folder, group.group)} is missing, though {STATE_FILE} has the group")
 
 
 def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
-    """Tensors or arrays, each sample's under its number. Blocks; give it a thread."""
+    """Writes tensors or arrays, each sample's under its number. Blocks; give it a thread."""
     leaves = {f"{sample}/{name}": leaf for sample, value in enumerate(trajectories) for name, leaf in _leaves(value)}
     path = _path(folder, group)
     path.parent.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def write_group(folder: Path, group: int, trajectories: list[Any]) -> None:
 
 
 def read_group(folder: Path, group: int, samples: int) -> list[Any]:
-    """What `write_group` was given. CheckpointError if it is not there, or of other samples. Blocks."""
+    """Returns what `write_group` was given. Raises CheckpointError if it is not there, or of other samples. Blocks."""
     path = _path(folder, group)
     try:
         found: list[dict[str, Any]] = [{} for _ in range(samples)]

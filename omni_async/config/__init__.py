@@ -1,5 +1,5 @@
-"""Configuration: a YAML file and command-line overrides in, one validated `Config` out. Imports neither torch nor Ray,
-so it is instant."""
+"""Turns a YAML file and command-line overrides into one validated `Config`. Imports neither torch nor Ray, so it is
+instant."""
 
 from omni_async.config.checks import check
 from omni_async.config.load import ConfigError, load, resolved_yaml, with_spec

@@ -1,4 +1,5 @@
-"""The `algorithm` section: the objective, how rewards become advantages, and how stale samples are corrected for.
+"""Defines the `algorithm` section: the objective, how rewards become advantages, and how stale samples are corrected
+for.
 
 Objectives are pure functions of tensors and of this section, so its fields are also their settings.
 """
@@ -40,8 +41,8 @@ class Advantage(Section, kw_only=True, frozen=True):
 
 
 class Correction(Section, kw_only=True, frozen=True):
-    """Which policy the ratio is taken to, and what is done about the distance between that policy and the one that made
-    the sample."""
+    """The off-policy correction: the policy the ratio is taken to, and the treatment of its distance from the policy
+    that made the sample."""
 
     mode: Annotated[
         Literal["auto", "none", "bypass", "decoupled", "interpolated"],
@@ -111,13 +112,13 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def needs_update(self) -> bool:
-        """Whether a row's correction depends on the other rows of its update, so that all must be known before the
-        first gradient."""
+        """Tells whether a row's correction depends on the other rows of its update, so that all must be known before
+        the first gradient."""
         return self.weights == "tempered" or self.m2 is not None
 
     @property
     def masks(self) -> bool:
-        """Whether any rule may mask rows."""
+        """Tells whether any rule may mask rows."""
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 
@@ -127,7 +128,7 @@ _BYPASS_UP_TO = 4
 
 
 def automatic_correction(max_updates: int) -> Correction:
-    """What mode `auto` stands for at a staleness budget of `max_updates`."""
+    """Returns the correction that mode `auto` stands for at a staleness budget of `max_updates`."""
     if max_updates <= _BYPASS_UP_TO:
         return Correction(mode="bypass")
     return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=2.0)
@@ -171,7 +172,7 @@ class Nft(Section, kw_only=True, frozen=True):
     ] = 1.0
     adv_mode: Annotated[
         Literal["all", "positive_only", "negative_only", "one_only", "binary"],
-        _doc("Which part of the advantage counts."),
+        _doc("The part of the advantage that counts."),
     ] = "all"
     decay: Annotated[
         Literal["none", "slow", "late"],
@@ -215,12 +216,12 @@ class Awm(Section, kw_only=True, frozen=True):
 
 class Dpo(Section, kw_only=True, frozen=True):
     beta: Annotated[float, _doc("Strength of the preference.", gt=0, most=LARGEST)] = 2000.0
-    loss: Annotated[Literal["sigmoid", "hinge", "ipo"], _doc("What is done with the margin.")] = "sigmoid"
+    loss: Annotated[Literal["sigmoid", "hinge", "ipo"], _doc("Loss of the margin.")] = "sigmoid"
     halved: Annotated[bool, _doc("Use beta / 2 (flow_grpo, VeRL-Omni) instead of beta (diffusers).")] = True
 
 
 class Forward(Section, kw_only=True, frozen=True):
-    """Objectives that noise final latents themselves: at which sigmas."""
+    """Sigmas of the objectives that noise final latents themselves."""
 
     draws: Annotated[
         Annotated[int, most(10_000, ge=1)] | None,

@@ -1,4 +1,5 @@
-"""Combinations that cannot work, each with the reason and the way out. Bounds of single values live in the schema."""
+"""Refuses combinations that cannot work, each with the reason and the way out. Bounds of single values are in the
+schema."""
 
 from __future__ import annotations
 
@@ -171,5 +172,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 
 def check(config: Config) -> str | None:
-    """The first problem found, or None."""
+    """Returns the first problem found, or None."""
     return next((problem for section in _CHECKS for problem in section(config)), None)

@@ -1,5 +1,5 @@
-"""From a YAML file and `key.path=value` overrides to a `Config`, or one `ConfigError` that names the place and what is
-allowed there."""
+"""Loads a YAML file and `key.path=value` overrides into a `Config`, or raises one `ConfigError` that names the key and
+its allowed values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omni_async.config.schema import Config
 from omni_async.families import find_family
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
-# directory. But for run.dir.
+# directory. run.dir is always relative to the working directory.
 _PATHS = (
     "model.path",
     "data.prompts",
@@ -48,7 +48,8 @@ _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines cou
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; its text is the whole message for the user: one line, whatever it quotes."""
+    """A configuration that cannot run; the text of the error is the whole message for the user: one line, whatever it
+    quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST_MESSAGE))
@@ -79,7 +80,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
+        """Refuses long numbers: YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
         if len(node.value) > _LONGEST_NUMBER:
             raise ValueError(f"a number of {len(node.value)} characters")
         integer = node.tag == "tag:yaml.org,2002:int"
@@ -88,7 +89,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that `_Loader` would read as something else."""
+    """A dumper that quotes every text that `_Loader` would read as something else."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -114,9 +115,9 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        location = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{location}: not valid YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested too deeply") from None
     except (
@@ -135,8 +136,8 @@ def _at(tree: Any, path: list[str]) -> Any:
     return tree
 
 
-def _told(override: str) -> str:
-    """Without its value, which may be or hold a credential."""
+def _quoted(override: str) -> str:
+    """Returns the override without its value if that may be or hold a credential."""
     path, separator, value = override.partition("=")
     plain = (
         redact_text(value) == value
@@ -150,16 +151,16 @@ def _told(override: str) -> str:
 def _index(items: list[Any], key: str, override: str) -> int:
     indices = [str(i) for i in range(len(items))]
     if key not in indices:
-        raise ConfigError(f"override {_told(override)!r}: {key[:80]!r} is not an index of a list of {len(items)}")
+        raise ConfigError(f"override {_quoted(override)!r}: {key[:80]!r} is not an index of a list of {len(items)}")
     return indices.index(key)
 
 
 def _set_override(tree: dict[str, Any], override: str) -> str:
-    """Apply `a.b.c=value` (value in YAML) to the tree; returns the path."""
+    """Applies `a.b.c=value` (value in YAML) to the tree; returns the path."""
     path, separator, value = override.partition("=")
     path = path.strip()
     if not separator or not path:
-        raise ConfigError(f"override {_told(override)!r}: expected key.path=value, e.g. trainer.updates=10")
+        raise ConfigError(f"override {_quoted(override)!r}: expected key.path=value, e.g. trainer.updates=10")
     *parents, last = path.split(".")
     here: Any = tree
     for key in parents:
@@ -170,7 +171,7 @@ def _set_override(tree: dict[str, Any], override: str) -> str:
                 here[key] = {}
             here = here[key]
         if not isinstance(here, (dict, list)):
-            raise ConfigError(f"override {_told(override)!r}: {key!r} is a value, not a section")
+            raise ConfigError(f"override {_quoted(override)!r}: {key!r} is a value, not a section")
     parsed = _parse(value, f"override {path!r}")
     if isinstance(here, list):
         here[_index(here, last, override)] = parsed
@@ -207,9 +208,9 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
 def _require_plain(
     value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None
 ) -> None:
-    """Refuse what no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer types,
-    endless structures."""
-    place = ".".join(path)
+    """Refuses values that no field can mean, also inside a scorer's free-form options: nan, infinity, YAML's rarer
+    types, endless structures."""
+    key_path = ".".join(path)
     values = count() if values is None else values
     if next(values) > _MOST_VALUES:
         raise ConfigError(f"{'.'.join(path[:4])}: more than {_MOST_VALUES} values, aliases counted wherever they stand")
@@ -219,25 +220,27 @@ def _require_plain(
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and not _is_encodable(key):
                 raise ConfigError(
-                    f"{place or 'the file'}: half a surrogate pair is no character, got the key {_shown(key)}"
+                    f"{key_path or 'the file'}: half a surrogate pair is no character, got the key {_shown(key)}"
                 )
             _require_plain(item, (*path, str(key)), (*above, value), values)
     elif isinstance(value, str) and not _is_encodable(value):
-        raise ConfigError(f"{place}: half a surrogate pair is no character, got {_shown(value)}")
+        raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {_shown(value)}")
     elif isinstance(value, float) and not math.isfinite(value):
         annotation = annotation_at(Config, [*path])
-        raise ConfigError(f"{place}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}")
+        raise ConfigError(
+            f"{key_path}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}"
+        )
     elif isinstance(value, int) and abs(value) >= 2**63:
-        raise ConfigError(f"{place}: expected a number below 2**63, got one of {value.bit_length()} bits")
+        raise ConfigError(f"{key_path}: expected a number below 2**63, got one of {value.bit_length()} bits")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise ConfigError(
-            f"{place}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}"
+            f"{key_path}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}"
         )
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether it can be written to a file: not with half a surrogate pair, as from "\\ud800" or a name on the command
-    line that is not UTF-8."""
+    """Tells whether a text can be written to a file: not with half a surrogate pair, as from "\\ud800" or a name on the
+    command line that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -288,7 +291,7 @@ def _explain(
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`own` over `base`: sections key by key, everything else as a whole."""
+    """Merges `own` over `base`: sections key by key, everything else as a whole."""
     merged = dict(base)
     for key, value in own.items():
         below = merged.get(key)
@@ -297,7 +300,7 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file's tree over that of the recipe it `extends`, with paths resolved."""
+    """Reads the file's tree, merged over that of the recipe it `extends`, with paths resolved."""
     asked = f" ({above[-1]} extends it)" if above else ""
     try:
         text = read_file(path, _LARGEST_FILE).decode("utf-8")
@@ -324,7 +327,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _require_no_contradiction(path: Path, config: Config, overrides: Sequence[str]) -> None:
-    """A schedule replaces what a recipe says; what the command line says beside it must agree with it."""
+    """Refuses overrides that disagree with the schedule: it replaces keys of the recipe, not of the command line."""
     decided = SCHEDULES[config.schedule] if config.schedule else {}
     for key in (override.partition("=")[0].strip() for override in overrides):
         section, _, name = key.partition(".")
@@ -336,8 +339,8 @@ def _require_no_contradiction(path: Path, config: Config, overrides: Sequence[st
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, apply the schedule, validate. Raises ConfigError with a one-line message; nothing heavy is
-    imported."""
+    """Reads a recipe, applies overrides and the schedule, and validates. Raises ConfigError with a one-line message;
+    nothing heavy is imported."""
     path = Path(path)
     tree = _read(path)
     for override in overrides:
@@ -377,10 +380,10 @@ def with_spec(config: Config) -> Config:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
+    """Returns the configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
     return to_yaml(redact(msgspec.to_builtins(config)))
 
 
 def to_yaml(tree: Any) -> str:
-    """Plain data as YAML that `load` reads back as the same data."""
+    """Dumps plain data as YAML that `load` reads back as the same data."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -1,5 +1,5 @@
-"""Opens files that somebody names: a recipe, prompts, a profile. Whatever stands at the path, opening it neither waits
-nor reads on for ever."""
+"""Opens files that a user names: a recipe, prompts, a profile. Opening a path never blocks and never reads without end,
+whatever kind of file is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# What is no file, as a user would call it. Opened as a file, a pipe waits for a writer, and a device may have no end.
+# Names, for users, of paths that are not plain files. Opened as a file, a pipe waits for a writer, and a device may
+# have no end.
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -20,18 +21,18 @@ _KINDS = {
 
 
 class TooLargeError(OSError):
-    """A file has more bytes than its reader takes."""
+    """A file with more bytes than its reader accepts."""
 
 
 def require_file(path: str | Path) -> None:
-    """OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file (links are
-    followed)."""
+    """Raises OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file
+    (links are followed)."""
     _require_plain_file(Path(path).stat(), path)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A plain file opened for reading. OSError, as from `require_file`, if it is none: looked at again after opening,
-    since names change hands."""
+    """Opens a plain file for reading. Raises OSError, as from `require_file`, if it is none: checked again after
+    opening, since the path may lead elsewhere by then."""
     require_file(path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -43,7 +44,8 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_file(path: str | Path, largest: int | None = None) -> bytes:
-    """All bytes of a plain file. OSError as from `require_file`; TooLargeError if there are more than `largest`."""
+    """Reads all bytes of a plain file. Raises OSError as from `require_file`; TooLargeError if there are more than
+    `largest`."""
     with open_file(path) as file:
         content = file.read(-1 if largest is None else largest + 1)
     if largest is not None and len(content) > largest:

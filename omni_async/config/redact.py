@@ -1,9 +1,9 @@
-"""What may be shown: configurations and texts without credentials, and texts that stay one line on a terminal.
+"""Removes credentials from configurations and texts, and turns texts into one line that a terminal does not obey.
 
-A secret is recognised by its place: the value of a key named like one (`api_key`, `Authorization`), the user and
-password of a URL, a query value named like one, what follows `Bearer`. A text that was made elsewhere (a scorer's
-exception) may quote a secret without any of that, or encoded; whoever knows the configuration gives its `secrets_in`
-along.
+A secret is recognised by its context: the value of a key named like one (`api_key`, `Authorization`), the user and
+password of a URL, a query value named like one, the text after `Bearer`. A text that was made elsewhere (a scorer's
+exception) may quote a secret without any of that, or encoded; a caller that knows the configuration passes its
+`secrets_in` along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from omni_async.config import secret_forms
 
 MASK = "***"
-# A value `env:NAME` says where a secret is, and is none (omni_async.rewards.registry).
+# A value `env:NAME` names the variable that holds a secret, and is not secret itself (omni_async.rewards.registry).
 REFERENCE = "env:"
 SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
 _OF_KEYS = (
@@ -31,9 +31,10 @@ _SECRET_KEY = re.compile(
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
-class _Place(NamedTuple):
-    """Names, what their values are made of, and what in a name makes its value a secret here, besides what does
-    everywhere. Bounded, so that a hostile text costs no more than its length."""
+class _Syntax(NamedTuple):
+    """A syntax in which a text gives a value to a name: the patterns of names and of values, and of names that are
+    secret in this syntax, besides those that are secret everywhere. Bounded, so that a hostile text costs no more than
+    its length."""
 
     names: re.Pattern[str]
     values: re.Pattern[str]
@@ -45,28 +46,28 @@ class _Place(NamedTuple):
         return is_secret_key(name, value) or (self.telling is not None and self.telling.search(name) is not None)
 
 
-# In a query, nothing else is as often a secret as what has such a name: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`.
-_QUERY = _Place(
+# In a query, such names mostly mean a secret: `?key=`, `?AWSAccessKeyId=`, `?token_v2=`.
+_QUERY = _Syntax(
     re.compile(r"[?&]([^=?&#\s]{1,120})="),
     re.compile(r"[^&#\s]+"),
     re.compile(r"(?i)token|key|passw|secret|signature|credential"),
 )
-_ASSIGNED = _Place(re.compile(r"(?<![?&\w])([\w.-]{1,120})="), re.compile(r"[^\s&,;]+"))
+_ASSIGNED = _Syntax(re.compile(r"(?<![?&\w])([\w.-]{1,120})="), re.compile(r"[^\s&,;]+"))
 _BEARER = re.compile(r"(?i)\b(bearer|basic)(\s+)(?=\S*[\d+/=_.-])[\w+/=.~-]{16,}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def is_secret_key(key: str, value: Any = "") -> bool:
-    """Whether `value` under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`,
-    `headers[Authorization]`. Under `tokens` and `max_tokens` texts are, and numbers say how many."""
+    """Tells whether `value` under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`,
+    `headers[Authorization]`. Under `tokens` and `max_tokens` texts are credentials, and numbers are counts."""
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
     name = _CAMEL.sub("_", last).replace("-", "_")
     return _SECRET_KEY.fullmatch(name) is not None and (not name.lower().endswith("tokens") or _has_text(value))
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of every
-    URL, query values and assignments named like secrets, and bearer tokens."""
+    """Masks in `text` the `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of
+    every URL, query values and assignments named like secrets, and bearer tokens."""
     shown, at = [], 0
     for start, end in secret_forms.find(text, secrets):
         shown += [text[at:start], MASK]
@@ -77,8 +78,8 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def redact(value: Any) -> Any:
-    """The same for a tree of dicts, lists and scalars; values under keys named like secrets are masked whole, but for
-    null and references."""
+    """Applies `redact_text` to a tree of dicts, lists and scalars; values under keys named like secrets are masked
+    whole, except null and references."""
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
@@ -89,12 +90,12 @@ def redact(value: Any) -> Any:
 
 
 def secrets_in(value: Any) -> frozenset[str]:
-    """Every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
+    """Returns every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
     return frozenset(found for found in _secrets(value, False) if len(found) >= SHORTEST)
 
 
 def one_line(text: str, longest: int = 10_000) -> str:
-    """`text` as a terminal shows it without obeying it: line ends become spaces, other control characters their
+    """Returns `text` as a terminal shows it without obeying it: line ends become spaces, other control characters their
     escapes, the end is cut off."""
     text = text.strip()
     shown = text if len(text) <= longest else f"{text[:longest]}..."
@@ -109,20 +110,21 @@ def _has_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _found(place: _Place, text: str) -> Iterator[re.Match[str]]:
-    """Values in `text` whose names say that they are secret. What another name has may hold one of those."""
+def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
+    """Yields the values in `text` whose names mark them as secret. The value of another name may contain such a
+    pair."""
     at = 0
-    while match := place.names.search(text, at):
+    while match := syntax.names.search(text, at):
         at, name = match.end(), unquote(match[1])
-        if place.holds_secret(name) and (value := place.values.match(text, at)):
+        if syntax.holds_secret(name) and (value := syntax.values.match(text, at)):
             at = value.end()
-            if place.holds_secret(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
+            if syntax.holds_secret(name, 0 if value[0].strip("\"'()[]{}<>.:").isdecimal() else ""):
                 yield value
 
 
-def _hidden(place: _Place, text: str) -> str:
+def _hidden(syntax: _Syntax, text: str) -> str:
     shown, at = [], 0
-    for secret in _found(place, text):
+    for secret in _found(syntax, text):
         shown += [text[at : secret.start()], MASK]
         at = secret.end()
     return "".join([*shown, text[at:]])

@@ -28,7 +28,7 @@ _HEAD = (
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Returns the whole page, in Markdown."""
     parts = [_HEAD]
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     parts.append("## Top level\n\n| key | allowed | default | meaning |\n|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""The `reward` section: scorers, and what becomes of scores that fail."""
+"""Defines the `reward` section: scorers, and the handling of scores that fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reward(Section, kw_only=True, frozen=True):
     backoff_s: Annotated[
         float,
         _doc(
-            "Pause before a failed score is tried again, and before a scorer that is down is asked again; it doubles"
+            "Pause before a failed score is tried again, and before a scorer that is down is called again; it doubles"
             " every time.",
             ge=0,
             most=MOST_SECONDS,
@@ -58,8 +58,7 @@ class Reward(Section, kw_only=True, frozen=True):
     outage_s: Annotated[
         float,
         _doc(
-            "How long samples wait for a scorer that is down (whatever it is asked fails); then their groups are"
-            " rejected.",
+            "How long samples wait for a scorer that is down (every call fails); then their groups are rejected.",
             ge=0,
             most=MOST_SECONDS,
         ),
@@ -76,7 +75,7 @@ class Reward(Section, kw_only=True, frozen=True):
     probe: Annotated[
         bool,
         _doc(
-            "Let every scorer score a synthetic picture before samples are drawn, and end the run if it fails twice"
+            "Let every scorer score a synthetic image before samples are drawn, and end the run if it fails twice"
             " with the same error that is no outage. false: a scorer that has scored nothing yet counts as down."
         ),
     ] = True

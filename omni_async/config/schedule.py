@@ -1,4 +1,4 @@
-"""Named schedules: the baselines and the asynchronous loop as arrangements of ordinary keys of one runtime.
+"""Defines named schedules: the baselines and the asynchronous loop as arrangements of ordinary keys of one runtime.
 
 | schedule         | generation, scoring and training                                                        |
 |------------------|-----------------------------------------------------------------------------------------|
@@ -35,7 +35,7 @@ _OVERLAPPED = {
     "placement.colocated": False,
 }
 
-# What each schedule decides, as key paths.
+# The keys each schedule decides, as paths.
 SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
     "sync": {**_IN_STEP, "placement.colocated": False},
     "sync_colocated": {**_IN_STEP, "placement.colocated": True},
@@ -53,8 +53,8 @@ SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
 
 
 def apply_schedule(config: Config) -> Config:
-    """The configuration with its schedule's keys set and its buffers large enough for them; the same if it names none.
-    Idempotent."""
+    """Returns the configuration with its schedule's keys set and its buffers large enough for them; unchanged if it
+    names no schedule. Idempotent."""
     if config.schedule is None:
         return config
     was_colocated = config.placement.colocated
@@ -67,8 +67,8 @@ def apply_schedule(config: Config) -> Config:
 
 
 def num_devices(config: Config) -> float:
-    """Every accelerator of the job, reward workers' included; every CPU where it uses none. Shared devices count
-    once."""
+    """Counts every accelerator of the job, reward workers' included; every CPU where the job uses none. Shared devices
+    count once."""
     roles = _roles(config)
     kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
     counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
@@ -76,15 +76,15 @@ def num_devices(config: Config) -> float:
 
 
 def num_existing_devices(config: Config) -> float:
-    """The same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated ones,
-    accelerators, and a cluster that is joined count as they are asked for, because these were handed out."""
+    """Counts the same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated devices,
+    accelerators, and those of a cluster that is joined count as requested, because they were allocated."""
     devices = num_devices(config)
-    handed_out = (
+    allocated = (
         config.emulation is not None
         or config.run.ray_address is not None
         or any(role.gpus for _, role in _roles(config))
     )
-    return devices if handed_out else min(devices, len(os.sched_getaffinity(0)))
+    return devices if allocated else min(devices, len(os.sched_getaffinity(0)))
 
 
 def _roles(config: Config) -> list[tuple[int, Resources]]:
@@ -97,8 +97,8 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 
 def _on_all_devices(config: Config) -> Config:
-    """As many workers of each role as fit on the devices of all roles together; of ranks, as many as a group's samples
-    can be dealt over."""
+    """Returns the configuration with as many workers of each role as fit on the devices of all roles together; of
+    ranks, as many as a group's samples can be dealt over."""
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
@@ -117,7 +117,7 @@ def _on_all_devices(config: Config) -> Config:
 
 
 def _with_room(config: Config) -> Config:
-    """An update that is collected whole must fit into the buffers."""
+    """Enlarges the buffers so that an update that is collected whole fits into them."""
     buffer, per_update = config.buffer, config.trainer.groups_per_update
     if config.trainer.streaming == "off":
         buffer = replace(buffer, groups=max(buffer.groups, per_update * (config.staleness.max_updates + 1)))

@@ -1,4 +1,5 @@
-"""The whole YAML schema: one struct per section, bounds in the types, defaults that work. Imports no torch and no Ray.
+"""Defines the whole YAML schema: one struct per section, bounds in the types, defaults that work. Imports no torch and
+no Ray.
 
 `docs/configuration.md` is generated from this file (`omni-async docs`), so every field's comment is its documentation:
 write it as `Meta(description=...)`.
@@ -44,7 +45,7 @@ class Run(Section, kw_only=True, frozen=True):
         ),
     ] = "run"
     seed: Annotated[int, _doc("Seeds prompt order, SDE windows and every sample's noise.", ge=0, lt=2**31)] = 0
-    dir: Annotated[Plain, _doc("Where run folders go, relative to the working directory.")] = "runs"
+    dir: Annotated[Plain, _doc("Parent folder of all runs, relative to the working directory.")] = "runs"
     runtime: Annotated[
         Literal["ray", "inprocess"],
         _doc("`ray`: roles are long-lived Ray actors. `inprocess`: the same roles on one event loop."),
@@ -53,7 +54,7 @@ class Run(Section, kw_only=True, frozen=True):
         Plain | None, _doc("A Ray cluster to join (`auto`, `ray://...`); null starts a local Ray.")
     ] = None
     startup_timeout_s: Annotated[
-        float, _doc("How long actors, and what their engines start, may take to come up.", gt=0, most=MOST_SECONDS)
+        float, _doc("How long actors, and the processes of their engines, may take to start.", gt=0, most=MOST_SECONDS)
     ] = 600.0
     health_timeout_s: Annotated[
         float,
@@ -171,7 +172,9 @@ class Emulated(Section, kw_only=True, frozen=True):
 
 
 class Rollout(Section, kw_only=True, frozen=True):
-    engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("What draws the samples.")] = "vllm_omni"
+    engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("Engine that generates the samples.")] = (
+        "vllm_omni"
+    )
     workers: Annotated[
         int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
     ] = 1
@@ -261,13 +264,13 @@ class Weights(Section, kw_only=True, frozen=True):
     transport: Annotated[
         Literal["object_store", "collective", "disk"],
         _doc(
-            "How weights travel. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a"
+            "How weights are sent. `object_store`: Ray's shared memory (in one process: by reference). `collective`: a"
             " torch.distributed broadcast in a process group of its own. `disk`: safetensors files in the run folder,"
             " renamed into place."
         ),
     ] = "object_store"
     payload: Annotated[
-        Literal["full", "lora"], _doc("What travels: all weights (adapters merged) or the adapters alone.")
+        Literal["full", "lora"], _doc("What is sent: all weights (adapters merged) or the adapters alone.")
     ] = "full"
     publish_every: Annotated[
         int, _doc("Updates per publish; needs publish_every <= staleness.max_updates + 1.", ge=1, most=1001)
@@ -358,7 +361,7 @@ class Validation(Section, kw_only=True, frozen=True):
     samples_per_prompt: Annotated[int, _doc("Seeds per prompt.", ge=1, most=10_000)] = 1
     num_inference_steps: Annotated[int, _doc("Denoising steps, noise 0.", SCHEDULERS, ge=1, most=MOST_STEPS)] = 20
     share: Annotated[
-        float, _doc("Most of an engine's places validation may take while training samples wait.", gt=0, le=1)
+        float, _doc("Most of an engine's slots validation may take while training samples wait.", gt=0, le=1)
     ] = 0.5
 
 
@@ -415,8 +418,8 @@ class Placement(Section, kw_only=True, frozen=True):
 
     @property
     def reward_in_turn(self) -> bool:
-        """Whether reward workers wait for shared devices: not if they need none of the accelerators that the others
-        share."""
+        """Tells whether reward workers wait for shared devices: not if they need none of the accelerators that the
+        others share."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
 
 
@@ -440,25 +443,23 @@ class Config(Section, kw_only=True, frozen=True):
             " they are."
         ),
     ] = None
-    run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles live.")] = msgspec.field(
+    run: Annotated[Run, _doc("The run itself: its name, seed, folder and where its roles run.")] = msgspec.field(
         default_factory=Run
     )
-    model: Annotated[Model, _doc("What is trained.")]
+    model: Annotated[Model, _doc("The model that is trained.")]
     data: Annotated[Data, _doc("The prompts.")]
     rollout: Annotated[Rollout, _doc("How samples are made.")] = msgspec.field(default_factory=Rollout)
     reward: Annotated[Reward, _doc("How samples are scored.")] = msgspec.field(default_factory=Reward)
     staleness: Annotated[Staleness, _doc("How far generation may run ahead of training.")] = msgspec.field(
         default_factory=Staleness
     )
-    buffer: Annotated[Buffer, _doc("How much may lie between the roles.")] = msgspec.field(default_factory=Buffer)
+    buffer: Annotated[Buffer, _doc("Sizes of the buffers.")] = msgspec.field(default_factory=Buffer)
     weights: Annotated[Weights, _doc("How new weights reach the engines.")] = msgspec.field(default_factory=Weights)
     algorithm: Annotated[Algorithm, _doc("The objective.")] = msgspec.field(default_factory=Algorithm)
     trainer: Annotated[Trainer, _doc("How the policy is trained.")] = msgspec.field(default_factory=Trainer)
     validation: Annotated[Validation | None, _doc("Rounds on held-out prompts; null: none.")] = None
-    checkpoint: Annotated[Checkpoint, _doc("What is kept to continue from.")] = msgspec.field(
-        default_factory=Checkpoint
-    )
-    tracking: Annotated[Tracking, _doc("What is logged, and where.")] = msgspec.field(default_factory=Tracking)
+    checkpoint: Annotated[Checkpoint, _doc("Checkpoints to continue from.")] = msgspec.field(default_factory=Checkpoint)
+    tracking: Annotated[Tracking, _doc("MLflow and image grids.")] = msgspec.field(default_factory=Tracking)
     emulation: Annotated[
         Emulation | None,
         _doc(
@@ -466,19 +467,19 @@ class Config(Section, kw_only=True, frozen=True):
             " between them stays real."
         ),
     ] = None
-    placement: Annotated[Placement, _doc("What each actor gets of the machines.")] = msgspec.field(
+    placement: Annotated[Placement, _doc("CPUs and accelerators of each actor.")] = msgspec.field(
         default_factory=Placement
     )
 
     @property
     def correction(self) -> Correction:
-        """`algorithm.correction`, with mode `auto` decided by the staleness budget."""
+        """Returns `algorithm.correction`, with mode `auto` decided by the staleness budget."""
         chosen = self.algorithm.correction
         return automatic_correction(self.staleness.max_updates) if chosen.mode == "auto" else chosen
 
     @property
     def engine_names(self) -> tuple[str, ...]:
-        """The roles that make samples: engines, or the one reader of a preference dataset."""
+        """Returns the names of the actors that make samples: engines, or the one reader of a preference dataset."""
         if self.data.preferences is not None:
             return ("reader",)
         return tuple(f"rollout-{worker}" for worker in range(self.rollout.workers))

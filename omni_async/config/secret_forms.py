@@ -1,9 +1,9 @@
 """Finds known secrets in a text, in whatever form libraries put them there.
 
-A secret may stand as it is, or percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or
+A secret may appear as it is, or percent-encoded (URLs), escaped (JSON, Python's `repr`, HTML), in base64 or in hex, or
 in one of these inside another. Escapes are undone, again and again, on a copy that remembers where each of its bytes
-comes from; base64 and hex are looked for as what the secret would be in them, wherever in the encoded bytes it begins.
-Compressed or encrypted it is not found.
+comes from; for base64 and hex, the encoded secret is searched for, at every offset that it may have in the encoded
+bytes. A compressed or encrypted secret is not found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STANDARD = bytes.maketrans(b"-_", b"+/")
 
 
 class _View(NamedTuple):
-    """Bytes that a text stands for; byte number i comes from its characters `starts[i]` to `ends[i]`."""
+    """The decoded bytes of a text; byte number i comes from its characters `starts[i]` to `ends[i]`."""
 
     data: bytes
     starts: Sequence[int]
@@ -44,7 +44,7 @@ class _View(NamedTuple):
 
 
 class _Needle(NamedTuple):
-    """`before` and `after`: characters beside it that hold bits of the secret, too."""
+    """Bytes to search for. `before` and `after`: characters beside them that hold bits of the secret, too."""
 
     data: bytes
     before: int = 0
@@ -52,7 +52,7 @@ class _Needle(NamedTuple):
 
 
 def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
-    """Where in `text` any of `secrets` is, as ranges of characters that do not overlap, in order."""
+    """Returns where in `text` any of `secrets` is, as ranges of characters that do not overlap, in order."""
     given = {secret for secret in secrets if secret}
     if not given:
         return []
@@ -97,7 +97,7 @@ def _written(text: str) -> _View:
 
 
 def _rewritten(view: _View, pattern: re.Pattern[bytes], becomes: Callable[[re.Match[bytes]], bytes]) -> _View:
-    """With every match replaced; each byte of a replacement comes from all of its match."""
+    """Replaces every match; each byte of a replacement comes from all of its match."""
     data: list[bytes] = []
     starts: list[int] = []
     ends: list[int] = []
@@ -118,7 +118,7 @@ def _unquoted(match: re.Match[bytes]) -> bytes:
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
-    """As in HTML."""
+    """Undoes an escape of HTML."""
     if found := match["decimal"]:
         return _character(int(found))
     if found := match["hex"]:
@@ -127,7 +127,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _as_bytes(match: re.Match[bytes]) -> bytes:
-    r"""As in JSON and in the repr of bytes, where `\xe9` is one of them."""
+    r"""Undoes an escape of JSON, or of the repr of bytes, where `\xe9` is one byte."""
     if found := match["byte"]:
         return bytes([int(found, 16)])
     if found := match["octal"]:
@@ -140,7 +140,7 @@ def _as_bytes(match: re.Match[bytes]) -> bytes:
 
 
 def _as_text(match: re.Match[bytes]) -> bytes:
-    r"""As in the repr of a text, where `\xe9` is a character."""
+    r"""Undoes an escape of the repr of a text, where `\xe9` is a character."""
     return _character(int(match["byte"], 16)) if match["byte"] else _as_bytes(match)
 
 
@@ -155,7 +155,7 @@ _ESCAPES = ((_PERCENT, _unquoted), (_BACKSLASH, _as_bytes), (_BACKSLASH, _as_tex
 
 
 def _to_encode(secret: str) -> set[bytes]:
-    """What an encoder may have got for it."""
+    """Returns the byte strings that an encoder may have been given for the secret."""
     plain = secret.encode("utf-8", "surrogatepass")
     escaped = {
         json.dumps(secret)[1:-1],
@@ -169,8 +169,8 @@ def _to_encode(secret: str) -> set[bytes]:
 
 
 def _base64(data: bytes) -> Iterator[_Needle]:
-    """The characters that are the same whatever stands before and behind `data`, for each of three places where it may
-    begin."""
+    """Yields the characters that are the same whatever comes before and after `data`, for each of the three offsets at
+    which it may begin."""
     for shift, first in ((0, 0), (1, 2), (2, 3)):
         last, rest = divmod(8 * (shift + len(data)), 6)
         encoded = binascii.b2a_base64(bytes(shift) + data, newline=False)

@@ -1,4 +1,4 @@
-"""What every section of the schema is made of."""
+"""Provides the parts that every section of the schema is made of."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from msgspec import Meta
 
 
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
-    """A field's documentation and bounds. `most` is an upper bound that messages name only to whoever is above it.
-    `why` there is one, or what a pattern allows, in words."""
+    """Returns a field's documentation and bounds. `most` is an upper bound that messages name only if a value is above
+    it. `why` gives the reason of that bound, or the allowed values of a pattern, in words."""
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 
 
 def most(bound: float, **bounds: Any) -> Meta:
-    """Bounds of a value inside a field, `bound` above as `doc`'s `most`."""
+    """Returns the bounds of a value inside a field, with `bound` as the `most` of `doc`."""
     return Meta(le=bound, extra={"generous": True}, **bounds)
 
 
-# Every number is bounded above: what is absurd is a slip of the finger, and is said before it fills the memory or waits
+# Every number is bounded above: an absurd value is a typing error, and is refused before it fills the memory or waits
 # for ever.
 MOST_SECONDS = 1e6  # more than eleven days
 MOST_UPDATES = 10_000_000
@@ -34,7 +34,7 @@ A_PROCESS_EACH = "each is a process"
 SCHEDULERS = "the schedulers of diffusion models know 1000 timesteps"
 IN_A_GROUP = "all samples of a group are alive at once"
 
-# What a terminal obeys, or a file name cannot hold, is in no path, address or name.
+# No path, address or name contains characters that a terminal obeys or a file name cannot hold.
 _PLAIN = {"why": "1 to 4096 characters, no line ends or control codes", "generous": True}
 Plain = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,4096}\Z", extra=_PLAIN)]
 

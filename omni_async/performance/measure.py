@@ -1,7 +1,7 @@
-"""From the spans of a run to the profile that an emulated run or a simulation replays.
+"""Fits the profile that an emulated run or a simulation replays to the spans of a run.
 
 Only the steady part counts: of four updates and more the first is left out, where devices warm up and buffers fill.
-What a run has no spans of stays at zero, and `assumed` names it.
+Stages that a run has no spans of stay at zero, and `assumed` names them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FEWEST_UPDATES_TO_SKIP_ONE = 4
 
 
 def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) -> Profile:
-    """The profile of the job that left `spans`. `source` says what was measured; how is added."""
+    """Returns the profile of the job that left `spans`. `source` says what was measured; how is added."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -62,7 +62,7 @@ def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) ->
 
 
 def _steady_from(train: Iterable[Span]) -> float:
-    """The end of the first update, or the beginning of time where there are too few to spare one."""
+    """Returns the end of the first update, or minus infinity where there are too few to leave one out."""
     ends: dict[int, float] = {}
     for span in train:
         if "version" in span.args:
@@ -75,7 +75,7 @@ def _seconds(span: Span) -> float:
 
 
 def _each(spans: Iterable[Span]) -> ServiceTime:
-    """Of jobs that have no units: all of it is fixed."""
+    """Returns the service time of jobs that have no units: all of it is fixed."""
     return _fixed([_seconds(span) for span in spans])
 
 
@@ -85,13 +85,14 @@ def _fixed(seconds: Sequence[float]) -> ServiceTime:
 
 
 def _swap(swaps: Sequence[Span]) -> float:
-    """Seconds an engine pauses. A span begins with the wait for a boundary between two denoising steps, of which the
-    shortest has next to nothing."""
+    """Returns the seconds an engine pauses. A span begins with the wait for a boundary between two denoising steps,
+    of which the shortest has next to nothing."""
     return min(map(_seconds, swaps), default=0.0)
 
 
 def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
-    """From the copy to the last engine that has staged the version; engines swap later, at a boundary of their own."""
+    """Measures from the copy to the last engine that has staged the version; engines swap later, at a boundary of
+    their own."""
     staged: dict[int, float] = {}
     for span in stages:
         version = span.args.get("version", -1)
@@ -102,8 +103,8 @@ def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
 def _generate_jobs(
     generated: Iterable[Span], swaps: Iterable[Span], pause: float, rollout: Rollout, start: float
 ) -> list[Job]:
-    """(samples, busy seconds) of every engine's jobs that began at `start` or later, pauses for swaps and jobs with
-    validation samples, which take other steps, left out."""
+    """Returns (samples, busy seconds) of every engine's jobs that began at `start` or later, pauses for swaps and
+    jobs with validation samples, which take other steps, left out."""
     per_engine: dict[str, list[Span]] = defaultdict(list)
     for span in generated:
         per_engine[span.actor].append(span)
@@ -121,7 +122,7 @@ def _generate_jobs(
 
 @dataclass
 class _Batch:
-    """The engine was busy with these samples from `begin` to `end`."""
+    """Samples that an engine was busy with from `begin` to `end`."""
 
     begin: float
     end: float
@@ -129,7 +130,7 @@ class _Batch:
 
 
 def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
-    """The jobs behind one engine's overlapping samples.
+    """Returns the jobs behind one engine's overlapping samples.
 
     Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
     are done together (less than half a denoising step apart) were computed together; such clusters are put together up
@@ -151,7 +152,7 @@ def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
 
 
 def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
-    """Runs of spans that end less than `apart` after the one before."""
+    """Yields runs of spans that end less than `apart` after the one before."""
     cluster: list[Span] = []
     for span in ordered:
         if cluster and span.end - cluster[-1].end >= apart:
@@ -163,7 +164,7 @@ def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
 
 
 def _payload(generated: Iterable[Span], publishes: Iterable[Span]) -> Payload:
-    """Means of what the spans say they carried."""
+    """Averages the sizes that the spans say they carried."""
     samples = [span.args for span in generated]
 
     def mean(found: Iterable[float]) -> int:

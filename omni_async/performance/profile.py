@@ -1,5 +1,5 @@
-"""A profile: the service times and payload sizes of one job on one kind of machine. Runs write one (`profile.json`),
-emulated devices and the simulator replay it, and some built from published figures are shipped."""
+"""Reads and writes profiles: the service times and payload sizes of one job on one kind of machine. Runs write one
+(`profile.json`), emulated devices and the simulator replay it, and some built from published figures are shipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Every stage is a `ServiceTime`:
+    """The service times of one job. Every stage is a `ServiceTime`:
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
     score     one reward worker, a batch of samples (units: samples; at most reward.batch)
@@ -39,9 +39,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     train     the trainer, forward and backward of a group (units: samples per rank)
     step      the trainer, an optimizer step
     export    the trainer, copying a version out: the part of a publish that blocks it
-    publish   a version on its way to the engines, from the copy to staged on all of them (blocks nobody)
+    publish   a version on its way to the engines, from the copy to staged on all of them (blocks no role)
     swap      an engine pauses to switch
-    switch    a device that the roles share changes hands (unload one, wake the next); only with placement.colocated
+    switch    a device that the roles share passes to the next (unload one, wake the next); with placement.colocated
 
     `source` says where the numbers are from, `assumed` which of them are not from there.
     """
@@ -61,7 +61,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     payload: Payload = Payload()
 
     def scaled(self, factor: float) -> Profile:
-        """Every service time multiplied."""
+        """Multiplies every service time."""
         stages = {name: value.scaled(factor) for name, value in self.stages().items()}
         return msgspec.structs.replace(self, **stages)
 
@@ -70,15 +70,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Lists the names of the profiles that come with the package."""
     return sorted(
         path.name.removesuffix(".json") for path in resources.files(_SHIPPED).iterdir() if path.name.endswith(".json")
     )
 
 
 def load_profile(name: str) -> Profile:
-    """A shipped profile by name, or a file whose name ends in `.json`. ConfigError, one line, if there is none, it is
-    not one, or it says that nothing takes time."""
+    """Loads a shipped profile by name, or a file whose name ends in `.json`. Raises ConfigError, one line, if there
+    is none, it is not one, or it says that nothing takes time."""
     if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():
@@ -99,7 +99,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def is_empty(profile: Profile) -> bool:
-    """Whether every stage takes no time: nothing was measured."""
+    """Returns whether every stage takes no time: nothing was measured."""
     return not any(service.mean() for service in profile.stages().values())
 
 

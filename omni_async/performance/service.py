@@ -1,4 +1,4 @@
-"""Service times: how long one device is busy with one job of n units, as numbers that fit into a profile."""
+"""Describes service times: how long one device is busy with one job of n units, as numbers that fit into a profile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 # Enough to keep a tail that one job in fifty belongs to.
 _NUM_QUANTILES = 50
-# Of the mean of quantiles that were rounded.
+# Tolerance of the mean of quantiles that were rounded.
 _FAR_FROM_1 = 0.01
 
 
 class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A job of n units takes (fixed_s + n * unit_s) * f seconds, with a random factor f of mean 1.
+    """The time of a job: n units take (fixed_s + n * unit_s) * f seconds, with a random factor f of mean 1.
 
     `quantiles` of f, at the probabilities (i + 1/2) / len, say how it is distributed; without them it is log-normal
     with standard deviation `cv`; with cv = 0 it is 1.
@@ -35,15 +35,15 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             raise ValueError(f"quantiles: their mean should be 1, got {sum(self.quantiles) / len(self.quantiles):.4g}")
 
     def mean(self, units: float = 1) -> float:
-        """Seconds, of a job of `units`; no job, no time."""
+        """Returns the mean seconds of a job of `units`; 0 for no units."""
         return self.fixed_s + units * self.unit_s if units > 0 else 0.0
 
     def sample(self, random: random.Random, units: float = 1) -> float:
-        """Seconds of one job."""
+        """Draws the seconds of one job."""
         return self.sampler(random)(units)
 
     def sampler(self, random: random.Random) -> Callable[[float], float]:
-        """`sample`, prepared for many calls: units -> seconds of one job."""
+        """Prepares `sample` for many calls. Returns units -> seconds of one job."""
         fixed, unit = self.fixed_s, self.unit_s
         if self.quantiles:
             choice, quantiles = random.choice, self.quantiles
@@ -57,14 +57,14 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation of f (std / mean)."""
+        """Returns the coefficient of variation of f (std / mean)."""
         if not self.quantiles:
             return self.cv
         mean = sum(self.quantiles) / len(self.quantiles)
         return math.sqrt(sum((q - mean) ** 2 for q in self.quantiles) / len(self.quantiles)) / mean if mean > 0 else 0.0
 
     def scaled(self, factor: float) -> ServiceTime:
-        """The same jobs on a device 1 / factor times as fast."""
+        """Returns the same jobs on a device 1 / factor times as fast."""
         return msgspec.structs.replace(self, fixed_s=self.fixed_s * factor, unit_s=self.unit_s * factor)
 
 
@@ -72,8 +72,8 @@ NOTHING = ServiceTime()
 
 
 def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
-    """The service time behind observed jobs (units, seconds): least squares of fixed_s and unit_s, both >= 0, and the
-    quantiles of what each job took relative to that, scaled to mean 1. Jobs of one size give unit_s alone."""
+    """Fits the service time behind observed jobs (units, seconds): least squares of fixed_s and unit_s, both >= 0,
+    and the quantiles of each job's seconds relative to that, scaled to mean 1. Jobs of one size give unit_s alone."""
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING

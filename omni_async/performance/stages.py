@@ -1,8 +1,8 @@
-"""From a configuration and a profile to the stage times of one update, by counting jobs.
+"""Computes the stage times of one update from a configuration and a profile, by counting jobs.
 
 With S = 0 everything of a step starts from nothing, so its jobs can be counted exactly, and for service times that do
-not vary the law is what a step takes. With S > 0 the updates share the devices and a job may hold samples of two; what
-is given then is a lower bound: as few jobs as there can be, each as short as it can be.
+not vary the law is what a step takes. With S > 0 the updates share the devices and a job may hold samples of two; the
+result is then a lower bound: as few jobs as there can be, each as short as it can be.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from omni_async.performance.service import ServiceTime
 
 
 def stage_times(config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool) -> StageTimes:
-    """Means, in the profile's seconds. `streams`: the trainer starts a group when it is ready. `recomputes_proximal`:
-    it recomputes log-probs."""
+    """Returns mean stage times, in the profile's seconds. `streams`: the trainer starts a group when it is ready.
+    `recomputes_proximal`: it recomputes log-probs."""
     job = _Job(config, profile, streams, recomputes_proximal)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -44,7 +44,7 @@ def stage_times(config: Config, profile: Profile, *, streams: bool, recomputes_p
 
 
 def _longest_wait(config: Config, profile: Profile) -> float:
-    """Seconds a version that is there may have to wait for the boundary that `weights.swap` names."""
+    """Returns the seconds a version that has arrived may have to wait for the boundary that `weights.swap` names."""
     batch = engine_batch(config)
     batches = {
         "step": 1 / config.rollout.num_inference_steps,
@@ -55,14 +55,14 @@ def _longest_wait(config: Config, profile: Profile) -> float:
 
 
 def engine_batch(config: Config) -> int:
-    """Samples an engine computes together: its batch, unless its places or its share of the trajectory buffer are
-    fewer."""
+    """Returns how many samples an engine computes together: its batch, unless its slots or its share of the
+    trajectory buffer are fewer."""
     share = math.ceil(config.buffer.trajectories / config.rollout.workers)
     return max(1, min(config.rollout.max_batch, config.rollout.max_inflight, share))
 
 
 class _Job:
-    """The stages of one configuration, and what they are together."""
+    """The stages of one configuration, and their combined latency."""
 
     def __init__(self, config: Config, profile: Profile, streams: bool, recomputes_proximal: bool) -> None:
         rollout, reward, trainer = config.rollout, config.reward, config.trainer
@@ -72,7 +72,7 @@ class _Job:
         self._profile = profile
         self._engines, self._batch = rollout.workers, engine_batch(config)
         self._reward_workers, self._reward_batch = reward.workers, reward.batch
-        self._group_size, self._places = rollout.group_size, config.buffer.trajectories
+        self._group_size, self._slots = rollout.group_size, config.buffer.trajectories
         self._samples = trainer.groups_per_update * rollout.group_size
         per_rank = rollout.group_size / trainer.workers
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
@@ -90,7 +90,7 @@ class _Job:
         )
 
     def latency(self, updates: int) -> float:
-        """From the admission of the groups of that many updates until the last of them is made."""
+        """Returns the seconds from the admission of the groups of that many updates until the last of them is made."""
         if self._in_step:
             return self._step()
         samples, train = updates * self._samples, updates * self.train
@@ -99,19 +99,19 @@ class _Job:
         return max(self._ready(samples) + self._group + self._steps, self._ready(self._group_size) + train)
 
     def _ready(self, samples: int) -> float:
-        """With S > 0, until that many are generated and scored."""
+        """Returns the seconds until that many samples are generated and scored, with S > 0."""
         one_scored, one_generated = self._profile.score.mean(1), self._profile.generate.mean(1)
         return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
 
     def _step(self) -> float:
-        """With S = 0. All engines start at once, so samples come in rounds; what follows is busy without a break from
-        the first round on, or from the last."""
+        """Returns the seconds of a step with S = 0. All engines start at once, so samples come in rounds; what
+        follows is busy without a break from the first round on, or from the last."""
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
         # Where the last round is not shared evenly, some engines end a sample earlier.
         last = rest % self._engines * math.ceil(rest / self._engines) or rest or together
-        # Where the samples do not all have a place at once, the first engines take most of the places.
-        fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._places else 1
+        # Where the samples do not all have a slot at once, the first engines take most of the slots.
+        fewest = min(self._batch, self._samples // self._engines) if self._samples <= self._slots else 1
         first = self._profile.generate.mean(max(1, fewest))
         if self._scores_late:
             scored = self.generate + self.score
@@ -127,26 +127,29 @@ class _Job:
         )
 
     def _generated(self, samples: int) -> float:
-        """Seconds until all engines together have made them, sharing them evenly."""
+        """Returns the seconds until all engines together have generated the samples, sharing them evenly."""
         return _makespan(self._profile.generate, samples, self._engines, self._batch)
 
     def _scored(self, samples: int) -> float:
-        """The same of reward workers: the least it can take, however the samples come."""
+        """Returns the seconds until the reward workers have scored the samples: the least it can take, however they
+        come."""
         return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
 
     def _scored_at_once(self, samples: int) -> float:
-        """Of samples that are all there: a reward worker takes as many as it may, and leaves the rest to others."""
+        """Returns the seconds to score samples that are all there: a reward worker takes as many as it may, and
+        leaves the rest to others."""
         score, batch = self._profile.score, self._reward_batch
         rounds, rest = divmod(samples, self._reward_workers * batch)
         return rounds * score.mean(batch) + score.mean(min(batch, rest))
 
 
 def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
-    """Seconds until `workers`, who share the samples evenly, have done them in jobs of at most `batch`."""
+    """Returns the seconds until `workers`, which share the samples evenly, have done them in jobs of at most
+    `batch`."""
     rounds, rest = divmod(math.ceil(samples / workers), batch)
     return rounds * service.mean(batch) + service.mean(rest)
 
 
 def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
-    """Seconds of each of `workers` that do nothing but full batches."""
+    """Returns the seconds of each of `workers` that do nothing but full batches."""
     return samples / workers * service.mean(batch) / batch

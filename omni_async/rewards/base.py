@@ -1,4 +1,4 @@
-"""What a scorer is: a function from a batch of images and prompts to finite scores."""
+"""Defines the interface of scorers: functions from a batch of images and prompts to finite scores."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 
 
 class ScoreError(RuntimeError):
-    """A sample could not be scored. It is retried, then its group is rejected; it never becomes a number."""
+    """A sample could not be scored. Scoring is retried, then the sample's group is rejected; the error never becomes a
+    number."""
 
 
 class Outage(ScoreError):
-    """The scorer is not there, or has no time or room: asking later may help. A scorer may raise it, too, while it
-    starts up say."""
+    """The scorer is unreachable, or has no time or room: asking later may help. A scorer may raise it, too, while it
+    starts up, for example."""
 
 
 class WrongScorer(RuntimeError):
-    """A scorer that fails whatever it is asked, in the same way every time: waiting would not mend it."""
+    """A scorer fails for every sample, in the same way every time: waiting would not repair it."""
 
 
 class Unbounded(ScoreError):
@@ -29,27 +30,27 @@ class Unbounded(ScoreError):
 
 
 class Scorer(Protocol):
-    """A class attribute `concurrent = True` (by default it is false) declares that `score` may be called while another
-    call of it is running, as that of a client of an HTTP server usually may: then a slow call is hedged after
-    `reward.hedge_s`.
+    """A function from images and prompts to scores. A class attribute `concurrent = True` (by default it is false)
+    declares that `score` may be called while another call of it is running, as that of a client of an HTTP server
+    usually may: then a slow call is hedged after `reward.hedge_s`.
 
     A class may also have a `check_prompt(prompt, params)`, a classmethod or staticmethod, which is called with every
-    prompt of the recipe before anything is started. It returns what it misses in the prompt, as a text for the user, or
-    None; `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are
-    checked without.
+    prompt of the recipe before anything is started. It returns what the prompt lacks, as a text for the user, or None;
+    `params` are the constructor's keyword arguments, defaults included. It should import no torch: recipes are checked
+    without.
     """
 
     name: str
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        """Blocking, called in a worker thread, one call at a time unless the scorer is `concurrent`; but a call that
-        takes longer than `reward.timeout_s` is given up, and the next may begin while it still runs. Calls that belong
-        to a socket should have a timeout of their own: a thread cannot be stopped, and a worker that collects too many
-        is replaced.
+        """Scores a batch. Blocking, called in a worker thread, one call at a time unless the scorer is `concurrent`;
+        but a call that takes longer than `reward.timeout_s` is given up, and the next may begin while it still runs.
+        Calls over a socket should have a timeout of their own: a thread cannot be stopped, and a worker that collects
+        too many is replaced.
 
-        Images are uint8 (height, width, 3) and not to be written to. As many scores as images, all finite; raise
-        anything otherwise. The same image may come again: alone, if the batch it was in failed, and as a question whose
-        answer is known, if other images fail.
+        Images are uint8 (height, width, 3) and not to be written to. Return as many scores as images, all finite; raise
+        any exception otherwise. The same image may come again: alone, if the batch it was in failed, and as a question
+        whose answer is known, if other images fail.
         """
 
 

@@ -1,4 +1,5 @@
-"""What every scorer may assume of its input and owes for its output; the errors name the scorer and the sample."""
+"""Checks the input that every scorer may rely on and the output it must return; the errors name the scorer and the
+sample."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import numpy as np
 from omni_async.rewards.base import ScoreError
 from omni_async.types import Prompt, Score
 
-# What a scorer returns goes into checkpoints, metrics and captions.
+# A scorer's output goes into checkpoints, metrics and captions.
 _LONGEST_TEXT = 2000
 _LONGEST_NAME = 100
 _MOST_PARTS = 256
 # Metrics are means of parts: a sum of them has to be a number, too.
 _LARGEST_PART = 1e100
-# Halves of surrogate pairs, which no file can hold, and control characters, which no picture can show.
+# Halves of surrogate pairs, which no file can hold, and control characters, which no image can show.
 _UNFIT = re.compile(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -29,7 +30,7 @@ def describe(position: int, prompt: Prompt) -> str:
 
 
 def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> None:
-    """As many prompts as images, each image uint8 (height, width, 3) and not empty; ScoreError otherwise."""
+    """Requires as many prompts as images, each image uint8 (height, width, 3) and not empty; ScoreError otherwise."""
     if len(images) != len(prompts):
         raise ScoreError(f"scorer {scorer!r}: {len(images)} images but {len(prompts)} prompts")
     for position, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
@@ -42,10 +43,10 @@ def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
-    """The scores, with plain floats for numbers and texts that can be written: as many as prompts, every value and part
-    a finite number. ScoreError otherwise, whatever a scorer may have returned."""
+    """Returns the scores, with plain floats for numbers and texts that can be written: as many as prompts, every value
+    and part a finite number. ScoreError otherwise, whatever a scorer may have returned."""
     if isinstance(scores, Coroutine):
-        scores.close()  # nobody will await it
+        scores.close()  # it will never be awaited
         raise ScoreError(
             f"scorer {scorer!r} is asynchronous: score must be a plain method; it is called in a thread of its own, and"
             " may block"
@@ -94,7 +95,7 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
 
 
 def _fit(text: str) -> str:
-    """A text of any make as a plain one that can be written and shown."""
+    """Converts any text to a plain one that can be written and shown."""
     plain = _UNFIT.sub("\ufffd", str.__str__(text[:_LONGEST_TEXT]))
     return plain if len(text) <= _LONGEST_TEXT else f"{plain}..."
 

@@ -1,4 +1,4 @@
-"""The reward of a recipe: a weighted sum over its scorers, each checked before it counts."""
+"""Composes the reward of a recipe: a weighted sum over its scorers, each checked before it counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
-    """One label per scorer: its name, numbered from the second of the same name on."""
+    """Returns one label per scorer: its name, numbered from the second of the same name on."""
     seen: Counter[str] = Counter()
     labels = []
     for config in configs:
@@ -30,8 +30,8 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
 
 
 def _built(label: str, config: schema.Scorer) -> Scorer:
-    """WrongScorer, one line without the scorer's credentials, if it cannot be; ScorerConfigError if its parameters do
-    not fit."""
+    """Builds a scorer. WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its
+    parameters do not fit."""
     try:
         return registry.build(config)
     except registry.ScorerConfigError:
@@ -47,9 +47,9 @@ class Member(NamedTuple):
 
 
 class WeightedScorer:
-    """value = sum of weight x value; `values` holds every scorer's own unweighted value. With one scorer, parts keep
-    their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted value is the part
-    `<scorer>/value`. Texts are joined with ` | `."""
+    """A weighted sum: value = sum of weight x value; `values` holds every scorer's own unweighted value. With one
+    scorer, parts keep their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted value is
+    the part `<scorer>/value`. Texts are joined with ` | `."""
 
     name = "reward"
 
@@ -63,7 +63,7 @@ class WeightedScorer:
 
     @classmethod
     def alone(cls, scorer: Scorer) -> WeightedScorer:
-        """One that is built already, with weight 1."""
+        """Wraps a scorer that is built already, with weight 1."""
         reward = cls.__new__(cls)
         reward.members = [Member(scorer.name, 1.0, scorer)]
         return reward
@@ -76,8 +76,8 @@ class WeightedScorer:
         return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
 
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
-        """One sample's score from that of every member, in their order. Unbounded if the sum, or what a member adds to
-        it, is beyond `max_abs`."""
+        """Combines the scores of every member, in their order, into one sample's score. Unbounded if the sum, or what a
+        member adds to it, is beyond `max_abs`."""
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
         combined = self._combine(row)

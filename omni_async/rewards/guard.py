@@ -1,18 +1,18 @@
-"""One scorer of a reward, called so that nothing it does harms anybody else: in threads, with a timeout, a hedge and a
+"""Calls one scorer of a reward so that its failures affect nothing else: in threads, with a timeout, a hedge and a
 circuit breaker.
 
 `score` waits for the scorer, `reward.timeout_s` a call at most. `recover` waits while the scorer is down: for the
-pauses between attempts, and for those. Unblocked by the scorer's answers and by timers alone; who wants to end earlier
-cancels.
+pauses between attempts, and for the attempts. The scorer's answers and timers alone unblock it; to end earlier, cancel
+it.
 
-Whose fault is a failure? A batch that fails is scored again one by one, so that one bad sample does not take its
-neighbours along. When a sample fails alone, the scorer is asked for one that it has scored before: if it answers, the
-fault is the sample's, and otherwise the scorer is down, and that is held against no sample. A scorer that has never
-answered counts as down, until it answers for any sample.
+A failure is attributed to the sample or to the scorer. A batch that fails is scored again one by one, so that one bad
+sample does not fail its neighbours. When a sample fails alone, the scorer is asked for one that it has scored before:
+if it answers, the fault is the sample's; otherwise the scorer is down, which counts against no sample. A scorer that
+has never answered counts as down, until it answers for any sample.
 
-A scorer that is simply wrong would be waited for in vain. So it is tried with a synthetic sample before any is drawn,
-and until it has scored a drawn one it is asked again at once for whatever it fails: the same words twice, unless they
-are those of an outage, are held against the scorer.
+Waiting does not help against a scorer that is simply wrong. So it is tried with a synthetic sample before any is drawn,
+and until it has scored a drawn one every failed sample is scored again at once: the same error text twice, unless it is
+that of an outage, counts against the scorer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S = 1.0
 # Calls that may hang at once. Their threads cannot be stopped, only left behind.
 _MOST_HANGING = 8
-# A reason goes into a line of the ledger and onto the console; a server's error page would not fit.
+# A reason goes into a line of the ledger and onto the console, where a server's error page would not fit.
 _LONGEST_REASON = 300
 
 
@@ -58,9 +58,10 @@ class ScorerHangs(RuntimeError):
 
 
 class Failure(Struct, frozen=True):
-    """Why there is no score. `postponed`: because the scorer is down, so the sample should be scored later as if it had
-    not been tried. `suspect`: it went down when it was asked for this sample, by chance or not. `wrong`: it has scored
-    no drawn sample yet, and said the same twice. `final`: asking again would not help."""
+    """The reason why there is no score. `postponed`: because the scorer is down, so the sample should be scored later
+    as if it had not been tried. `suspect`: the scorer went down when it was asked for this sample, by chance or not.
+    `wrong`: the scorer has scored no drawn sample yet, and failed twice with the same text. `final`: asking again would
+    not help."""
 
     reason: str
     postponed: bool = False
@@ -70,8 +71,9 @@ class Failure(Struct, frozen=True):
 
 
 class GuardedScorer:
-    """`tell` gets a sentence when the scorer is down for longer than a first pause, when it is given up, and when it is
-    back. `probe`: what it is tried with; without one nothing that it says is taken for a mistake of its own."""
+    """A scorer with timeout, hedge and circuit breaker. `report` gets a sentence when the scorer is down for longer
+    than a first pause, when it is given up, and when it is back. `probe`: a synthetic sample to try it with; without
+    one no error counts as a mistake of the scorer itself."""
 
     def __init__(
         self,
@@ -80,24 +82,24 @@ class GuardedScorer:
         config: Reward,
         clock: Clock,
         threads: Threads,
-        tell: Callable[[str], Awaitable[None]],
+        report: Callable[[str], Awaitable[None]],
         probe: Probe | None = None,
     ) -> None:
         self._label = label
         self._scorer = scorer
         self._config = config
         self._threads = threads
-        self._tell = tell
+        self._report = report
         self._breaker = Breaker(
             clock,
             pauses=Backoff(config.backoff_s or _FIRST_PAUSE_S, config.backoff_max_s),
             give_up_s=config.outage_s,
         )
         self._probe = probe
-        self._doubted = probe is not None  # until it has scored a drawn sample
-        self._known: tuple[Images, Prompts] | None = None  # a sample that it could score
-        self._told_down = False
-        self._told_given_up = False
+        self._doubted = probe is not None  # until the scorer has scored a drawn sample
+        self._known: tuple[Images, Prompts] | None = None  # a sample that the scorer could score
+        self._reported_down = False
+        self._reported_given_up = False
 
     @property
     def down(self) -> bool:
@@ -105,12 +107,12 @@ class GuardedScorer:
 
     @property
     def outage(self) -> str:
-        """The last thing it said when it went down."""
+        """Returns the scorer's last error when it went down."""
         return self._breaker.reason
 
     async def try_out(self) -> str | None:
-        """Score the probe. Why the scorer is wrong, if it is; one that only is not there counts as down from then
-        on."""
+        """Scores the probe. Returns why the scorer is wrong, if it is; a scorer that is only unreachable counts as down
+        from then on."""
         if self._probe is None:
             return None
         images, prompts = self._probe.images, self._probe.prompts
@@ -127,12 +129,12 @@ class GuardedScorer:
         return None
 
     async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
-        """One outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises
+        """Returns one outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises
         ScorerHangs."""
         outcomes = await self._score(images, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
-        if self.down:  # which may have shown only after the first of them
+        if self.down:  # the scorer may have gone down after the first outcome
             outcomes = [self._failure(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
 
@@ -156,8 +158,8 @@ class GuardedScorer:
         return [Failure(str(answer), suspect=suspect, wrong=wrong)]
 
     async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
-        """An attempt to see whether a scorer that is down answers ends when it has taken a time-out's time: it may hang
-        with each of them."""
+        """Scores images one by one. An attempt to see whether a scorer that is down answers ends when it has taken a
+        time-out's time: it may hang with each of them."""
         outcomes: list[Score | Failure] = []
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -169,7 +171,7 @@ class GuardedScorer:
         return outcomes
 
     def _failure(self, of: Failure | None = None) -> Failure:
-        """Of a sample while the scorer is down; `of`: what is known of it beside that."""
+        """Returns the failure of a sample while the scorer is down; `of` holds other facts known about the sample."""
         breaker = self._breaker
         if not breaker.given_up:
             return replace(of or Failure(""), reason=breaker.reason, postponed=True)
@@ -177,9 +179,9 @@ class GuardedScorer:
 
     async def _missed(self, reason: str) -> None:
         self._breaker.missed(reason)
-        if not self._told_down:
-            self._told_down = True
-            await self._tell(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
+        if not self._reported_down:
+            self._reported_down = True
+            await self._report(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
 
     async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
         if self._known is None or self._doubted:
@@ -188,24 +190,22 @@ class GuardedScorer:
         await self._is_back()
 
     async def _is_back(self) -> None:
-        seconds, told = self._breaker.open_s, self._told_down
+        seconds, reported = self._breaker.open_s, self._reported_down
         self._breaker.succeeded()
-        self._told_down = self._told_given_up = False
-        if told:
-            await self._tell(f"scorer {self._label!r} answers again after {seconds:.0f} s")
+        self._reported_down = self._reported_given_up = False
+        if reported:
+            await self._report(f"scorer {self._label!r} answers again after {seconds:.0f} s")
 
     async def recover(self) -> None:
-        """Until the scorer answers, or an attempt should be made with the next samples, or it is given up and they
-        should fail. Raises ScorerHangs."""
+        """Returns when the scorer answers, or an attempt should be made with the next samples, or it is given up and
+        they should fail. Raises ScorerHangs."""
         breaker = self._breaker
         while breaker.state is State.OPEN:
             if breaker.given_up:
                 await self._give_up()
                 if not breaker.due:
                     if self._known is not None:
-                        await asyncio.sleep(
-                            _FIRST_PAUSE_S
-                        )  # a worker beside this one may fare better: leave it the samples
+                        await asyncio.sleep(_FIRST_PAUSE_S)  # another worker's scorer may answer: leave it the samples
                     return
             else:
                 await asyncio.sleep(breaker.pause_s)
@@ -221,9 +221,9 @@ class GuardedScorer:
     async def _give_up(self) -> None:
         if self._threads.busy >= _MOST_HANGING:
             raise ScorerHangs(f"{self._hanging()}, and reward.outage_s = {self._config.outage_s:g} is over")
-        if not self._told_given_up:
-            self._told_down = self._told_given_up = True
-            await self._tell(
+        if not self._reported_given_up:
+            self._reported_down = self._reported_given_up = True
+            await self._report(
                 f"warning: scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s; its samples"
                 " fail now"
             )
@@ -235,10 +235,11 @@ class GuardedScorer:
         )
 
     async def _call(self, images: Images, prompts: Prompts) -> Answer:
-        """The first answer of a call, or of a second one made beside it if it is slow and the scorer allows that."""
+        """Returns the first answer of a call, or of a second one made beside it if it is slow and the scorer allows
+        that."""
         if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
             if not self.down:
-                raise ScorerHangs(self._hanging())  # it answers some, but has threads for no more
+                raise ScorerHangs(self._hanging())  # the scorer answers some calls, but has threads for no more
             return Outage(self._hanging())
         loop, config = asyncio.get_running_loop(), self._config
         began = loop.time()
@@ -271,8 +272,8 @@ class GuardedScorer:
 
 
 def _answer(label: str, scorer: Scorer, images: Images, prompts: Prompts) -> Answer:
-    """In a thread. Raises nothing: a future does not take every exception, and an event loop ends at some
-    (SystemExit)."""
+    """Calls the scorer, in a thread. Raises nothing: a future does not take every exception, and an event loop ends at
+    some (SystemExit)."""
     try:
         return require_scores(label, scorer.score(images, prompts), prompts)
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
@@ -285,6 +286,6 @@ def _failed(label: str, error: BaseException) -> ScoreError:
 
 
 def _shorten(reason: str) -> str:
-    """One line that can be written and shown."""
+    """Makes the reason one line that can be written and shown."""
     reason = one_line(" ".join(reason.split()))
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

@@ -1,5 +1,5 @@
-"""What foreign scorer code raises, fit for ledgers and logs: without the scorer's credentials, and not a whole web
-page."""
+"""Makes exceptions of foreign scorer code fit for ledgers and logs: without the scorer's credentials, and not a whole
+web page."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _WIDEST = 24
 
 @contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """An exception whose text would show one of `secrets`, a URL's password or more than 2000 characters becomes a
-    `ScoreError` (an `Outage`, if it says so) that does not."""
+    """Replaces an exception whose text would show one of `secrets`, a URL's password or more than 2000 characters by a
+    `ScoreError` (an `Outage`, if it is one) that does not."""
     try:
         yield
     except BaseException as error:  # sys.exit with a key in its text, too
         try:
             text = str(error)
-        except Exception:  # noqa: BLE001 (`told` says so)
+        except Exception:  # noqa: BLE001 (`told` reports it)
             raise error from None
         shown = _cut(text, frozenset(secrets))
         if shown == text:
-            raise error from None  # what led to it may say more
+            raise error from None  # its causes may show more
         raise (Outage if is_outage(error) else ScoreError)(f"{type(error).__name__}: {shown}") from None
 
 
 def _cut(text: str, secrets: frozenset[str]) -> str:
-    """`text` without `secrets`, and without its end if it is too long."""
+    """Returns `text` without `secrets`, and without its end if it is too long."""
     margin = _WIDEST * max(map(len, secrets), default=0)
     looked_at = text[: 10 * _LONGEST + margin]
     shown = redact_text(looked_at, secrets)
@@ -50,20 +50,18 @@ def _cut(text: str, secrets: frozenset[str]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """The kind of an exception, and what it says; an exception is foreign code, too."""
+    """Returns the kind and the text of an exception; an exception is foreign code, too."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 (that it cannot be shown is all there is to say)
+    except Exception:  # noqa: BLE001 (nothing more can be shown)
         return f"{type(error).__name__}: an exception that cannot be shown"
 
 
 class Discreet:
-    """The scorer, with what it raises made fit to be shown."""
+    """A scorer whose exceptions are made fit to be shown."""
 
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
-        self.name = getattr(
-            scorer, "name", type(scorer).__name__
-        )  # nothing that it is asked for: the recipe's name is what is shown
+        self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages: they show the recipe's name
         self.concurrent = is_concurrent(scorer)
         self._scorer = scorer
         self._secrets = secrets

@@ -1,14 +1,14 @@
-"""The OCR reward: does the image show the text the prompt asks for? For images that hold one line of text.
+"""Implements the OCR reward: does the image show the text the prompt asks for? For images that hold one line of text.
 
 similarity = 1 - Levenshtein distance / length of the longer text, spaces left out (as flow_grpo does). It is 0 or 1 for
-one character, so whole groups tie. `dense: true` adds what the recogniser thinks of the *wanted* text, whatever it
+one character, so whole groups tie. `dense: true` adds the recogniser's probability of the *wanted* text, whatever it
 read:
 
     value = (similarity + p) / 2,    p = P(wanted text | image) ^ (1 / its length)      (CTC, `omni_async.rewards.ctc`)
 
 which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a
-wrong one, because p can only be what that one leaves. A right reading never scores below 1/2; a reading with nothing
-right in it never above.
+wrong one, because p is at most the probability that the wrong text leaves. A right reading never scores below 1/2; a
+reading with nothing right in it never above.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 
 
 def wanted_text(prompt: Prompt) -> str | None:
-    """The prompt's target, else the first text in double quotes, without white space; None if there is none."""
+    """Returns the prompt's target, else the first text in double quotes, without white space; None if there is none."""
     if prompt.target is not None:
         text = prompt.target
     else:
@@ -44,7 +44,8 @@ def wanted_text(prompt: Prompt) -> str | None:
 
 
 def missing_text(prompt: Prompt) -> str | None:
-    """For `check_prompt` of scorers that read: what to write where there is no wanted text; None if there is."""
+    """Implements `check_prompt` of scorers that read: returns what to write where there is no wanted text; None if
+    there is one."""
     return (
         None
         if wanted_text(prompt) is not None
@@ -58,8 +59,8 @@ def _alphabet() -> frozenset[str]:
 
 
 class OcrScorer:
-    """Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense,
-    `ocr_target` (p).
+    """The OCR scorer. Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if
+    nothing) and, if dense, `ocr_target` (p).
 
     `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
     """
@@ -87,7 +88,7 @@ class OcrScorer:
 
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
-        """There must be a text to read, in characters that the recogniser knows."""
+        """Requires a text to read, in characters that the recogniser knows."""
         text = wanted_text(prompt)
         if text is None or text.isascii():  # all of ASCII is known, and loading the alphabet takes a second
             return missing_text(prompt)

@@ -1,8 +1,8 @@
-"""Whose fault an exception of a scorer is: its own, or that of something it needs and that may come back.
+"""Decides whether an exception of a scorer is its own fault, or that of something it needs and that may come back.
 
-Nothing is certain here, for a scorer may raise what it likes. What it could not reach, what took too long and what had
-no room now are outages, told by the exceptions of Python and by the names that HTTP, RPC and accelerator libraries give
-to theirs. A server that answers and refuses the request (HTTP 401, say) will refuse it again.
+The decision is a heuristic, for a scorer may raise any exception. Unreachable services, time-outs and exhausted memory
+are outages, recognised by the exceptions of Python and by the names that HTTP, RPC and accelerator libraries give to
+theirs. A server that answers and refuses the request (HTTP 401, say) will refuse it again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether asking again later may help, as far as the exception, or one that led to it, tells."""
+    """Returns whether asking again later may help, judging by the exception and those that led to it."""
     try:
         return any(_is_outage(one) for one in _chain(error))
-    except Exception:  # noqa: BLE001 (attributes of foreign exceptions may raise, and then they tell nothing)
+    except Exception:  # noqa: BLE001 (attributes of foreign exceptions may raise, and then there is nothing to judge by)
         return False
 
 
 def repeats(error: ScoreError, before: ScoreError) -> bool:
-    """Whether a scorer failed twice in the same way, and in one that time does not mend. Addresses of objects may
-    differ."""
+    """Returns whether a scorer failed twice in the same way, and in one that time does not repair. Addresses of objects
+    may differ."""
     if isinstance(error, Outage) or isinstance(before, Outage):
         return False
     return _ADDRESS.sub("0x", str(error)) == _ADDRESS.sub("0x", str(before))
@@ -59,7 +59,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """What the HTTP server said, by the names that the client libraries have for it."""
+    """Returns the HTTP server's status, by the names that the client libraries have for it."""
     of_response = getattr(error, "response", None)
     found = [getattr(error, "code", None), getattr(error, "status", None), getattr(error, "status_code", None)]
     return next((code for code in (*found, getattr(of_response, "status_code", None)) if isinstance(code, int)), None)

@@ -1,5 +1,5 @@
-"""All scorers of a reward, each guarded by itself. Waits for them one after the other; unblocked by what each
-`GuardedScorer` is."""
+"""Calls all scorers of a reward, each guarded by itself. Waits for them one after the other, as each `GuardedScorer`
+does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Panel:
-    """`tell` gets what a person should know of them. `probe`: what they are tried with before any sample is drawn."""
+    """All guarded scorers of a reward. `report` gets messages about them for the user. `probe`: the sample that they
+    are tried with before any sample is drawn."""
 
     def __init__(
         self,
@@ -29,19 +30,19 @@ class Panel:
         reward: WeightedScorer,
         config: Reward,
         clock: Clock,
-        tell: Callable[[str], Awaitable[None]],
+        report: Callable[[str], Awaitable[None]],
         threads: Callable[[str], Threads] = Threads,
         probe: Probe | None = None,
     ) -> None:
         self._reward = reward
         self._max_abs = config.max_abs
         self._guards = [
-            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), tell, probe)
+            GuardedScorer(label, scorer, config, clock, threads(f"{name}/{label}"), report, probe)
             for label, _, scorer in reward.members
         ]
 
     async def try_out(self) -> str | None:
-        """Every scorer scores the probe. Why one is wrong, if one is."""
+        """Lets every scorer score the probe. Returns why one is wrong, if one is."""
         for guard in self._guards:
             if (wrong := await guard.try_out()) is not None:
                 return wrong
@@ -49,21 +50,21 @@ class Panel:
 
     @property
     def down(self) -> bool:
-        """Whether samples should wait for `recover`."""
+        """Returns whether samples should wait for `recover`."""
         return any(guard.down for guard in self._guards)
 
     @property
     def outages(self) -> list[str]:
-        """What those say that are down."""
+        """Returns the errors of the scorers that are down."""
         return [guard.outage for guard in self._guards if guard.down]
 
     async def recover(self) -> None:
-        """Until samples may be sent to every scorer, be it in vain."""
+        """Returns when samples may be sent to every scorer, even if they will fail."""
         for guard in self._guards:
             await guard.recover()
 
     async def score(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[Score | Failure]:
-        """One outcome per image. A sample that a scorer fails is not shown to those after it."""
+        """Returns one outcome per image. A sample that a scorer fails is not shown to those after it."""
         failures: dict[int, Failure] = {}
         for i, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
             try:

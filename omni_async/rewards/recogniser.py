@@ -1,5 +1,5 @@
-"""RapidOCR's text recogniser alone: one line of text per image, no detection, no rotation; the model ships inside its
-wheel.
+"""Runs RapidOCR's text recogniser alone: one line of text per image, no detection, no rotation; the model ships inside
+its wheel.
 
 The network takes images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional
 to that width, so small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster,
@@ -20,8 +20,8 @@ HEIGHT = 48
 
 @dataclass(frozen=True)
 class Reading:
-    """`confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over
-    the alphabet."""
+    """The text that was read. `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T,
+    C): probabilities over the alphabet."""
 
     text: str
     confidence: float
@@ -29,7 +29,7 @@ class Reading:
 
 
 class Recogniser:
-    """`alphabet[i]` is what column i of `frames` writes; column 0 is the CTC blank."""
+    """A text recogniser. `alphabet[i]` is the text that column i of `frames` writes; column 0 is the CTC blank."""
 
     def __init__(self, threads: int, width: int) -> None:
         from rapidocr import RapidOCR
@@ -52,12 +52,12 @@ class Recogniser:
         self.alphabet: list[str] = list(self._recognise.postprocess_op.character)
 
     def read(self, image: np.ndarray) -> Reading:
-        """`image`: uint8 (height, width, 3), RGB."""
+        """Reads the text of `image`, uint8 (height, width, 3), RGB."""
         height, width = image.shape[:2]
         line_width = max(1, round(width * HEIGHT / height))
         resample = cv2.INTER_AREA if height > HEIGHT else cv2.INTER_CUBIC
-        line = cv2.resize(image[:, :, ::-1], (line_width, HEIGHT), interpolation=resample)
-        tensor = self._recognise.resize_norm_img(line, max(self._width, line_width) / HEIGHT)
+        resized = cv2.resize(image[:, :, ::-1], (line_width, HEIGHT), interpolation=resample)
+        tensor = self._recognise.resize_norm_img(resized, max(self._width, line_width) / HEIGHT)
         frames = self._recognise.session(tensor[None].astype(np.float32))
         [(text, confidence)], _ = self._recognise.postprocess_op(frames)
         return Reading(text=text, confidence=float(np.clip(confidence, 0.0, 1.0)), frames=frames[0])

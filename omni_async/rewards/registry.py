@@ -1,12 +1,13 @@
-"""Scorers by name: what `reward.scorers[].name` may say, and how its `params` become constructor arguments.
+"""Finds scorers by name: the names that `reward.scorers[].name` may hold, and how its `params` become constructor
+arguments.
 
 A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are
 the constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
-scorer's module is somebody else's code: whatever happens when it is imported is one line that says where.
+scorer's module is foreign code: any failure of its import becomes one line that says where.
 
-A parameter `env:NAME`, at any depth, is what the environment variable NAME holds where the scorer is built, so that a
-secret needs to stand in no recipe. What such a parameter or one named like a secret holds is masked in whatever the
-scorer raises.
+A parameter `env:NAME`, at any depth, is the value of the environment variable NAME where the scorer is built, so that
+no recipe needs to contain a secret. The value of such a parameter, or of one named like a secret, is masked in
+everything the scorer raises.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _table() -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """Every registered name, sorted."""
+    """Returns every registered name, sorted."""
     return sorted(_table())
 
 
@@ -86,7 +87,7 @@ def _load(name: str) -> type:
 
 
 def _imported(name: str, module: str) -> ModuleType:
-    """ScorerConfigError whatever the module does instead of being imported: what it ends with, and where."""
+    """Imports the module. Any failure becomes a ScorerConfigError with its text and where it happened."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -95,16 +96,16 @@ def _imported(name: str, module: str) -> ModuleType:
                 f"scorer {name!r}: cannot import {module!r}: there is no {error.name!r} in {_searched()}"
             ) from None
         problem: BaseException = error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (somebody else's code; KeyboardInterrupt stays the user's)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code; KeyboardInterrupt stays the user's)
         problem = error
     text = str(problem) or "no reason given"
     raise ScorerConfigError(
-        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_place(problem)}"
+        f"scorer {name!r}: cannot import {module!r}: {type(problem).__name__}: {text}{_location(problem)}"
     ) from None
 
 
-def _place(error: BaseException) -> str:
-    """` (file:line)` of the innermost line that is not Python's own import machinery."""
+def _location(error: BaseException) -> str:
+    """Returns ` (file:line)` of the innermost line outside Python's own import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return ""  # its text says so
     frames = traceback.extract_tb(error.__traceback__)
@@ -117,7 +118,7 @@ def _place(error: BaseException) -> str:
 
 
 def _searched() -> str:
-    """The folders that modules are looked for in, for people: without those of Python itself."""
+    """Describes the folders that modules are looked for in, without those of Python itself."""
     python = Path(os.__file__).parent
     found = dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip"))
     shown = [folder for folder in found if folder != str(python) and not folder.startswith(str(python / "lib-dynload"))]
@@ -126,11 +127,11 @@ def _searched() -> str:
 
 
 def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The constructor's signature, and the types of its parameters."""
+    """Returns the constructor's signature, and the types of its parameters."""
     try:
         # `__init__` is only read.
         return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]
-    except Exception as error:  # noqa: BLE001 (annotations are code, of somebody else)
+    except Exception as error:  # noqa: BLE001 (annotations are foreign code)
         why = f"{type(error).__name__}: {error}; names in them must be there at run time, not under TYPE_CHECKING alone"
         raise ScorerConfigError(
             f"scorer {name!r}: the annotations of its constructor cannot be evaluated: {why}"
@@ -138,7 +139,7 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
 
 
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
-    """`params` converted to the types of the constructor's keyword arguments."""
+    """Converts `params` to the types of the constructor's keyword arguments."""
     signature, hints = _signature(name, scorer)
     allowed = {
         key: hints.get(key, Any)
@@ -169,7 +170,7 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
 
 
 def _resolved(value: Any, where: str) -> Any:
-    """`value` with every `env:NAME` replaced by what the environment says."""
+    """Returns `value` with every `env:NAME` replaced by the environment's value."""
     if isinstance(value, dict):
         return {key: _resolved(item, where) for key, item in value.items()}
     if isinstance(value, list):
@@ -188,7 +189,7 @@ def _resolved(value: Any, where: str) -> Any:
 
 
 def _referenced(value: Any) -> Iterator[str]:
-    """What the `env:NAME` of a tree stand for."""
+    """Yields the values that the `env:NAME` of a tree stand for."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _referenced(item)
@@ -197,20 +198,19 @@ def _referenced(value: Any) -> Iterator[str]:
 
 
 def secrets_of(config: schema.Scorer) -> frozenset[str]:
-    """Every credential that the scorer was given, for those who show what it says."""
+    """Returns every credential that the scorer was given, so that its messages can be shown without them."""
     return secrets_in(config.params) | frozenset(
         found for found in _referenced(config.params) if len(found) >= SHORTEST
     )
 
 
 def check(config: schema.Scorer) -> None:
-    """Raise `ScorerConfigError` if `build` would, without loading any model (the scorer's module is imported)."""
+    """Raises `ScorerConfigError` if `build` would, without loading any model (the scorer's module is imported)."""
     _arguments(config.name, _load(config.name), config.params)
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
-    """What the scorer says it misses in a prompt, if it has a `check_prompt` to say so; see `Scorer`. ScorerConfigError
-    where that is unusable."""
+    """Returns the scorer's `check_prompt`, if it has one; see `Scorer`. ScorerConfigError where it is unusable."""
     scorer = _load(config.name)
     declared = inspect.getattr_static(scorer, "check_prompt", None)
     if declared is None:
@@ -228,8 +228,8 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
     def check(prompt: Prompt) -> str | None:
         try:
             missing = ask(prompt, params)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (somebody else's code)
-            missing = f"check_prompt failed: {type(error).__name__}: {error}{_place(error)}"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (foreign code)
+            missing = f"check_prompt failed: {type(error).__name__}: {error}{_location(error)}"
         if not isinstance(missing, str | None):
             missing = f"check_prompt returned a {type(missing).__name__}, expected what is missing as text, or None"
         return None if missing is None else f"scorer {config.name!r}: {redact_text(missing, secrets)}"
@@ -238,12 +238,12 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
 
 
 def is_concurrent(config: schema.Scorer) -> bool:
-    """Whether the scorer declares that calls of it may overlap; see `Scorer`."""
+    """Returns whether the scorer declares that calls of it may overlap; see `Scorer`."""
     return base.is_concurrent(_load(config.name))
 
 
 def build(config: schema.Scorer) -> Scorer:
-    """The scorer `config` names, with its model loaded."""
+    """Builds the scorer that `config` names, with its model loaded."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
     with hiding(secrets_of(config)):

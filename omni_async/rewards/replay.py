@@ -1,8 +1,8 @@
-"""A scorer that replays a profile: it reads the seed that a replaying engine wrote on its media and makes a reward of
-it, in no time.
+"""Replays a profile as a scorer: it reads the seed that a replaying engine wrote on its media and makes a reward of it,
+in no time.
 
-How long a batch keeps a reward worker busy is the profile's; `seconds` says it, and whoever has the device waits for
-it.
+The profile says how long a batch keeps a reward worker busy; `seconds` draws that time, and the owner of the device
+waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class ReplayScorer:
-    """See `Scorer`. Rewards are uniform in [0, 1) and a function of the sample's seed alone; `seed` decides how long
-    batches take."""
+    """A `Scorer` that replays a profile. Rewards are uniform in [0, 1) and a function of the sample's seed alone;
+    `seed` decides how long batches take."""
 
     name = "replay"
 
@@ -30,11 +30,11 @@ class ReplayScorer:
         self._random = random.Random(seed)
 
     def seconds(self, samples: int) -> float:
-        """Of the next batch of `samples`."""
+        """Draws the time of the next batch of `samples`."""
         return self._service.sample(self._random, samples)
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        """ValueError for media too short to carry a seed."""
+        """Scores media by their seeds. ValueError for media too short to carry a seed."""
         return [Score(_reward(seed_of(image))) for image in images]
 
 

@@ -1,9 +1,10 @@
-"""Threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for that or for its
-timeout.
+"""Provides threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for a call or
+for its timeout.
 
 A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap
-share one thread (and what libraries keep per thread). A thread cannot be stopped: who gives a call up leaves it `busy`.
-They are daemons, so that the process can end without them, which the standard library's pool does not allow.
+share one thread (and what libraries keep per thread). A thread cannot be stopped: a call that is given up leaves it
+`busy`. The threads are daemons, so that the process can end without them, which the standard library's pool does not
+allow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class _DaemonThread(Executor):
-    """One thread, which makes one call after the other."""
+    """A thread that runs one call after the other."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -33,7 +34,7 @@ class _DaemonThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """After the call it is in, if that returns; never waits for it."""
+        """Ends the thread after its current call, if that returns; never waits for it."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -42,7 +43,7 @@ class _DaemonThread(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # noqa: BLE001 (it belongs to whoever awaits the future)
+                except BaseException as error:  # noqa: BLE001 (it belongs to the awaiter of the future)
                     future.set_exception(error)
 
 
@@ -55,12 +56,12 @@ class Threads:
 
     @property
     def busy(self) -> int:
-        """Calls that have not returned."""
+        """Returns the number of calls that have not returned."""
         return len(self._busy)
 
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Begin it now. Give it up by forgetting the future; a cancelled one frees its thread for a second call too
-        early."""
+        """Begins the call now. Give it up by forgetting the future; a cancelled one frees its thread for a second call
+        too early."""
         thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread
@@ -68,7 +69,7 @@ class Threads:
         return future
 
     async def one_returns(self, timeout_s: float) -> bool:
-        """Whether one of the busy calls returns within so many seconds."""
+        """Returns whether one of the busy calls returns within so many seconds."""
         done, _ = await asyncio.wait(list(self._busy), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
@@ -80,7 +81,7 @@ class Threads:
             self._idle.append(thread)
 
     def close(self) -> None:
-        """No call is wanted any more. Those that have not returned are left alone."""
+        """Ends the idle threads. Calls that have not returned are left alone."""
         self._closed = True
         for thread in self._idle:
             thread.shutdown()

@@ -1,5 +1,5 @@
-"""What every rollout engine is: a thing that makes samples, and holds one version of the policy that can be swapped
-while it does.
+"""Defines the interface of rollout engines: an engine makes samples, and holds one version of the policy that can be
+swapped meanwhile.
 
 An engine owns its batching: callers `generate` many samples concurrently and the engine mixes them as it likes, because
 batching must not change a sample. Tensors it returns are on the CPU.
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine as a whole is unusable (wrong weights, dead child); the sample that met it is not to blame."""
+    """The engine as a whole is unusable (wrong weights, dead child process); the sample that met the error did not
+    cause it."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample.
+    """The trajectory of one sample.
 
     `tensors`, batch size [], holds what the request's `fields` asked for, of:
       latents (W + 1, T, C) float32: before the first trained step, and after each one
@@ -45,17 +46,17 @@ class RolloutEngine(Protocol):
     name: str
 
     async def start(self) -> WeightReport:
-        """Load the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if it can't
-        tell."""
+        """Loads the model. Returns version 0 and the digest of the weights it loaded, or an empty digest if the engine
+        cannot compute one."""
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        """Make one sample. ValueError if the request is wrong, EngineError if the engine is."""
+        """Makes one sample. ValueError if the request is wrong, EngineError if the engine is."""
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Take in a version without disturbing generation; returns the digest of what arrived."""
+        """Takes in a version without disturbing generation; returns the digest of what arrived."""
 
     async def swap(self, version: int) -> WeightReport:
-        """Switch to the staged version before the next denoising step of anything, in-flight samples included."""
+        """Switches to the staged version before the next denoising step of anything, in-flight samples included."""
 
     async def close(self) -> None:
-        """Free everything; `generate` calls in flight fail with EngineError."""
+        """Frees everything; `generate` calls in flight fail with EngineError."""

@@ -1,4 +1,4 @@
-"""Conditioning of the prompts seen last: a group repeats its prompt, and text encoders are frozen."""
+"""Caches the conditioning of the latest prompts: a group repeats its prompt, and text encoders are frozen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_async.types import SampleRequest
 
 
 class ConditioningCache:
-    """Used from one thread. `size` prompts are kept, the least recently used one goes first."""
+    """A cache for one thread. `size` prompts are kept, the least recently used one goes first."""
 
     def __init__(self, codec: Codec, size: int = 64) -> None:
         self.codec = codec
@@ -20,8 +20,8 @@ class ConditioningCache:
         self._kept: OrderedDict[tuple[str, Any], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
-        """Batch size []; with the unconditional branch if the request is guided. Shared between callers: not to be
-        written to."""
+        """Returns the request's conditioning, batch size []; with the unconditional branch if the request is guided.
+        Shared between callers: not to be written to."""
         key = (request.prompt.text, request.spec)
         if key not in self._kept:
             self._kept[key] = self.codec.encode(request.prompt, request.spec)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 
 def register() -> str | None:
-    """Entry point of `vllm_omni.platform_plugins`: the class path of our CPU platform, or None where a device is there
-    to be used."""
+    """Serves the entry point of `vllm_omni.platform_plugins`: returns the class path of our CPU platform, or None where
+    there is a device to use."""
     import torch
 
     return None if torch.accelerator.is_available() else "omni_async.rollout.vllm_cpu.CpuOmniPlatform"

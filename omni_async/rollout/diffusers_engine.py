@@ -1,8 +1,8 @@
-"""The reference engine: the policy contract and nothing else, so it runs every family that has one.
+"""Implements the reference engine: the policy contract and nothing else, so it runs every family that has one.
 
 Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
-guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for:
-a request, or a swap. What unblocks it: `generate`, `swap`, `close`. A staged version is switched in between any two
+guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for
+a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in between any two
 denoising steps, by the same thread.
 
 Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop
@@ -54,7 +54,7 @@ class _Swap:
 
 
 class DiffusersEngine:
-    """See `RolloutEngine`. `device` defaults to the current accelerator, or the CPU where there is none."""
+    """A `RolloutEngine` on diffusers. `device` defaults to the current accelerator, or the CPU where there is none."""
 
     def __init__(
         self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None
@@ -151,7 +151,7 @@ class DiffusersEngine:
                 _settle(self._swaps.get().done, closed)
 
     def _take_batch(self) -> list[_Waiting]:
-        """The oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
+        """Takes the oldest request and those behind it that can share its batch. Cancelled callers are forgotten."""
         alive = [w for w in self._waiting if not w.result.done()]
         batch = [w for w in alive if w.batch_key == alive[0].batch_key][: self._max_batch]
         chosen = {id(w) for w in batch}
@@ -159,8 +159,8 @@ class DiffusersEngine:
         return batch
 
     def _make(self, loop: asyncio.AbstractEventLoop, requests: list[SampleRequest]) -> list[Trajectory | Exception]:
-        """In the worker thread. A prompt that cannot be encoded fails alone; any other error fails the batch, as an
-        EngineError."""
+        """Makes a batch, in the worker thread. A prompt that cannot be encoded fails alone; any other error fails the
+        batch, as an EngineError."""
         self._swap_pending(loop)
         conditioning: dict[int, TensorDict] = {}
         results: dict[int, Trajectory | Exception] = {}
@@ -173,7 +173,7 @@ class DiffusersEngine:
             if conditioning:
                 made = self._denoise(loop, [requests[row] for row in conditioning], list(conditioning.values()))
                 results.update(zip(conditioning, made, strict=True))
-        except Exception as error:  # noqa: BLE001 - whatever it was, it goes to every caller of the batch
+        except Exception as error:  # noqa: BLE001 - any error goes to every caller of the batch
             failure = (
                 error
                 if isinstance(error, EngineError)

@@ -1,10 +1,10 @@
-"""An engine that takes the time of a real one and makes real trajectories, without a model: for tests of the rest of
-the system.
+"""Emulates an engine that takes the time of a real one and makes real trajectories, without a model: for tests of the
+rest of the system.
 
-One denoising step at a time, continuous batching: a sample joins the running batch as soon as there is room and leaves
-it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs are the real ones,
-so they agree with a recomputation that also uses velocity 0. The image is a flat colour derived from the seed. Waits
-for: a request; a step's service time. Unblocked by: `generate`, `close`.
+It takes one denoising step at a time with continuous batching: a sample joins the running batch as soon as there is
+room and leaves it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs
+are the real ones, so they agree with a recomputation that also uses velocity 0. The image is a flat colour derived from
+the seed. The engine waits for a request or a step's service time; `generate` and `close` unblock it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
-    """uint8 (3, height, width) of one colour, which depends on the seed alone."""
+    """Returns uint8 (3, height, width) of one colour, which depends on the seed alone."""
     colour = hashlib.blake2b(str(seed).encode(), digest_size=3).digest()
     return torch.tensor(list(colour), dtype=torch.uint8)[:, None, None].expand(3, height, width).clone()
 
 
 class EmulatedEngine:
-    """See `RolloutEngine`. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are a policy's
-    methods, or stand in for them: what is returned then fits a real trainer of that policy."""
+    """A `RolloutEngine` without a model. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are
+    a policy's methods, or stand in for them: what is returned then fits a real trainer of that policy."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class EmulatedEngine:
                 result.set_result(_trajectory(sample, self._blank_conditioning(sample.request.spec)))
 
     def _step(self) -> None:
-        """One step of everything running; samples of different shapes take theirs one shape after the other."""
+        """Takes one step of everything running; samples of different shapes take theirs one shape after the other."""
         by_shape: dict[tuple[int, ...], list[InFlight]] = {}
         for sample, _ in self._running:
             by_shape.setdefault(sample.shape, []).append(sample)

@@ -1,5 +1,5 @@
-"""The task in which an engine on an event loop does its work, from `start` to `close`. Waits for its end in `close`,
-which cancels it."""
+"""Runs the task in which an engine on an event loop does its work, from `start` to `close`. `close` cancels the task
+and waits for its end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omni_async.rollout.base import EngineError
 
 
 class EngineTask:
-    """`unanswered`: what callers wait for. When the work ends, with an error or because it was closed, they are told
-    with an EngineError."""
+    """The task of an engine's work. `unanswered` returns the futures that callers wait for: when the work ends, with an
+    error or because it was closed, they get an EngineError."""
 
     def __init__(self, engine: str, unanswered: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
         self._engine = engine
@@ -26,14 +26,14 @@ class EngineTask:
         self._task = asyncio.create_task(self._run(work), name=f"{self._engine}-runner")
 
     def require(self) -> None:
-        """EngineError, with what ended it, unless the work goes on."""
+        """Raises EngineError, with the cause of the end, unless the work goes on."""
         if self._task is None or self._task.done():
             raise EngineError(f"{self._engine} is not running" + (f": {self._failure}" if self._failure else ""))
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001 (told to everybody who waits, and to whoever asks later)
+        except Exception as error:  # noqa: BLE001 (reported to all waiters, and to later callers)
             self._failure = f"{type(error).__name__}: {error}"
         finally:
             self._answer()
@@ -49,5 +49,5 @@ class EngineTask:
             return
         task.cancel()
         await asyncio.wait([task])
-        self._work.close()  # a task that is cancelled before its first step never came to it
+        self._work.close()  # a task that is cancelled before its first step never runs the coroutine
         self._answer()

@@ -1,5 +1,5 @@
-"""Published weights as an engine takes them in: verified once when staged, turned into full weights under diffusers
-names when swapped."""
+"""Holds published weights as an engine takes them in: verified once when staged, turned into full weights under
+diffusers names when swapped."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Staged:
     staged_s: float = 0.0
 
     def verify(self) -> None:
-        """WeightError if the buckets are not what the manifest promises."""
+        """Raises WeightError if the buckets differ from the manifest."""
         verify(self.manifest, self.buckets)
 
     def weights(
         self, base: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that this version changes, under diffusers names, one tensor at a time; they must not be written
-        to.
+        """Yields the weights that this version changes, under diffusers names, one tensor at a time; they must not be
+        written to.
 
         `base` maps every weight of the transformer to its value without adapters. A full payload yields all of them; a
         LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
@@ -61,12 +61,12 @@ class Staged:
 
 
 def adapted_weights(adapters: Iterable[str]) -> set[str]:
-    """Names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
+    """Returns the names of the weights that adapters `<module>.lora_A.weight` and `<module>.lora_B.weight` change."""
     return {name.rsplit(".lora_", 1)[0] + ".weight" for name in adapters}
 
 
 def lora_scale(manifest: WeightManifest) -> float:
-    """`manifest.lora["scale"]`, or alpha / rank where that is what it gives."""
+    """Returns `manifest.lora["scale"]`, or alpha / rank where the manifest has these instead."""
     lora = manifest.lora or {}
     if "scale" in lora:
         return float(lora["scale"])

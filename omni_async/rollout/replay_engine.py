@@ -1,10 +1,10 @@
-"""An engine that replays a profile: no model and no torch, but real payloads, real versions and a device that does one
-job at a time.
+"""Implements an engine that replays a profile: no model and no torch, but real payloads, real versions and a device
+that does one job at a time.
 
-A job is a batch of what waits, at most `max_batch` samples; it takes the profile's time, spread evenly over the
+A job is a batch of waiting requests, at most `max_batch` samples; it takes the profile's time, spread evenly over the
 denoising steps, and all its samples finish together. Every step is stamped with the version that took it; a swap falls
-between two steps and pauses the engine. Waits for a request, a swap, or the device. Unblocked by `generate`, `swap`,
-`close`.
+between two steps and pauses the engine. The engine waits for a request, a swap, or the device; `generate`, `swap` and
+`close` unblock it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from omni_async.weights.digest import WeightError, verify
 if TYPE_CHECKING:
     import numpy as np
 
-# Samples leased together arrive one by one, because messages take time that no device spends: what comes within this
-# much of the first, or this share of the job if that is shorter, belongs to the same batch. The job is planned from the
-# first sample's arrival all the same.
+# Samples leased together arrive one by one, because messages take time that no device spends: samples that come within
+# this time of the first, or this share of the job if that is shorter, belong to the same batch. The job is planned from
+# the first sample's arrival all the same.
 _INSTANT_S = 0.02
 _INSTANT_SHARE = 0.05
-# Trajectories are windows of one random buffer, at places this many bytes apart at most; storing one copies it.
-_PLACES = 4096
+# Trajectories are windows of one random buffer, at offsets below this many bytes; storing one copies it.
+_OFFSETS = 4096
 
 
 @dataclass
 class _Waiting:
-    """`arrived` is in the loop's time."""
+    """A request that waits for its sample. `arrived` is in the loop's time."""
 
     request: SampleRequest
     arrived: float
@@ -53,8 +53,8 @@ class _Swap:
 
 
 class ReplayEngine:
-    """See `RolloutEngine`. `seed` decides how long jobs take. `takes_turns`: the device also serves other roles, and
-    taking new weights includes the time to switch to this one."""
+    """A `RolloutEngine` that replays a profile. `seed` decides how long jobs take. `takes_turns`: the device also
+    serves other roles, and taking new weights includes the time to switch to this one."""
 
     def __init__(self, name: str, profile: Profile, *, max_batch: int, seed: int, takes_turns: bool = False) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class ReplayEngine:
         self._takes_turns = takes_turns
         self._random = random.Random(f"{seed}/{name}")
         self._device = Device()
-        self._trajectories = random_bytes(profile.payload.trajectory + _PLACES, seed)
+        self._trajectories = random_bytes(profile.payload.trajectory + _OFFSETS, seed)
         self._media = random_bytes(max(profile.payload.media, SEED_BYTES), seed)
         self._version, self._digest = 0, ""
         self._staged: StagedVersion[tuple[WeightManifest, float]] = StagedVersion(name)
@@ -87,8 +87,8 @@ class ReplayEngine:
         return await waiting.made
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        """Takes the profile's `publish` seconds, the time to check the digest included. EngineError if the bytes are
-        not the manifest's."""
+        """Takes the profile's `publish` seconds, the time to check the digest included. EngineError if the bytes differ
+        from the manifest."""
         self._task.require()
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -162,8 +162,8 @@ class ReplayEngine:
         self._running.clear()
 
     def _trajectory(self, seed: int, versions: tuple[int, ...]) -> Trajectory:
-        place = seed % _PLACES
-        # Bytes in place of tensors: between this engine and an emulated rank or scorer nobody opens them.
-        tensors: Any = self._trajectories[place : place + self._profile.payload.trajectory]
+        offset = seed % _OFFSETS
+        # Bytes instead of tensors: no code between this engine and an emulated rank or scorer reads them.
+        tensors: Any = self._trajectories[offset : offset + self._profile.payload.trajectory]
         media: Any = with_seed(self._media, seed)
         return Trajectory(tensors, media, versions)

@@ -1,4 +1,4 @@
-"""Samples in flight: what every engine does with a velocity, and what it keeps of it.
+"""Steps samples in flight: applies a velocity, as every engine does, and keeps the trained steps.
 
 `InFlight` is one sample between two denoising steps. `take_steps` moves a whole batch of them, each at its own step, by
 one; samples only meet in the batch dimension, so a sample does not depend on its neighbours.
@@ -20,7 +20,7 @@ FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 
 
 def check_request(request: SampleRequest) -> None:
-    """ValueError, naming the field, if no engine could make this sample."""
+    """Raises ValueError, naming the field, if no engine could make this sample."""
     r, where = request, f"request {request.sample_id}"
     if r.num_inference_steps < 2:
         raise ValueError(f"{where}: num_inference_steps must be >= 2, got {r.num_inference_steps}")
@@ -41,7 +41,7 @@ def check_request(request: SampleRequest) -> None:
 
 
 class InFlight:
-    """One sample. `latents` (T, C) float32 on `device` is its present state; `step` the denoising step it takes
+    """A sample in flight. `latents` (T, C) float32 on `device` is its present state; `step` the denoising step it takes
     next."""
 
     def __init__(
@@ -75,7 +75,7 @@ class InFlight:
         return self.step in self._trained
 
     def schedule(self) -> tuple[float, float, float, float]:
-        """sigma, sigma_next, sigma_max, noise_level of the next step."""
+        """Returns sigma, sigma_next, sigma_max, noise_level of the next step."""
         return self.sigma, self._sigmas[self.step + 1], self._sigmas[1], self.request.noise_level
 
     def advance(self, latents: torch.Tensor, log_prob: torch.Tensor, mean: torch.Tensor, version: int) -> None:
@@ -90,8 +90,8 @@ class InFlight:
         self.step += 1
 
     def tensors(self, conditioning: TensorDict | None = None) -> dict[str, torch.Tensor | TensorDict]:
-        """What the request's fields ask for, on the latents' device, plus `sigmas` and `steps`. Fields of an ODE
-        sample's window are empty."""
+        """Returns the tensors that the request's fields ask for, on the latents' device, plus `sigmas` and `steps`.
+        Fields of an ODE sample's window are empty."""
         found: dict[str, torch.Tensor | TensorDict] = {
             "sigmas": self.sigmas,
             "steps": torch.tensor(list(self._trained), dtype=torch.int64),

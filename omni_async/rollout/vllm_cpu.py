@@ -1,5 +1,5 @@
-"""vLLM's CPU platform with the interface vLLM-Omni adds, for diffusion stages. See `cpu_platform` for when it is
-chosen."""
+"""Extends vLLM's CPU platform by the interface that vLLM-Omni adds, for diffusion stages. `cpu_platform` decides when
+it is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention for the CPU platform: torch's scaled dot-product attention."""
+"""Provides attention for the CPU platform: torch's scaled dot-product attention."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The production engine: vLLM-Omni with step-wise continuous batching, in this process.
+"""Implements the production engine: vLLM-Omni with step-wise continuous batching, in this process.
 
 vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and
 carries weights. An engine initialises torch.distributed and claims the process, so a process has one engine and no
-trainer. Waits for: the results stream of a request; the answer of a worker call, which vLLM-Omni runs between two
-denoising steps.
+trainer. The engine waits for the results stream of a request and for the answer of a worker call, which vLLM-Omni runs
+between two denoising steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _ENVIRONMENT = {
 
 
 class VllmOmniEngine:
-    """See `RolloutEngine`. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to start."""
+    """A `RolloutEngine` on vLLM-Omni. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to
+    start."""
 
     def __init__(
         self,
@@ -165,8 +166,8 @@ class VllmOmniEngine:
         return self._omni
 
     async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """The workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a dictionary that
-        says so."""
+        """Returns the workers' answer to a call. vLLM-Omni does not raise for a failed call, it answers with a
+        dictionary that says so."""
         try:
             answers = await self._require_open().collective_rpc(method, timeout=self._rpc_timeout_s, args=arguments)
         except Exception as error:
@@ -189,7 +190,7 @@ class VllmOmniEngine:
 
 
 def _flatten(answers: Any) -> list[Any]:
-    """vLLM-Omni nests answers by stage, replica and rank."""
+    """Flattens answers, which vLLM-Omni nests by stage, replica and rank."""
     if isinstance(answers, list | tuple):
         return [leaf for answer in answers for leaf in _flatten(answer)]
     return [answers]

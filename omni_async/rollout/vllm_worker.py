@@ -1,4 +1,5 @@
-"""The worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the weight swap.
+"""Implements the worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the
+weight swap.
 
 A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and
 `fill_state`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
@@ -59,7 +60,7 @@ class RolloutPipelineMixin(ABC):
                 # follow. The switch is vLLM's own, not declared by the class.
                 setattr(module, "skip_weight_relayout", True)  # noqa: B010
 
-    # ---- what a family defines ---------------------------------------------------------------------------------------
+    # ---- defined by a family -----------------------------------------------------------------------------------------
 
     transformer: torch.nn.Module
     warm_up: SamplingSpec  # of vLLM-Omni's own first request
@@ -116,7 +117,7 @@ class RolloutPipelineMixin(ABC):
         sample: InFlight = state.extra[_SAMPLE]
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
         result = {"tensors": tensors, "image": state.extra[_IMAGE], "versions": tuple(sample.versions)}
-        # vLLM-Omni turns the payload's image into a PIL one; nobody looks at it, so it gets a single pixel.
+        # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
     @property
@@ -152,11 +153,11 @@ class RolloutPipelineMixin(ABC):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """Remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
+    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
 
     def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
-        """Loads a version and says what the pipeline holds now. `verify` rehashes first, where the buckets travelled to
-        another process.
+        """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the
+        buckets travelled to another process.
 
         ValueError if names or shapes do not fit, before anything is written; RuntimeError if a parameter was left out
         of the load.

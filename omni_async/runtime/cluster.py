@@ -1,4 +1,4 @@
-"""What a runtime is to the driver: somewhere the roles live."""
+"""Defines what a runtime offers the driver: a cluster on which the roles run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omni_async.store import ObjectStore
 
 
 class PeerLost(RuntimeError):
-    """A process of the run is gone or does not answer. Engines and reward workers are replaced; for any other the run
-    goes on from its last checkpoint."""
+    """Raised when a process of the run is gone or does not answer. Engines and reward workers are replaced; after the
+    loss of any other process the run goes on from its last checkpoint."""
 
 
 class RunControl(CoordinatorApi, Protocol):
@@ -26,8 +26,9 @@ class RunControl(CoordinatorApi, Protocol):
 
 
 class Cluster(Protocol):
-    """`connect` reaches what the roles will live on, `start` brings every role up; `workers` and `work` are what each
-    then does until the run is over, by name; `close` frees everything and may be called at any time."""
+    """The processes of one attempt of a run. `connect` reaches the machines that the roles run on, `start` starts every
+    role; `workers`, `work` and `services` give each role's work until the run is over, by name; `close` frees
+    everything and may be called at any time."""
 
     store: ObjectStore
 
@@ -39,13 +40,14 @@ class Cluster(Protocol):
     async def start(self) -> None: ...
 
     def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Engines and reward workers: they end when the coordinator says so, and can be replaced."""
+        """Returns the work of engines and reward workers, which end when the coordinator says so and can be
+        replaced."""
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Roles that end when the coordinator says so, and that the run cannot do without."""
+        """Returns the work of roles that end when the coordinator says so and that the run cannot do without."""
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Roles that run until they are cancelled."""
+        """Returns the work of roles that run until they are cancelled."""
 
     async def remove_worker(self, name: str, reason: str) -> None: ...
 
@@ -54,12 +56,12 @@ class Cluster(Protocol):
     async def drain_worker(self, name: str) -> None: ...
 
     async def preempt(self) -> None:
-        """The run was told to stop: no update is worth waiting for."""
+        """Tells the trainer that the run is to stop: no update is worth waiting for."""
 
     async def find_lost(self) -> str | None:
-        """A part that the run cannot do without and that is gone, if there is one."""
+        """Returns what became of a part that the run cannot do without and that is gone, or None if there is none."""
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Every part at work, and where: `pid`, `node`."""
+        """Returns the `pid` and `node` of every part at work, by name."""
 
     async def close(self) -> None: ...

@@ -1,9 +1,9 @@
-"""The door through which a running job is asked how it is, and told how many workers to have: a unix socket in its run
+"""Serves requests for the status, the number of workers and the end of a running job on a unix socket in its run
 folder.
 
-Whoever may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a network.
-A request is one line of JSON, and so is its answer, before which others may say what it waits for. Waits for requests;
-each is answered by the session that is alive at that moment.
+Every user who may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a
+network. A request is one line of JSON, and so is its answer, which other lines may precede that say what it waits for.
+The server waits for requests; each is answered by the session that is alive at that moment.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ _LONGEST_REQUEST = 2**16
 
 
 class ControlError(RuntimeError):
-    """The run can't be asked, or does not do what it was asked for: one line."""
+    """Raised when the run cannot be asked, or does not do what it was asked for; the text is one line."""
 
 
 class NotRunning(ControlError):
-    """There is nobody to ask."""
+    """Raised when no process serves the socket."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`scale`: role -> workers it shall have; `stop`: end as with Ctrl-C. Nothing: only say how it is."""
+    """A request to a running job. `scale`: role -> number of workers it shall have; `stop`: end as with Ctrl-C. With
+    neither, only the status is asked for."""
 
     scale: dict[str, Annotated[int, Meta(ge=1, le=MOST_WORKERS)]] = {}
     stop: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Exactly one of them. `doing`: the answer takes a while, and this is what is being waited for; another one
-    follows."""
+    """A line of the answer, with exactly one of the fields. `doing`: the answer takes a while, and this is what the run
+    waits for; another line follows."""
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -53,8 +54,8 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """`async with ControlSocket(path) as control: control.answer = ...`. A filesystem that has no sockets leaves the
-    run without one. `doing`: what the run is at while there is nobody to answer for it."""
+    """A server of requests: `async with ControlSocket(path) as control: control.answer = ...`. On a filesystem that has
+    no sockets the run goes without one. `doing`: what the run does while no session answers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,14 +85,14 @@ class ControlSocket:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def tell(text: str) -> None:
-            if not writer.is_closing():  # who asked may have gone
+            if not writer.is_closing():  # the client may have gone
                 writer.write(msgspec.json.encode(Answer(doing=text)) + b"\n")
 
         try:
             answer = await self._answer(await reader.readline(), tell)
             writer.write(msgspec.json.encode(answer, enc_hook=str) + b"\n")
             await writer.drain()
-        except (ConnectionError, ValueError):  # who asked has gone, or said too much
+        except (ConnectionError, ValueError):  # the client has gone, or sent too much
             pass
         finally:
             writer.close()
@@ -107,14 +108,14 @@ class ControlSocket:
             if self.answer is None:
                 return Answer(status={"doing": self.doing, "parts": {}})
             return Answer(status=await self.answer(request, tell))
-        except Exception as error:  # noqa: BLE001 (who made the request is told, and the run goes on)
+        except Exception as error:  # noqa: BLE001 (the client gets the error, and the run goes on)
             text = str(error).partition("\n")[0]
             return Answer(error=text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")
 
 
 def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """What the run answers; `tell` gets what it waits for meanwhile. NotRunning if nobody is there, ControlError for
-    what else goes wrong."""
+    """Sends a request and returns the run's answer; `tell` gets what the run waits for meanwhile. Raises NotRunning if
+    no process serves the socket, ControlError for what else goes wrong."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -140,7 +141,7 @@ def _read(path: Path, line: bytes) -> Answer:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of the path that fits into a socket's address, whose 108 bytes a run folder may exceed."""
+    """Yields a name of the path that fits into a socket's address, whose 108 bytes a run folder may exceed."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

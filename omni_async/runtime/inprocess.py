@@ -1,5 +1,5 @@
-"""Every role on one event loop: for tests, debugging, and machines without Ray. Same classes, same messages, no
-serialisation."""
+"""Runs every role on one event loop: for tests, debugging, and machines without Ray. Classes and messages are the same
+as on Ray; nothing is serialised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from omni_async.tracking.rundir import RunDirectory
 
 
 class InProcessCluster:
-    """`clock`, the wall's by default, stamps what happens. Emulated devices sleep on the event loop's time."""
+    """A cluster of roles in this process. `clock`, the wall clock by default, stamps what happens. Emulated devices
+    sleep on the event loop's time."""
 
     def __init__(self, inputs: RunInputs, run: RunDirectory, clock: Clock | None = None) -> None:
         config = inputs.config
@@ -48,11 +49,11 @@ class InProcessCluster:
         )
 
     async def connect(self) -> None:
-        """There is nothing but this process."""
+        """Does nothing: there is only this process."""
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
-        # process. Reward workers first: a scorer that is wrong is told before models load.
+        # process. Reward workers first: a wrong scorer is reported before models load.
         rewarders = [actor for name, actor in self._actors.items() if name.startswith("reward")]
         others = [actor for actor in self._actors.values() if actor not in rewarders]
         for role in (*rewarders, self._trainer, *others):
@@ -75,7 +76,7 @@ class InProcessCluster:
         return {"publisher": self._trainer.run_publisher()}
 
     async def remove_worker(self, name: str, reason: str) -> None:
-        """What it stored is everybody's, and stays."""
+        """Removes a worker. What it stored is in the store that all roles share, and stays."""
         del self._actors[name]
         if name.startswith("reward"):
             await self.coordinator.scorer_lost(name)
@@ -112,4 +113,4 @@ class InProcessCluster:
         return dict.fromkeys(("coordinator", *self._actors, "trainer"), here)
 
     async def close(self) -> None:
-        """Roles free what they hold when their work ends."""
+        """Does nothing: roles free what they hold when their work ends."""

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as events that a run can wait for: the first one ends it in order, a second Ctrl-C at once."""
+"""Turns Ctrl-C and SIGTERM into events that a run can wait for: the first one ends it in order, a second Ctrl-C at
+once."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _SECOND = (
 
 
 class Interruption(asyncio.Event):
-    """Set when the run shall end in order; `at_once` when it shall not even do that. `tell` gets a line about what that
-    means."""
+    """An event that is set when the run shall end in order; `at_once` is set when it shall not even do that. `tell`
+    gets a line about what that means."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -32,8 +33,8 @@ class Interruption(asyncio.Event):
         self._first: float | None = None
 
     def signalled(self, number: int) -> None:
-        """A second Ctrl-C is at once, and a third is Python's own. SIGTERM comes from machines, which follow it with
-        SIGKILL: more of it says nothing new."""
+        """Handles a signal. A second Ctrl-C ends the run at once, and a third is handled by Python. SIGTERM comes from
+        machines, which follow it with SIGKILL: a repeated SIGTERM changes nothing."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -45,33 +46,33 @@ class Interruption(asyncio.Event):
             self._tell(_SECOND)
 
     def release_ctrl_c(self) -> None:
-        """From now on it is Python's own: it breaks off what is under way, the writing of the timeline say. SIGTERM
-        still ends nothing: the second one of `timeout` may come late."""
-        _leave(signal.SIGINT)
+        """Gives Ctrl-C back to Python: from now on it breaks off what is under way, for example the writing of the
+        timeline. SIGTERM still ends nothing: the second one of `timeout` may come late."""
+        _remove_handlers(signal.SIGINT)
 
 
 @contextlib.asynccontextmanager
 async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIterator[Interruption]:
-    """The event that SIGINT and SIGTERM set, as long as this lasts."""
+    """Yields the event that SIGINT and SIGTERM set, as long as the context lasts."""
     event = Interruption(tell)
     listen(event)
     try:
         yield event
     finally:
-        _leave(*_SIGNALS)
+        _remove_handlers(*_SIGNALS)
 
 
 def listen(event: Interruption) -> None:
-    """Again after Ray has started: it takes SIGTERM for itself, and dies of it. Nothing once everything is to end at
-    once."""
+    """Installs the signal handlers, again after Ray has started: it takes SIGTERM for itself, and dies of it. Does
+    nothing once everything is to end at once."""
     if event.at_once.is_set():
         return
     for number in _SIGNALS:
-        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: nobody can interrupt us
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: it gets no signals
             asyncio.get_running_loop().add_signal_handler(number, event.signalled, number)
 
 
-def _leave(*numbers: signal.Signals) -> None:
+def _remove_handlers(*numbers: signal.Signals) -> None:
     for number in numbers:
         with contextlib.suppress(RuntimeError, ValueError):
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -1,8 +1,8 @@
-"""The driver's eyes: takes the coordinator's events and turns them into lines, metrics, pictures, a timeline and a
+"""Records a run for the driver: turns the coordinator's events into console lines, metrics, images, a timeline and a
 summary.
 
-In the folder of an earlier attempt nothing changes before this one has an update to record: until then what would be
-written waits in memory.
+An attempt is here one of the command's, which `attempts.jsonl` lists: one process. In the folder of an earlier attempt
+nothing changes before this one has an update to record: until then, what would be written is held in memory.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from omni_async.types import Span
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Console figures look back this far: recent enough to follow a change, long enough to be steady.
+# Window of the console's figures: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
-# Updates that the time left and the recent reward are made from.
+# Numbers of updates from which the time left and the recent reward are computed.
 _PACE, _RECENT = 20, 5
 _SHOWN = ("accuracy", "margin", "grad_norm", "clip_fraction")
 
 
 class Observer:
-    """One run's record. `watch` runs until the last event; `summary` afterwards says what the run was.
+    """The record of one run. `watch` runs until the last event; `summary` afterwards says how the run went.
 
-    `start`: what this process goes on from. `owns` says whether the folder is this attempt's by now, and not an earlier
-    one's."""
+    `start`: the state that this process goes on from. `owns`: whether the folder is this attempt's by now, and not an
+    earlier one's.
+    """
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class Observer:
         self._mlflow = mlflow
         self._clock = clock
         self.owns = owns
-        self.has_something = owns  # to record, be it that it could not be
-        self.made = 0  # updates of this attempt, those included that were lost again
+        self.has_something = owns  # to record, even if recording it failed
+        self.made = 0  # updates of this attempt, including those that were lost again
         self._held_rounds: list[tuple[dict[str, float], int]] = []
         self._untaken: deque[RunEvent] = deque()
         self._taken_over = asyncio.Event()
@@ -83,7 +84,7 @@ class Observer:
         self._latest: dict[str, float] = {}  # numbers of the newest update
         self._gradients = GradientWatch()
         self._validation: list[ValidationPoint] = []
-        self._pictures: set[asyncio.Task[None]] = set()
+        self._drawing: set[asyncio.Task[None]] = set()
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.closing = asyncio.Event()
@@ -94,8 +95,8 @@ class Observer:
         self.recall(start)
 
     def recall(self, start: ControlState) -> None:
-        """Go back to what the run had come to, as the checkpoint knows it. Spans and faults of this process are all
-        kept; rounds of validation that were held are made again."""
+        """Resets to the state of the run in the checkpoint. Spans and faults of this process are all kept; validation
+        rounds that were held are made again."""
         self.closing = asyncio.Event()
         self.ended = None
         self._held_rounds.clear()
@@ -108,7 +109,7 @@ class Observer:
         self._finished = [(self._clock.now(), start.images)]
         self._staleness = Counter(ledger.staleness)
         events = {"trained": 0, "rejected": 0, "dropped": 0, **ledger.events}
-        # What is to be told of a life that ends without its last word.
+        # What the summary reports if the coordinator is lost before its last event.
         self._last: dict[str, Any] = {
             "conservation": {**events, "admitted": ledger.lines, "live": 0},
             "images": start.images,
@@ -127,12 +128,13 @@ class Observer:
 
     @property
     def version(self) -> int:
-        """The last update that was made; of a run that began with another's checkpoint, that one's included."""
+        """Returns the number of the last update that was made; if the run began with another's checkpoint, that run's
+        updates are included."""
         return self._version
 
     def take_over(self) -> None:
-        """There is something to record: the folder and the MLflow run become this attempt's, with what was held.
-        RunDirectoryError if they can't."""
+        """Makes the folder and the MLflow run this attempt's, with what was held, because there is something to record.
+        Raises RunDirectoryError if that fails."""
         if self.owns:
             return
         self.has_something = True
@@ -152,13 +154,13 @@ class Observer:
         self._console.note(text)
 
     def fault(self, fault: Fault) -> None:
-        """Something was lost and is back."""
+        """Records that a part was lost and is back."""
         self.faults.append(fault)
         if self.owns:
             append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
-        """Until the coordinator has no more to tell. Pictures are fetched and drawn on the side."""
+        """Takes events until the coordinator has no more. Images are fetched and drawn in tasks of their own."""
         concluded = False
         while not concluded:
             self._untaken.extend(await coordinator.events())
@@ -168,8 +170,8 @@ class Observer:
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def count(self, coordinator: RunControl) -> None:
-        """Until the coordinator has no more to tell, after `watch` failed because a file cannot grow say: what the
-        ledger has by then counts in the summary, too, though nothing more is recorded of it."""
+        """Counts updates until the coordinator has no more events, after `watch` failed because a file cannot grow, for
+        example: what the ledger has by then counts in the summary, too, though nothing more is recorded of it."""
         concluded = False
         while not concluded:
             for event in [*self._untaken, *await coordinator.events()]:
@@ -181,14 +183,14 @@ class Observer:
             self._untaken.clear()
 
     async def pictures_drawn(self, seconds: float) -> None:
-        """Until the pictures that are being drawn are done, `seconds` at most. None is kept of an attempt that has
+        """Waits until the images that are being drawn are done, `seconds` at most. Keeps none of an attempt that has
         nothing else to record."""
-        pictures = {*self._pictures}
+        drawing = {*self._drawing}
         if not self.owns:
-            for picture in pictures:
-                picture.cancel()
-        if pictures:
-            await asyncio.wait(pictures, timeout=seconds)
+            for task in drawing:
+                task.cancel()
+        if drawing:
+            await asyncio.wait(drawing, timeout=seconds)
 
     def _take(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
@@ -213,16 +215,16 @@ class Observer:
                     self.take_over()  # no update was left to make, but the run was not done
         if event.pictures and self._config.emulation is None:  # emulated media are noise
             name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
-            task = asyncio.create_task(self._picture(name, event, store))
+            task = asyncio.create_task(self._draw(name, event, store))
             task.set_name(name)
-            self._pictures.add(task)
+            self._drawing.add(task)
             task.add_done_callback(self._drawn)
 
     def _drawn(self, task: asyncio.Task[None]) -> None:
-        """A picture that cannot be had is no reason to end a run, but to say so."""
-        self._pictures.discard(task)
+        """Reports an image that could not be drawn, which is no reason to end a run."""
+        self._drawing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._console.note(f"picture {task.get_name()} was not drawn: {type(error).__name__}: {error}")
+            self._console.note(f"image {task.get_name()} was not drawn: {type(error).__name__}: {error}")
 
     def _update(self, data: dict[str, Any]) -> None:
         self.take_over()
@@ -301,9 +303,9 @@ class Observer:
         )
 
     def progress(self) -> dict[str, Any]:
-        """How far the run is, for who asks. `reward` is the mean of the last 5 updates, staleness and images/s are the
-        newest update's; `eta_s` follows from the pace of this attempt's last 20 updates and is None before the first of
-        them."""
+        """Returns how far the run is, for `omni-async status`. `reward` is the mean of the last 5 updates, staleness
+        and images/s are the newest update's; `eta_s` follows from the pace of this attempt's last 20 updates and is
+        None before the first of them."""
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -321,11 +323,11 @@ class Observer:
         }
 
     def wall_s(self, now: float) -> float:
-        """Seconds since all roles were up, those of earlier attempts added."""
+        """Returns the seconds since all roles were up, with those of earlier attempts added."""
         return self._wall_before + max(0.0, now - self.started)
 
     def _images_per_s(self, now: float) -> float:
-        """Over the recent past, or since the start of the run while that is shorter."""
+        """Returns the rate over the recent past, or since the start of the run while that is shorter."""
         earlier = [
             (self.started, self._images_before),
             *(point for point in self._finished if point[0] < now - _RECENT_S),
@@ -357,17 +359,17 @@ class Observer:
         if self._mlflow:
             self._mlflow.log_metrics(numbers, version)
 
-    async def _picture(self, name: str, event: RunEvent, store: ObjectStore) -> None:
-        arrays = await asyncio.gather(*(store.get(picture.media) for picture in event.pictures))
+    async def _draw(self, name: str, event: RunEvent, store: ObjectStore) -> None:
+        arrays = await asyncio.gather(*(store.get(image.media) for image in event.pictures))
         items = [
-            (np.asarray(array), caption(picture.prompt, picture.score))
-            for array, picture in zip(arrays, event.pictures, strict=True)
+            (np.asarray(array), caption(image.prompt, image.score))
+            for array, image in zip(arrays, event.pictures, strict=True)
         ]
         grid = await asyncio.to_thread(image_grid, items)
         await self._taken_over.wait()
-        await asyncio.to_thread(self._keep_picture, name, grid, event.data["version"])
+        await asyncio.to_thread(self._save_grid, name, grid, event.data["version"])
 
-    def _keep_picture(self, name: str, grid: Image, version: int) -> None:
+    def _save_grid(self, name: str, grid: Image, version: int) -> None:
         grid.save(self._run.samples / f"{name}.png")
         if self._mlflow:
             self._mlflow.log_image(grid, name.split("-")[0], version)
@@ -401,5 +403,5 @@ class Observer:
 
 
 def _number(value: float | None) -> float:
-    """Null is how a checkpoint holds what was not finite."""
+    """Returns NaN for null, which a checkpoint holds where a number was not finite."""
     return float("nan") if value is None else value

@@ -1,4 +1,4 @@
-"""`omni-async status`, `scale` and `stop`: commands for a run that is under way."""
+"""Implements `omni-async status`, `scale` and `stop`: commands for a run that is under way."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def operate(options: argparse.Namespace) -> int:
 
 
 def _say_what_is_left(run: Path, as_json: bool) -> int:
-    """Of a run that does not answer."""
+    """Prints what a run that does not answer has left behind."""
     import msgspec
 
     from omni_async.runtime.status import left_behind, left_behind_lines
@@ -101,7 +101,7 @@ def _say(lines: Iterable[str]) -> int:
 
 def _write(lines: Iterable[str]) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()  # what is waited for is said before the wait
+    sys.stdout.flush()  # so that a line is read before the wait that it announces
 
 
 def _workers(words: list[str]) -> dict[str, int]:

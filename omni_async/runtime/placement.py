@@ -1,9 +1,9 @@
-"""Where every actor sits: which bundle of the job's placement group, and what it asks of it. Pure arithmetic on the
-configuration.
+"""Plans where every actor runs: in which bundle of the job's placement group, and with which resources. Pure arithmetic
+on the configuration.
 
 An actor on its own device has a bundle of its own. With `placement.colocated` device d is one bundle, and engine d,
 reward worker d and rank d ask for a share of it each. Emulated devices are not the machine's: their actors ask for
-nothing and are placed anywhere.
+nothing and run anywhere.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _PRECISION = 10_000
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """`bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads`
-    what it may use."""
+    """The placement of an actor. `bundle` is None where no placement group is needed. `cpus` and `gpus` are what the
+    actor asks for, `threads` what it may use."""
 
     bundle: int | None
     cpus: float
@@ -45,7 +45,7 @@ class PlacementPlan:
 
 
 def role_names(config: Config) -> dict[str, list[str]]:
-    """The actors of a job by role, worker 0 first."""
+    """Returns the actors of a job by role, worker 0 first."""
     workers = 0 if config.data.preferences is not None else config.reward.workers
     ranks = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
     return {
@@ -57,7 +57,8 @@ def role_names(config: Config) -> dict[str, list[str]]:
 
 
 def plan_placements(config: Config, roles: dict[str, list[str]]) -> PlacementPlan:
-    """`roles` are the actors' names under `control`, `rollout`, `reward` and `trainer`, worker 0 first."""
+    """Assigns every actor a bundle and its resources. `roles` are the actors' names under `control`, `rollout`,
+    `reward` and `trainer`, worker 0 first."""
     names = [name for of_role in roles.values() for name in of_role]
     if config.emulation is not None:
         return PlacementPlan((), {name: ActorPlacement(None, 0.0, 0.0, 1) for name in names})
@@ -76,7 +77,7 @@ def plan_placements(config: Config, roles: dict[str, list[str]]) -> PlacementPla
 
 
 def _bundles(roles: dict[str, list[str]], colocated: bool) -> list[list[tuple[str, str]]]:
-    """The (role, actor) pairs of each bundle."""
+    """Returns the (role, actor) pairs of each bundle."""
     alone = [(role, name) for role, names in roles.items() for name in names if role == "control" or not colocated]
     if not colocated:
         return [[pair] for pair in alone]
@@ -89,7 +90,8 @@ def _bundles(roles: dict[str, list[str]], colocated: bool) -> list[list[tuple[st
 
 
 def _share(wanted: float, of: float, available: float) -> float:
-    """Its part of what the bundle has, rounded down so that all parts fit; everything if nobody else wants any."""
+    """Returns an actor's part of what the bundle has, rounded down so that all parts fit; everything if no other actor
+    wants any."""
     if wanted in (0, of):
         return wanted
     return math.floor(wanted / of * available * _PRECISION) / _PRECISION

@@ -48,8 +48,8 @@ class PreferencePairs:
     """
 
     def __init__(self, path: str) -> None:
-        """Reads the footer alone. ConfigError if there is no such file, it is no parquet, or a column is missing or of
-        a wrong type."""
+        """Reads the footer alone. Raises ConfigError if there is no such file, it is no parquet, or a column is missing
+        or of a wrong type."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -82,8 +82,8 @@ class PreferencePairs:
         return self._num_rows
 
     def prompts(self, max_chars: int | None = None) -> list[Prompt]:
-        """All prompts in order; `Prompt.index` is the pair's number. Reads one column. ConfigError for a row without a
-        prompt, or with one of more than `max_chars` characters, and for more than 2 GiB of them."""
+        """Returns all prompts in order; `Prompt.index` is the pair's number. Reads one column. Raises ConfigError for a
+        row without a prompt, or with one of more than `max_chars` characters, and for more than 2 GiB of prompts."""
         prompts: list[Prompt] = []
         held = 0
         for row in range(len(self)):
@@ -111,9 +111,9 @@ class PreferencePairs:
         return prompts
 
     def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """The chosen and the rejected image of a pair, each (H, W, 3) uint8 RGB in its own size, upright as its EXIF
-        data say; of an animation the first frame. ConfigError if one cannot be decoded or has more than 64 million
-        pixels, IndexError if there is no such pair."""
+        """Returns the chosen and the rejected image of a pair, each (H, W, 3) uint8 RGB in its own size, upright as its
+        EXIF data say; of an animation the first frame. Raises ConfigError if one cannot be decoded or has more than 64
+        million pixels, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
         chosen, rejected = (
@@ -195,7 +195,7 @@ class PreferencePairs:
 
 
 class _Column:
-    """The cells of one column, for one reader that mostly reads on."""
+    """The cells of one column, for one reader that mostly reads in order."""
 
     def __init__(self, file: Any, path: str, name: str) -> None:
         import pyarrow as pa
@@ -213,7 +213,7 @@ class _Column:
         self._start = 0
 
     def cell(self, row: int) -> Any:
-        """The Arrow scalar. ConfigError if the row cannot be read."""
+        """Returns the row's Arrow scalar. Raises ConfigError if the row cannot be read."""
         group = bisect_right(self._starts, row) - 1
         if group != self._group or row < self._start:
             self._batches = self._read(group)
@@ -225,7 +225,7 @@ class _Column:
                 if self._batch is None:
                     raise ConfigError(f"{_KEY}: {self._path}: row {row} is missing, though the file's footer counts it")
         except BaseException:
-            self._group, self._batch = -1, None  # a broken iterator is not read on
+            self._group, self._batch = -1, None  # a broken iterator is not used again
             raise
         return self._batch.column(self._name)[row - self._start]
 
@@ -238,19 +238,19 @@ class _Column:
                 batch_size=self._rows, row_groups=[group], columns=[self._name], use_threads=False
             )
         except (pa.ArrowException, OSError) as error:
-            place = f"column {self._name}, row {self._starts[group]} and those after it"
-            raise ConfigError(f"{_KEY}: {self._path}: {place} cannot be read: {_one_line(error)}") from None
+            where = f"column {self._name}, row {self._starts[group]} and those after it"
+            raise ConfigError(f"{_KEY}: {self._path}: {where} cannot be read: {_one_line(error)}") from None
 
 
 def _plain(cell: Any) -> Any:
-    """Without the dictionary it may be an entry of."""
+    """Returns the value of a cell that may be an entry of a dictionary."""
     import pyarrow as pa
 
     return cell.value if pa.types.is_dictionary(cell.type) else cell
 
 
 def _size(value: Any) -> int:
-    """Bytes of a text or of binary data, told without copying them; 0 for null."""
+    """Returns the number of bytes of a text or of binary data, without copying them; 0 for null."""
     return value.as_buffer().size if value.is_valid else 0
 
 
@@ -294,7 +294,7 @@ def _decode(source: Path | io.BytesIO, where: str) -> NDArray[np.uint8]:
         raise
     except UnidentifiedImageError:
         raise ConfigError(f"{where}: not a PNG, JPEG or WebP image") from None
-    except Exception as error:  # noqa: BLE001 (decoders meet foreign bytes with any exception they like)
+    except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
         raise ConfigError(f"{where}: the image cannot be decoded: {type(error).__name__}: {_one_line(error)}") from None
 
 

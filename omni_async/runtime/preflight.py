@@ -1,7 +1,7 @@
-"""Everything that can be found wrong before anything heavy starts: prompt files, the checkpoint's architecture,
-scorers. Imports no torch.
+"""Finds what is wrong before anything heavy starts: in prompt files, the checkpoint's architecture, scorers. Imports no
+torch.
 
-With `emulation` there is no model, no prompt file and no scorer to look at: the profile is.
+With `emulation` there is no model, no prompt file and no scorer to check, but a profile.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _WEIGHT_COPIES = 4
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was looked at closely. `start` is what the checkpoint to resume from knows; `run` the folder
-    of the run that goes on, if it does so in its own, and `untouched` says that nothing has been changed in there yet:
-    nothing is before there is an update to record.
+    """A configuration that was checked against its files. `start` is the control state of the checkpoint to resume
+    from; `run` the folder of the run that goes on, if it does so in its own, and `untouched` says that nothing has been
+    changed in there yet: nothing is before there is an update to record.
 
-    `profile`, with times and payloads scaled, is what emulated devices replay; None: the devices are real. `notes` are
-    for the console.
+    `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
+    are for the console.
     """
 
     config: Config
@@ -65,7 +65,7 @@ class RunInputs:
 
 
 def preflight(config: Config) -> RunInputs:
-    """Raises ConfigError, one line, naming the key."""
+    """Checks a configuration. Raises ConfigError, one line, naming the key."""
     _check_run_dir(config.run.dir)
     if config.emulation is not None:
         require_trainable(config)
@@ -96,7 +96,7 @@ def preflight(config: Config) -> RunInputs:
 
 
 def _check_run_dir(folder: str) -> None:
-    """Whether run folders can be made there, as far as that shows without making one."""
+    """Checks that run folders can be made in `folder`, as far as that shows without making one."""
     wanted = Path(folder).absolute()
     try:
         found = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -114,7 +114,7 @@ def _check_run_dir(folder: str) -> None:
 
 
 def _check_scorers(config: Config) -> list[PromptCheck]:
-    """What they ask of every prompt."""
+    """Checks the scorers and returns what they require of every prompt."""
     asked: list[PromptCheck] = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
@@ -144,7 +144,8 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
 
 
 def _check_placement(config: Config) -> None:
-    """Ray divides an accelerator, but not several among actors that all want all of them."""
+    """Refuses shares of several accelerators: Ray divides one, but not several among actors that all want all of
+    them."""
     for role in ("rollout", "reward", "trainer"):
         gpus = getattr(config.placement, role).gpus
         if config.placement.colocated and gpus > 1:
@@ -155,7 +156,7 @@ def _check_placement(config: Config) -> None:
 
 
 def _require_accelerators(config: Config) -> None:
-    """Where this machine is all there is, and it has fewer than the roles ask for."""
+    """Refuses a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
     asking = {
         role: gpus for role in ("rollout", "reward", "trainer") if (gpus := getattr(config.placement, role).gpus) > 0
     }
@@ -178,15 +179,16 @@ def _require_accelerators(config: Config) -> None:
 
 
 def _joins_a_cluster(config: Config) -> bool:
-    """Whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this process
-    has one already."""
+    """Returns whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this
+    process has one already."""
     if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
         return True
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:
-    """A job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is used."""
+    """Returns the inputs of a job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is
+    used."""
     profile = load_profile(emulation.profile)
     notes = unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
@@ -218,7 +220,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
 
 
 def _check_memory(config: Config, payload: Payload) -> None:
-    """Payloads are real: all that may be alive at once has to fit."""
+    """Refuses payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
     samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
     needed = _WEIGHT_COPIES * payload.weights + samples * (payload.trajectory + payload.media)
     available = psutil.virtual_memory().available

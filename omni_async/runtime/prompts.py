@@ -19,15 +19,15 @@ from omni_async.types import Prompt
 
 _LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
 _LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
-_DEEPEST = 50  # levels of nesting in a line, as in a recipe: whoever packs a prompt into a message goes down them all
+_DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message goes down them all
 
-# What a scorer misses in a prompt; None: nothing.
+# Returns what a scorer misses in a prompt, None if nothing.
 PromptCheck = Callable[[Prompt], str | None]
 
 
 def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
-    """`key` is the configuration path that named the file, for messages. Raises ConfigError, also for what one of
-    `checks` misses in a prompt."""
+    """Reads a prompt file. `key` is the configuration path that named the file, for messages. Raises ConfigError, also
+    for what one of `checks` misses in a prompt."""
     text = _read(path, key)
     parse = _parser(path, key)
     prompts: list[Prompt] = []
@@ -111,7 +111,7 @@ def _decode(line: str, where: str) -> Any:
 
 
 def _depth_exceeds(value: Any, deepest: int) -> bool:
-    """Whether lists and objects lie in each other deeper than that, found without recursion."""
+    """Returns whether lists and objects are nested deeper than `deepest` levels, without recursion."""
     level: list[Any] = [value]
     for _ in range(deepest):
         level = [

@@ -1,8 +1,8 @@
-"""Every role a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray
-that this process has started already is used as it is, and left running.
+"""Runs every role as a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a
+Ray that this process has started already is used as it is, and left running.
 
-Actors are placed as one placement group: the job gets all it needs or says at once what is missing. Nothing clever
-lives here.
+Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
+is elsewhere.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from omni_async.tracking.rundir import RunDirectory
 _HEALTH_INTERVAL_S = 10.0
 # Resources that exist are handed out at once; the rest is for a cluster that scales up.
 _PLACEMENT_TIMEOUT_S = 60.0
-# For a cluster that is somebody else's to hear that we leave.
+# For another owner's cluster to learn that this process leaves.
 _CLOSING_S = 30.0
-# For a start that is broken off.
+# For a start that is cancelled.
 _STOPPING_S = 10.0
 
 T = TypeVar("T")
 
 
 class RayCluster:
-    """`life` counts how often the run was begun again in this process."""
+    """A cluster of Ray actors. `attempt` counts how often the run was begun in this process, from 1."""
 
-    def __init__(self, inputs: RunInputs, run: RunDirectory, life: int = 1) -> None:
+    def __init__(self, inputs: RunInputs, run: RunDirectory, attempt: int = 1) -> None:
         self._inputs = inputs
         self._run = run
-        self._life = life
+        self._attempt = attempt
         self.store: ObjectStore = _DriverStore()
         self._actors: dict[str, Any] = {}
         self._where: dict[str, Whereabouts] = {}
@@ -60,7 +60,7 @@ class RayCluster:
 
     @property
     def _has_own_ray(self) -> bool:
-        """Whether Ray was started for this run, on this machine."""
+        """Returns whether Ray was started for this run, on this machine."""
         return self._connection is not None and self._connection.started and self._connection.local is not None
 
     @property
@@ -84,7 +84,7 @@ class RayCluster:
             raise
 
     async def start(self) -> None:
-        """The actors side by side, then their models. PeerLost if Ray is lost meanwhile."""
+        """Starts the actors side by side, then loads their models. Raises PeerLost if Ray is lost meanwhile."""
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
@@ -98,11 +98,11 @@ class RayCluster:
                 await asyncio.gather(*(self._locate(name) for name in self._actors))
         except TimeoutError:
             if not deadline.expired():
-                raise  # a role's own
+                raise  # a timeout within a role
             raise StartError(f"the actors were not ready within run.startup_timeout_s = {timeout}") from None
 
     def _spawn_all(self) -> list[Any]:
-        """Those that are to be told to start."""
+        """Creates all actors and returns those on which `start` is to be called."""
         config = self._inputs.config
         self._spawn("coordinator", partial(_coordinator, self._inputs, self._run.run_id, str(self._run.ledger)))
         offline = config.data.preferences is not None
@@ -124,7 +124,7 @@ class RayCluster:
             return
         wanted = [{"CPU": r.cpus, **({"GPU": r.gpus} if r.gpus else {})} for r in bundles]
         if self._has_own_ray:
-            await in_thread(partial(_require_room, wanted))  # no more will come
+            await in_thread(partial(_require_room, wanted))  # its resources do not grow
         group: PlacementGroup = await in_thread(partial(placement_group, wanted, strategy="PACK"))
         self._group = group
         try:
@@ -146,18 +146,18 @@ class RayCluster:
                 self._group, placement_group_bundle_index=placement.bundle
             )
         if self._inputs.config.emulation is None:
-            # Emulated actors do without: a process with an environment of its own is none of those that Ray keeps
+            # Emulated actors do without: a process with an environment of its own is not one of those that Ray keeps
             # ready.
             threads = str(placement.threads)
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}}
         self._actors[name] = (
-            actor_class().options(name=f"{self._run.run_id}/{self._life}/{name}", **options).remote(build)
+            actor_class().options(name=f"{self._run.run_id}/{self._attempt}/{name}", **options).remote(build)
         )
         return self._proxy(name)
 
     def _placement_beside(self, name: str) -> ActorPlacement:
-        """For a worker that the job did not begin with. A Ray that was started for this run counts the CPUs that the
-        run asked for at its start, not those of the machine: one more worker shares them."""
+        """Returns the placement of a worker that the job did not begin with. A Ray that was started for this run counts
+        the CPUs that the run asked for at its start, not those of the machine: one more worker shares them."""
         resources = getattr(self._inputs.config.placement, "reward" if name.startswith("reward") else "rollout")
         emulated, shared = self._inputs.config.emulation is not None, self._has_own_ray
         cpus = 0.0 if emulated or shared else resources.cpus
@@ -181,10 +181,12 @@ class RayCluster:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: self._attended(name) for name in self._actors if name.startswith(("rollout", "reward"))}
+        return {name: self._run_watched(name) for name in self._actors if name.startswith(("rollout", "reward"))}
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: self._attended(name) for name in self._actors if name.startswith("reader") or name == "trainer"}
+        return {
+            name: self._run_watched(name) for name in self._actors if name.startswith("reader") or name == "trainer"
+        }
 
     def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
         watched = [name for name in self._actors if name == "coordinator" or name.startswith("trainer-")]
@@ -192,14 +194,14 @@ class RayCluster:
         return {"Ray": self._watch_ray(), "publisher": self._proxy("trainer").run_publisher(), **health}
 
     async def _watch_ray(self) -> None:
-        """PeerLost when Ray itself is gone."""
+        """Raises PeerLost when Ray itself is gone."""
         if self._connection is None:
             await asyncio.Event().wait()  # it was not this cluster that connected
             return
         raise PeerLost(f"Ray is gone: {await self._connection.lost(self._inputs.config.run.health_timeout_s)}")
 
-    async def _attended(self, name: str) -> None:
-        """Until its work is done. PeerLost if it dies or hangs."""
+    async def _run_watched(self, name: str) -> None:
+        """Runs a worker until its work is done. Raises PeerLost if it dies or hangs."""
         await first_of(self._proxy(name).run(), self._watch(name))
 
     async def _watch(self, name: str) -> None:
@@ -209,7 +211,7 @@ class RayCluster:
             await self._check(name)
 
     async def _check(self, name: str) -> None:
-        """PeerLost unless it answers in time."""
+        """Raises PeerLost unless the actor answers in time."""
         deadline = self._inputs.config.run.health_timeout_s
         try:
             async with asyncio.timeout(deadline):
@@ -238,10 +240,10 @@ class RayCluster:
             name: {"pid": where.pid, "node": where.node} for name, where in self._where.items() if name in self._actors
         }
 
-    # ---- who comes and goes ------------------------------------------------------------------------------------------
+    # ---- starting and removing workers -------------------------------------------------------------------------------
 
     async def remove_worker(self, name: str, reason: str) -> None:
-        """Its process ends, and with it what it stored."""
+        """Ends the worker's process, and with it what it stored."""
         await self._end(name)
         if name.startswith("reward"):
             await self.coordinator.scorer_lost(name)
@@ -251,7 +253,8 @@ class RayCluster:
         await self.coordinator.objects_lost(name)
 
     async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
-        """StartError if it is not ready in time: there may be no room for it."""
+        """Starts a worker and returns its work. Raises StartError if it is not ready in time: there may be no room for
+        it."""
         timeout = self._inputs.config.run.startup_timeout_s
         worker = await in_thread(
             partial(self._spawn_rewarder if name.startswith("reward") else self._spawn_producer, name)
@@ -265,7 +268,7 @@ class RayCluster:
                 await self._proxy("trainer").admit(name, worker)
         except BaseException as error:
             await self._end(name)
-            # Who is told may be gone too; what happened first is what counts, a cancellation above all.
+            # The roles to notify may be gone too; the first error is what counts, a cancellation above all.
             with contextlib.suppress(Exception):
                 if not name.startswith("reward"):
                     await self._proxy("trainer").remove_engine(name)
@@ -275,7 +278,7 @@ class RayCluster:
                     f"{name} was not ready within run.startup_timeout_s = {timeout:g}: {await in_thread(_resources)}"
                 ) from None
             raise
-        return self._attended(name)
+        return self._run_watched(name)
 
     async def drain_worker(self, name: str) -> None:
         await self._proxy(name).leave()
@@ -288,11 +291,11 @@ class RayCluster:
             ray.kill(actor)
 
     async def close(self) -> None:
-        """Frees what is this run's: its actors, its placement group, and Ray itself if it was started for it, which
-        takes everything along."""
+        """Frees the run's actors, its placement group, and Ray itself if it was started for the run, which ends
+        everything in it."""
         connection, self._connection = self._connection, None
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
-            with contextlib.suppress(TimeoutError):  # nobody answers: whose cluster it is will find that out
+            with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
                 async with asyncio.timeout(_CLOSING_S):
                     await in_thread(self._free)
         if connection is not None:
@@ -315,8 +318,8 @@ class RayCluster:
                 ray.kill(actor)
         if where and ray.is_initialized():
             here = ray.get_runtime_context().get_node_id()
-            # Workers elsewhere have heard Ray. A trainer or a coordinator that has not would write where the next life
-            # does.
+            # Workers on other nodes were ended by Ray. A trainer or a coordinator that was not would write where the
+            # next attempt does.
             ending = [
                 one for name, one in where.items() if one.node == here or name.startswith(("trainer", "coordinator"))
             ]
@@ -325,14 +328,14 @@ class RayCluster:
 
 
 class _DriverStore(RayStore):
-    """Copies what it reads: giving memory of Ray's back to a Ray that is gone ends the process at once."""
+    """A store that copies what it reads: giving memory of Ray's back to a Ray that is gone ends the process at once."""
 
     async def get(self, reference: Any) -> Any:
         return copy.deepcopy(await super().get(reference))
 
 
 def _require_room(wanted: list[dict[str, float]]) -> None:
-    """StartError if all machines together, were they free, are too small."""
+    """Raises StartError if all machines together, were they free, are too small."""
     have = ray.cluster_resources()
     need = {kind: sum(bundle.get(kind, 0) for bundle in wanted) for kind in ("CPU", "GPU")}
     if any(need[kind] > have.get(kind, 0) for kind in need):
@@ -349,7 +352,7 @@ def _resources() -> str:
     )
 
 
-# What each actor builds, in its own process.
+# Functions that each actor calls in its own process to build its role.
 
 
 def _coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Any:

@@ -1,4 +1,4 @@
-"""Starting or joining Ray, quietly, and hearing of its loss before Ray ends this process for it."""
+"""Starts or joins Ray, quietly, and detects its loss before Ray ends this process for it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class StartError(RuntimeError):
-    """The cluster could not be brought up; the text says what to do."""
+    """Raised when the cluster could not be started; the text says what to do."""
 
 
 class Connection:
     """This process's connection to Ray. `started`: it was made by `connect`, and `close` ends it, with Ray itself if
-    that was started too. `local`: Ray's processes, where they are ours."""
+    that was started too. `local`: Ray's processes, where this process started them."""
 
     def __init__(self, started: bool, local: LocalRay | None) -> None:
         self.started = started
@@ -46,15 +46,15 @@ class Connection:
         return self._lost is not None and self._lost.done() and not self._lost.cancelled()
 
     async def lost(self, health_timeout_s: float) -> str:
-        """What has become of Ray, once it is gone. Where it is another's: once its head has not answered for
-        `health_timeout_s`."""
+        """Waits until Ray is gone and returns what has become of it. A cluster of another owner is gone once its head
+        has not answered for `health_timeout_s`."""
         if self._lost is None:
             waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
         return await asyncio.shield(self._lost)
 
     def close(self) -> None:
-        """Leave Ray, and end it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
+        """Leaves Ray, and ends it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
         global _current
         if not self.started:
             return
@@ -71,9 +71,9 @@ _current: Connection | None = None
 def connect(
     address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
 ) -> Connection:
-    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs, again and again until `timeout_s`
-    are over. A connection that this process has already is kept, and left open by whoever finds it. StartError, one
-    line, if there is no Ray to be had. `stop`: it is not wanted any more."""
+    """Joins the cluster at `address`, or starts a local Ray with at least `cpus` CPUs, again and again until
+    `timeout_s` are over. A connection that this process has already is used, and not ended by `close`. Raises
+    StartError, one line, if Ray cannot be reached or started. `stop`: set when it is not wanted any more."""
     global _current
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
@@ -83,7 +83,7 @@ def connect(
 
 
 def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
-    """A Ray of our own. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
+    """Starts a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
     # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
     cpus = max(cpus, os.cpu_count() or 1)
     deadline, tries = time.monotonic() + timeout_s, 0
@@ -118,7 +118,7 @@ def _join(address: str) -> Connection:
     # Set before any import in workers: vLLM and diffusers look for a hub otherwise.
     environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "RAY_DEDUP_LOGS": "0"}
     try:
-        _require_somebody(address)
+        _require_listener(address)
     except OSError as error:
         raise StartError(f"run.ray_address: nobody answers at {address}: {_one_line(error)}") from error
     try:
@@ -132,16 +132,16 @@ def _join(address: str) -> Connection:
     return Connection(True, None)
 
 
-def _require_somebody(address: str) -> None:
-    """OSError if nobody listens there. Ray itself would try for a quarter of an hour."""
+def _require_listener(address: str) -> None:
+    """Raises OSError if no process listens at the address. Ray itself would try for a quarter of an hour."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
 
 
 def _about_tokens() -> str:
-    """What a cluster with a token asks of who joins it. Whoever has none is told no more than that it cannot
-    connect."""
+    """Returns what a cluster with a token requires of a process that joins it. To one without a token Ray reports no
+    more than that it cannot connect."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return (
             "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
@@ -154,15 +154,15 @@ def _about_tokens() -> str:
 
 
 def reread_environment() -> None:
-    """Have Ray look for its token again: when it was imported there may have been none yet, or another one."""
+    """Makes Ray look for its token again: when it was imported there may have been none yet, or another one."""
     extension: Any = ray._raylet
     extension.Config.initialize("")
     extension.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _leave() -> None:
-    """End this process's connection, or what is left of one that was not made. Bounded, because a global store that is
-    gone may be waited for."""
+    """Ends this process's connection, or what is left of one that was not completed. Bounded, because a global store
+    that is gone may be waited for."""
     leaving = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
@@ -175,7 +175,8 @@ def _one_line(error: BaseException) -> str:
 
 
 async def _until_silent(health_timeout_s: float) -> str:
-    """Until the head of a cluster that is another's does not answer, or says that the node of this process is gone."""
+    """Waits until the head of another owner's cluster does not answer, or reports that the node of this process is
+    gone, and returns which."""
     here = ray.get_runtime_context().get_node_id()
     while True:
         await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))
@@ -191,8 +192,8 @@ async def _until_silent(health_timeout_s: float) -> str:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """What a call to Ray gives that blocks, and never returns if Ray is lost meanwhile. Then its thread is left behind,
-    which holds up neither a cancellation nor the end of the process."""
+    """Returns the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile. Its thread is then
+    left behind, which holds up neither a cancellation nor the end of the process."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
@@ -210,7 +211,7 @@ async def in_thread(function: Callable[[], T]) -> T:
             value = function()
         except BaseException as raised:  # noqa: BLE001 (it is raised where it is waited for)
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no waiter any more
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=work, name="ray-call", daemon=True).start()

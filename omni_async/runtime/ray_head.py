@@ -3,13 +3,13 @@
 
 A Ray that a driver starts by itself is in the driver's process group: what `timeout`, SLURM and systemd send to the
 group, and Ctrl-C at a terminal, ends Ray's processes at once, and the driver can end nothing in order any more. And a
-driver is told of the loss of a Ray of its own by being killed. So this process starts Ray, and
+driver learns of the loss of a Ray of its own by being killed. So this process starts Ray, and
  - ends when the driver says so or is gone (its end of the pipe to our stdin closes, whatever killed it), and
  - ends when one of Ray's own processes does, with the reason as its last line: its end is the loss of Ray.
 Whichever it is, no process of this Ray is left.
 
 Talks to the driver in lines of JSON: `{"address": ...}` or `{"error": ..., "final": ...}`, and `{"lost": ...}`.
-Imports nothing of the package, because it is on nobody's path here, and starts sooner.
+Imports nothing of the package, which is not on this process's path, and so starts sooner.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FINAL = (ValueError, TypeError, OSError, ImportError, AttributeError)
 
 
 def main() -> None:
-    """Exit code 0: the driver wanted no more; 1: Ray was lost or did not start."""
+    """Starts Ray and keeps it. Exit code 0: the driver wanted no more; 1: Ray was lost or did not start."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that what libraries print is not taken for an answer
     cpus, folder = int(sys.argv[1]), Path(sys.argv[2])
     threading.Thread(target=end_with, args=(os.getppid(), folder), daemon=True).start()
     try:
@@ -58,15 +58,15 @@ def main() -> None:
 
 
 def end_with(driver: int, folder: Path) -> None:
-    """End as soon as the driver says so or is gone. A process that it forked may hold the pipe open for longer, so its
-    death counts, too."""
+    """Ends Ray as soon as the driver says so or is gone. A process that it forked may hold the pipe open for longer, so
+    its death counts, too."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0] and os.getppid() == driver:
         pass
     end(folder, 0)
 
 
 def start(cpus: int, folder: Path) -> str:
-    """Ray's address."""
+    """Starts Ray and returns its address."""
     import ray
 
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -90,8 +90,8 @@ def tell(answers: IO[str], **answer: Any) -> None:
 
 
 def end(folder: Path, code: int) -> NoReturn:
-    """Kill everything that was started here, actors and what they started included. Of the files only logs stay, and
-    not what was spilled."""
+    """Kills every process that was started here, including actors and what they started. Of the files only logs stay,
+    and not what was spilled."""
     family = psutil.Process().children(recursive=True)
     for process in family:
         try:

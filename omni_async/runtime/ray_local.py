@@ -1,4 +1,4 @@
-"""A Ray of this machine for one driver, in processes that neither get the driver's signals nor outlive it."""
+"""Runs a Ray of this machine for one driver, in processes that neither get the driver's signals nor outlive it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _DRIVERS_OWN = {
     # Ray ends a driver whose global store has been gone for 60 s; a run answers that by itself, in order and sooner.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
 }
-# Whose death ends this process when its node is gone; without it the parent's, if that is process 1 (a container's, a
-# service manager).
+# Names the process whose death ends this one when its node is gone; without it that is the parent, if it is process 1
+# (a container's, a service manager).
 _LIFELINE = "RAY_RAYLET_PID"
 
 
 class StartFailed(RuntimeError):
-    """Ray did not come up. `final`: it would not at another try either."""
+    """Raised when Ray did not come up. `final`: another try would fail too."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -39,8 +39,8 @@ class StartFailed(RuntimeError):
 
 
 class LocalRay:
-    """Starts at once with `cpus` CPUs; `address` waits for it. `folder` holds its logs, and nobody else may look into
-    it."""
+    """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it. `folder` holds its logs,
+    and no other user may look into it."""
 
     def __init__(self, cpus: int) -> None:
         use_a_token()
@@ -64,8 +64,8 @@ class LocalRay:
         return self._process.pid
 
     def address(self, seconds: float, stop: threading.Event) -> str:
-        """Where it is, when it is up. StartFailed if that takes longer than `seconds`, does not work, or is not wanted
-        any more."""
+        """Returns the address once Ray is up. Raises StartFailed if that takes longer than `seconds`, does not work, or
+        is not wanted any more."""
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
@@ -91,14 +91,14 @@ class LocalRay:
         return answer
 
     def wait_lost(self) -> str:
-        """Why it is no more. Blocks until then."""
+        """Blocks until Ray is gone and returns why."""
         with self._asking:
             if self._lost is None:
                 self._lost = str(self._line()["lost"])
         return self._lost
 
     def end(self) -> None:
-        """No process of it is left when this returns."""
+        """Ends Ray; no process of it is left when this returns."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -109,9 +109,9 @@ class LocalRay:
 
 
 def prepare_driver() -> None:
-    """Set what Ray reads from the environment when it is imported. To be called before that."""
+    """Sets what Ray reads from the environment when it is imported. To be called before that."""
     # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is
-    # told there.
+    # reported there.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Raylet is terminated")
     for name, value in _DRIVERS_OWN.items():
         os.environ.setdefault(name, value)
@@ -119,8 +119,8 @@ def prepare_driver() -> None:
 
 
 def use_a_token() -> None:
-    """Have Ray's processes and this one prove themselves to each other with a token that is written nowhere, unless the
-    user has chosen a token or to do without. Ray would write one to the home folder for everybody to read."""
+    """Makes Ray's processes and this one prove themselves to each other with a token that is written nowhere, unless
+    the user has chosen a token or to do without. Ray would write one to the home folder for everybody to read."""
     if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
@@ -128,7 +128,7 @@ def use_a_token() -> None:
 
 
 def _private_folder() -> Path:
-    """Ray makes its own folders open to everybody, so they lie in one that is not."""
+    """Makes a folder for Ray that no other user can enter, because Ray makes its own folders open to everybody."""
     folder = Path(tempfile.mkdtemp(prefix="omni-async-", dir=os.environ.get("RAY_TMPDIR")))
     if len(str(folder)) + 2 <= _LONGEST_FOLDER:
         return folder
@@ -137,8 +137,8 @@ def _private_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What Ray's processes, and so all actors, start with. In the environment of a process that is kept ready for any
-    actor, not in that of a job: Ray would start another for each."""
+    """Returns the environment that Ray's processes, and so all actors, start with. It is that of the processes that Ray
+    keeps ready for any actor, not that of a job: for that, Ray would start another process for each actor."""
     passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
     # vLLM and diffusers look for a hub otherwise, when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")

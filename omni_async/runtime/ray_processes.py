@@ -1,5 +1,5 @@
-"""The end of an actor's process, wherever it is. Ray asks a process to end, and one that is stopped (SIGSTOP, a
-debugger, a device that hangs) does not hear that: it would keep its memory and its accelerator."""
+"""Ends an actor's process, wherever it is. Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a
+device that hangs) does not answer: it would keep its memory and its accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT_S = 20.0
 
 
 class Whereabouts(NamedTuple):
-    """A process: its number, when it was made (numbers are given again), and its node."""
+    """A process: its number, when it was created (numbers are reused), and its node."""
 
     pid: int
     created: float
@@ -22,7 +22,7 @@ class Whereabouts(NamedTuple):
 
 
 def end_process(where: Whereabouts) -> None:
-    """SIGKILL for it and its children, if it is still there. A node that is gone has none."""
+    """Sends SIGKILL to the process and its children, if it is still there. A node that is gone has none."""
     if where.node == ray.get_runtime_context().get_node_id():
         _kill(where)
         return

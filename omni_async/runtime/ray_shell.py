@@ -1,9 +1,9 @@
-"""The Ray shell: one actor class that hosts any role, and the proxy through which roles call each other.
+"""Hosts any role in one Ray actor class, and provides the proxy through which roles call each other.
 
-Ray runs every concurrency group of an async actor on an event loop of its own, and a role must live on one. So the role
-has a home loop in its own thread, and the actor's methods are doors that carry calls there: the default group for calls
-that may wait long, `control` for those that must get through while that door is crowded, the question whether the home
-loop still turns among them.
+Ray runs every concurrency group of an async actor on an event loop of its own, and a role must run on one. So the role
+has a loop of its own in its own thread, the role's loop, and the actor's methods pass calls on to it: the default group
+those that may wait long, `control` those that must get through while the default group is crowded, among them the check
+that the role's loop still turns.
 
 There is one named group and no more: Ray starts the threads of named groups with a variable that it assigns anew for
 the next group, so on a busy machine two threads may run the same loop, and calls to the other wait for ever ("this
@@ -29,7 +29,7 @@ from omni_async.runtime.ray_store import RayStore
 
 __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
 
-# Calls that wait for something to happen; everything else goes through the control door.
+# Calls that wait for something to happen; all others use the concurrency group `control`.
 _LONG_CALLS = frozenset(
     {
         "next_samples",
@@ -47,26 +47,26 @@ _LONG_CALLS = frozenset(
 
 
 class Shell:
-    """Hosts the role that `build()` makes. Becomes a Ray actor through `actor_class`."""
+    """An actor around the role that `build()` makes. Becomes a Ray actor through `actor_class`."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        self._home = asyncio.new_event_loop()
-        threading.Thread(target=self._home.run_forever, name="home", daemon=True).start()
-        self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._home).result()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="role", daemon=True).start()
+        self._role = asyncio.run_coroutine_threadsafe(self._make(build), self._loop).result()
 
     @staticmethod
     async def _make(build: Callable[[], Any]) -> Any:
         return build()
 
-    async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+    async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def long_call(self, method: str, args: tuple[Any, ...]) -> Any:
-        return await self._at_home(getattr(self._role, method)(*args))
+        return await self._on_loop(getattr(self._role, method)(*args))
 
     @ray.method(concurrency_group="control")
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        return await self._at_home(getattr(self._role, method)(*args))
+        return await self._on_loop(getattr(self._role, method)(*args))
 
     @ray.method(concurrency_group="control")
     async def whereabouts(self) -> Whereabouts:
@@ -74,9 +74,9 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> float:
-        """Seconds the home loop took to answer."""
+        """Returns the seconds that the role's loop took to answer."""
         asked = time.monotonic()
-        await self._at_home(asyncio.sleep(0))
+        await self._on_loop(asyncio.sleep(0))
         return time.monotonic() - asked
 
 
@@ -85,7 +85,7 @@ def actor_class() -> Any:
     return decorate(Shell)
 
 
-# Ray's words for a process that is no more.
+# Ray's errors for a process that is gone.
 _GONE = (
     ray.exceptions.RayActorError,
     ray.exceptions.ActorUnschedulableError,
@@ -106,16 +106,16 @@ class Proxy:
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
-        door = self._actor.long_call if method in _LONG_CALLS else self._actor.call
+        send = self._actor.long_call if method in _LONG_CALLS else self._actor.call
 
         async def call(*args: Any) -> Any:
             try:
-                return await door.remote(method, args)
+                return await send.remote(method, args)
             except ray.exceptions.RayTaskError as error:
-                # The role's own exception, not Ray's account of where it passed through.
+                # The role's own exception, not Ray's wrapper that lists where it passed through.
                 raise getattr(error, "cause", None) or error from None
             except _GONE as error:
-                if getattr(error, "actor_init_failed", False):  # a mistake, which another process would make again
+                if getattr(error, "actor_init_failed", False):  # another process would fail in the same way
                     raise StartError(f"{self._name}: {_last_line(error)}") from None
                 raise PeerLost(f"{self._name} is gone: {_cause(error)}") from None
 
@@ -126,14 +126,14 @@ class Proxy:
 
 
 def _last_line(error: BaseException) -> str:
-    """Of a traceback, what was raised."""
+    """Returns the last line of a traceback, which says what was raised."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[
         :500
     ]
 
 
 def _cause(error: BaseException) -> str:
-    """Of Ray's page about a dead actor, the sentence that says why."""
+    """Returns, from Ray's page about a dead actor, the sentence that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next(
         (line for line in lines if "killed" in line or "node" in line or "died" in line),

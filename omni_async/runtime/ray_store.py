@@ -1,10 +1,10 @@
-"""The data plane over Ray's object store: a value is written to shared memory once, and read there by whoever has its
-reference.
+"""Stores values in Ray's object store: a value is written to shared memory once, and read there by every process that
+has its reference.
 
-Two things cost far more than the bytes. Every object costs the store's daemon a conversation, when it is made and when
-it is read: so values that are put together share an object while they are small, and reads of one process that come
-together are one. And a tensor is pickled by copying it twice: so tensors travel as views of their memory, which Ray
-maps into the reader's process as it does with arrays.
+Two things cost far more than the bytes. Every object costs an exchange with the store's daemon, when it is made and
+when it is read: so values that are put together share an object while they are small, and reads of one process that
+come together are one. And a tensor is pickled by copying it twice: so tensors travel as views of their memory, which
+Ray maps into the reader's process as it does with arrays.
 
 Waits for Ray alone, in threads, so that the event loop goes on meanwhile.
 """
@@ -34,7 +34,7 @@ _SHARED_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value's place in an object of the store."""
+    """A reference to a value: its position `index` in an object of the store."""
 
     object: Any
     index: int
@@ -47,11 +47,11 @@ class RayStore:
         self._reads: Coalescer[Any, list[Any] | ray.exceptions.RayError] = Coalescer(_read)
 
     async def put(self, value: Any) -> Place:
-        (place,) = await self.put_all([value])
-        return place
+        (reference,) = await self.put_all([value])
+        return reference
 
     async def put_all(self, values: Sequence[Any]) -> list[Place]:
-        """Values share objects in their order."""
+        """Stores values, which share objects in their order."""
         shares = list(_shares(values))
         objects = await asyncio.gather(
             *(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
@@ -83,7 +83,7 @@ def _shares(values: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """What can't be measured gets an object of its own."""
+    """Returns the bytes of a value; one that cannot be measured gets an object of its own."""
     try:
         return nbytes(value)
     except (AttributeError, TypeError):
@@ -95,7 +95,7 @@ async def _read(objects: list[Any]) -> list[Any]:
 
 
 def _read_now(objects: list[Any]) -> list[Any]:
-    """The objects' values, or what is wrong with each."""
+    """Returns the objects' values, or the error of each."""
     different = list(dict.fromkeys(objects))
     try:
         found = dict(zip(different, ray.get(different), strict=True))
@@ -128,7 +128,7 @@ class _TensorDict(NamedTuple):
 
 
 def _to_arrays(value: Any) -> Any:
-    """A tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
+    """Returns a tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
     if type(value).__module__.partition(".")[0] not in ("torch", "tensordict"):
         return value
     import torch
@@ -162,8 +162,8 @@ def _shared_tensor(value: _Tensor) -> torch.Tensor:
 
 @cache
 def _torch() -> Any:
-    """torch, after its one warning a process that it can't keep anybody from writing to read-only memory:
-    `ObjectStore.get` forbids it."""
+    """Imports torch, and triggers unseen its one warning a process that it cannot prevent writes to read-only memory:
+    `ObjectStore.get` forbids them."""
     import torch
 
     read_only = np.zeros(1, np.uint8)

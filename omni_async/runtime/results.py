@@ -1,8 +1,8 @@
 """Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written
-costs no other.
+does not cost the others.
 
-An attempt that has nothing to record leaves the results of the attempts before as they are: it adds its line to
-`attempts.jsonl`, and that is all.
+An attempt of the command that has nothing to record leaves the results of the attempts before as they are: it adds its
+line to `attempts.jsonl`, and that is all.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from omni_async.types import Span
 
 logger = logging.getLogger(__name__)
 
-# For MLflow, of a run that leaves at once.
+# For MLflow, in a run that leaves at once and in one that ends in order.
 _SOON_S = 3.0
 _IN_ORDER_S = 60.0
 
 
 class Results:
-    """What is written at the end into `run`. `at_once`: only what takes no time."""
+    """The files that are written at the end into `run`. `at_once`: only what takes no time."""
 
     def __init__(self, run: RunDirectory, inputs: RunInputs, mlflow: MlflowSink | None, at_once: bool) -> None:
         self._run = run
@@ -43,20 +43,20 @@ class Results:
         self._unwritten: dict[str, str] = {}
 
     def spans_of(self, observer: Observer) -> list[Span]:
-        """Every span of the attempt; none, and no timeline, if they cannot be read."""
+        """Returns every span of the attempt; none, and no timeline is written, if they cannot be read."""
         spans: list[Span] = []
         self._write(self._run.trace, lambda: spans.extend(observer.spans.all()))
         return spans
 
     def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
-        """The summary as it is on disk then, with what could not be written."""
+        """Writes all results. Returns the summary as it is on disk then, with what could not be written."""
         if observer.owns and not self._write(self._run.summary, lambda: write_summary(self._run.summary, summary)):
             if self._run.trace.name not in self._unwritten:
                 self._remove(observer.spans.close)  # which makes room: they are in memory
             self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
         self._write(self._run.attempts, lambda: append_jsonl(self._run.attempts, attempt))
         if observer.owns and not self._at_once:
-            self._of_spans(observer, summary, spans)
+            self._write_from_spans(observer, summary, spans)
         if observer.owns and self._unwritten:
             summary = replace(summary, unwritten={**self._unwritten})
             self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
@@ -65,8 +65,8 @@ class Results:
         self._end_mlflow(observer, summary)
         return replace(summary, unwritten=self._unwritten)
 
-    def _of_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
-        """Those of an attempt that made updates take the place of an earlier one's."""
+    def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
+        """Writes the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
         run = self._run
         if observer.made and run.trace.name not in self._unwritten:
             self._write(run.profile, lambda: self._write_profile(summary, spans))
@@ -84,20 +84,20 @@ class Results:
             write_atomic(self._run.profile, encode_profile(profile))
 
     def _remove(self, remove: Callable[[], None]) -> None:
-        """What nobody needs any more; where that cannot be done it stays, and harms nobody."""
+        """Removes what is not needed any more; where that cannot be done it stays, and does no harm."""
         try:
             remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
 
     def _write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Whether that could be done."""
+        """Writes a file and returns whether that could be done."""
         self._unwritten.pop(path.name, None)
         try:
             write()
         except KeyboardInterrupt:
             self._unwritten[path.name] = "skipped on Ctrl-C"
-        except Exception as error:  # noqa: BLE001 (it is told, and the other results are written)
+        except Exception as error:  # noqa: BLE001 (it is reported, and the other results are written)
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             self._unwritten[path.name] = (
                 cause.strerror if isinstance(cause, OSError) else None
@@ -105,7 +105,8 @@ class Results:
         return path.name not in self._unwritten
 
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
-        """A run of an attempt that has nothing to record never began there, and `finish` leaves it as it is."""
+        """Ends the run in MLflow. If the attempt has nothing to record it never began there, and `finish` leaves it as
+        it is."""
         if self._mlflow is None:
             return
         run = self._run

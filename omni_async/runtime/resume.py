@@ -1,13 +1,13 @@
-"""Where a run goes on: what `checkpoint.resume` leads to, looked at before anything heavy starts. Imports no torch.
+"""Finds where a run goes on: resolves `checkpoint.resume` before anything heavy starts. Imports no torch.
 
 null     a new run
 auto     the newest run of this name in run.dir that is neither done nor running and has a checkpoint to go on from, in
-         its own folder; a new run if there is none. What is passed over is said
+         its own folder; a new run if there is none. What is passed over is logged
 RUN      that run, in its own folder
 FOLDER   a checkpoint: a new run that starts from it
 
 Of a run's checkpoints the newest that is whole counts; one that is cut off, changed or of another model is passed over,
-and that is said. So is one whose run's ledger does not begin with the lines that it counts, and groups that wait for
+and that is logged. So is one whose run's ledger does not begin with the lines that it counts, and groups that wait for
 the trainer are made again if the recipe would make others now. One that is beyond trainer.updates is refused: going
 back before it would make void what was trained.
 """
@@ -30,7 +30,8 @@ from omni_async.tracking.summary import read_ending, read_status
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """`run`: the folder that is gone on with; None: the run gets one of its own. `notes` are for the console."""
+    """A checkpoint to go on from. `run`: the folder of the run that goes on; None: the run gets one of its own. `notes`
+    are for the console."""
 
     folder: Path
     state: State
@@ -43,7 +44,7 @@ _NAMED = 5
 
 
 def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
-    """Look where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console.
+    """Returns where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console.
     Raises ConfigError, one line, where there should be a checkpoint and none can be used."""
     resume = config.checkpoint.resume
     if resume is None:
@@ -75,8 +76,8 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
 
 
 def nothing_to_do(config: Config) -> str | None:
-    """What to tell whoever resumes a run that has made all its updates; None if it is another. Reads nothing but the
-    run's summary."""
+    """Returns the message for a resumed run that has made all its updates, None for any other. Reads nothing but the
+    run's summary and the names of its checkpoints."""
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
@@ -93,7 +94,7 @@ def nothing_to_do(config: Config) -> str | None:
 
 
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
-    """Find the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is
+    """Finds the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is
     appended to `refused`."""
     refused = [] if refused is None else refused
     for point in _Search(refused).points(config, run):
@@ -128,7 +129,8 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
 
 
 def _newest_runs_first(config: Config) -> Iterator[RunDirectory]:
-    """By the time in their names, and the number of those that began in the same second."""
+    """Yields the runs of this name, the newest first, by the time in their names, and the number of those that began in
+    the same second."""
     folder = Path(config.run.dir)
     runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     yield from sorted((run for run in runs if run.is_of(config.run.name)), key=lambda run: run.began, reverse=True)
@@ -142,8 +144,8 @@ def _of_run(config: Config, run: Path) -> ResumePoint:
 
 
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
-    """One that is past the last update has nothing left to do, and what is done can't be taken back: the run would wait
-    for ever."""
+    """Refuses a checkpoint past the last update: nothing is left to do, and what is done can't be taken back, so the
+    run would wait for ever."""
     if point.state.version > config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
@@ -155,14 +157,14 @@ def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
 
 @dataclass
 class _Search:
-    """Goes through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and
+    """A search through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and
     whose ledger is not."""
 
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
 
     def points(self, config: Config, run: Path) -> Iterator[ResumePoint]:
-        """Those that can be used, the newest first."""
+        """Yields the checkpoints that can be used, the newest first."""
         for folder in newest_first(run / "checkpoints"):
             try:
                 state = _usable(config, folder)
@@ -181,7 +183,8 @@ class _Search:
             )
 
     def why(self, run: Path) -> str:
-        """Say why there is none: of the newest, which stands for the others of a run that has many."""
+        """Explains why there is none: with the reason of the newest, which stands for the others of a run that has
+        many."""
         newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
         reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
         way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
@@ -214,8 +217,8 @@ def _usable(config: Config, folder: Path) -> State:
 
 
 def _require_same_devices(config: Config, folder: Path, state: State) -> None:
-    """Emulated devices train nothing: their checkpoints, without weights, would take the places of trained ones, their
-    numbers those of the run."""
+    """Refuses a checkpoint of emulated devices for real ones, and the other way round. Emulated devices train nothing:
+    their checkpoints, without weights, would replace trained ones, and their numbers those of the run."""
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
     if trained and emulated:
         raise CheckpointError(
@@ -228,7 +231,8 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
 
 
 def _require_ledger(run: Path, state: State) -> None:
-    """The machine may have gone down before all lines were on its disk, or somebody has changed them."""
+    """Requires the ledger lines that the state counts: the machine may have gone down before all were on its disk, or
+    somebody has changed them."""
     try:
         require_prefix(RunDirectory(run).ledger, state.control.ledger)
     except LedgerDamaged as error:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def limit_threads(cpus: float) -> None:
-    """Torch's thread count for this process (OMP_NUM_THREADS, set at its start, covers the rest)."""
+    """Sets torch's thread count for this process (OMP_NUM_THREADS, set at its start, covers the rest)."""
     import torch
 
     torch.set_num_threads(max(1, int(cpus)))
@@ -47,7 +47,7 @@ def limit_threads(cpus: float) -> None:
 def build_coordinator(inputs: RunInputs, run_id: str, ledger: str) -> Coordinator:
     def take_over() -> JsonlSink:
         if inputs.untouched:
-            # Here as well as by the driver, who hears of the update only after a checkpoint may count it.
+            # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
             RunDirectory(Path(ledger).parent).void_metrics(inputs.start.version, inputs.start.validated)
         return JsonlSink(Path(ledger), inputs.start.ledger if inputs.run is not None else None)
 
@@ -70,7 +70,7 @@ def build_producer(
 
 
 def build_reader(name: str, inputs: RunInputs, coordinator: CoordinatorApi, store: ObjectStore) -> PreferenceReader:
-    """Stands in for producers and rewarders where the samples are a dataset's."""
+    """Builds the role that replaces producers and rewarders where the samples are a dataset's."""
     from omni_async.runtime.preferences import PreferencePairs
 
     config = inputs.config
@@ -105,7 +105,8 @@ def build_publisher(
     host: str = "127.0.0.1",
     clock: Clock | None = None,
 ) -> WeightPublisher:
-    """For the process of the trainer. `weights` is the folder that a transport may put files into."""
+    """Builds the publisher, which runs in the trainer's process. `weights` is the folder that a transport may put files
+    into."""
     sender = build_sender(config, store, Path(weights), host)
     return WeightPublisher(config, producers, coordinator, sender, clock or WallClock())
 
@@ -141,7 +142,7 @@ def build_trainer(
     host: str = "127.0.0.1",
     clock: Clock | None = None,
 ) -> Trainer:
-    """The trainer with rank 0; `others` are the ranks 1.. that live elsewhere."""
+    """Builds the trainer with rank 0; `others` are the ranks from 1 on, in other processes."""
     from omni_async.actors.trainer import Trainer
 
     config, plan = inputs.config, plan_updates(inputs.config)

@@ -1,4 +1,4 @@
-"""Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic picture.
+"""Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic image.
 
 Waits for the scorers, in threads: for their construction `run.startup_timeout_s` at most, and twice `reward.timeout_s`
 for a score.
@@ -22,8 +22,8 @@ from omni_async.runtime.preflight import RunInputs
 
 
 def try_scorers(inputs: RunInputs) -> list[str]:
-    """Notes for whoever checks: which scorers could not be tried, and why. ConfigError, one line, if one cannot be
-    built or fails twice in the same way."""
+    """Returns notes for the console: which scorers could not be tried, and why. Raises ConfigError, one line, if one
+    cannot be built or fails twice in the same way."""
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
         return []  # no scorer is asked
@@ -73,7 +73,7 @@ async def _built(inputs: RunInputs) -> WeightedScorer:
 
 
 def _build(inputs: RunInputs) -> WeightedScorer | WrongScorer:
-    """In a thread."""
+    """Builds the scorers; runs in a thread."""
     try:
         return WeightedScorer(inputs.config.reward.scorers)
     except WrongScorer as error:

@@ -1,8 +1,8 @@
-"""One life of a run on a cluster that is up: from the first sample until every role has finished, or until a part is
+"""Runs one attempt on a cluster that is up: from the first sample until every role has finished, or until a part is
 lost that the run cannot do without.
 
-Whatever ends it (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer
-leaves a checkpoint, the rest of the events is taken.
+However it ends (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves
+a checkpoint, the rest of the events is taken.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from omni_async.runtime.observer import Observer
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Status
 
-# How long the coordinator gets to take the driver's last words and to tell the rest, and the last pictures to be drawn.
+# Time for the coordinator to take the driver's last calls and to hand over its events, and for the last images.
 _LAST_EVENTS_S = 10.0
-_PICTURES_S = 30.0
+_IMAGES_S = 30.0
 
 
 @dataclass
 class Ending:
-    """How the run ended; the first cause stays. `lost`: because of a part without which it can only go on from its last
-    checkpoint."""
+    """The way a run ended; the first cause stays. `lost`: the loss that ended it, of a part without which the run can
+    only go on from its last checkpoint."""
 
     status: Status = "done"
     reason: str | None = None
@@ -72,13 +72,14 @@ class Session:
                 failure, ending.lost = error, await self._lost_with(error)
             self._keeper.close()
             if failure and ending.lost is not None:
-                ending.because("failed", ending.lost, failure)  # nothing more can be had from this life
+                ending.because("failed", ending.lost, failure)  # this attempt can do nothing more
             else:
                 await self._close(ending, failure, watching)
         return ending
 
     async def _close(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
-        """In order: everybody hears that the run is over, the trainer saves, and what is left is told."""
+        """Closes in order: all roles learn that the run is over, the trainer saves, and the remaining events are
+        taken."""
         coordinator, observer = self._cluster.coordinator, self._observer
         if failure:
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
@@ -86,16 +87,16 @@ class Session:
                     await coordinator.fail(describe(failure))
         unfinished, ending.lost = await _settle(self._roles, self._closing_s)
         unrecorded: BaseException | None = None
-        with contextlib.suppress(Exception):  # a coordinator that fails has nothing more to tell
+        with contextlib.suppress(Exception):  # a coordinator that fails has no more events
             async with asyncio.timeout(_LAST_EVENTS_S):
                 await coordinator.conclude()
                 await asyncio.wait({watching})
                 error = None if watching.cancelled() else watching.exception()
-                if isinstance(error, RunDirectoryError):  # the disk may have become full by what the run told last
+                if isinstance(error, RunDirectoryError):  # the last events may have filled the disk
                     unrecorded = error
                 if watching.cancelled() or error is not None:
                     await observer.count(coordinator)
-        await observer.pictures_drawn(_PICTURES_S)
+        await observer.pictures_drawn(_IMAGES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":
@@ -110,8 +111,8 @@ class Session:
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        """What `omni-async status` and `scale` ask for; `tell` gets what is being waited for. ValueError, one line, if
-        it can't be done."""
+        """Answers `omni-async status` and `scale`; `tell` gets what is being waited for. Raises ValueError, one line,
+        if it can't be done."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
@@ -124,7 +125,8 @@ class Session:
         }
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
-        """What is gone, if that is what failed: when a rank dies, the others may be the first to complain."""
+        """Returns which part is gone, if that is what failed: when a rank dies, the others may be the first to
+        complain."""
         if isinstance(failure.__cause__, PeerLost):
             return str(failure.__cause__)
         with contextlib.suppress(Exception):
@@ -133,13 +135,13 @@ class Session:
 
 
 async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
-    """The roles see that the run is over; the trainer ends its update and writes its checkpoint. What went wrong with
-    that, if anything, and which part was lost, if that is what."""
+    """Lets the roles finish, because the run is over; the trainer ends its update and writes its checkpoint. Returns
+    what went wrong with that, if anything, and which part was lost, if that is the cause."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             await roles.settle()
             await roles.wait()
-    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is one more thing to tell)
+    except Exception as error:  # noqa: BLE001 (the run is over; how closing it went is reported too)
         if deadline.expired():
             return f"the roles were not done run.closing_timeout_s = {seconds:g} after the run was over", None
         return describe(error), str(error.__cause__) if isinstance(error.__cause__, PeerLost) else None

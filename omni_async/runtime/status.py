@@ -1,4 +1,4 @@
-"""What `omni-async status` says: of a run that answers from what it answered, of one that does not from what it left
+"""Renders `omni-async status`: for a run that answers from its answer, for one that does not from what it left
 behind."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
 
 def running_lines(status: Mapping[str, Any]) -> list[str]:
-    """For a person: how far it is and how it learns, then who works on it."""
+    """Renders a running job for a person: how far it is and how it learns, then its parts and buffers."""
     if "doing" in status:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
@@ -87,8 +87,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run that does not answer. running: another process has it all the same, on another machine perhaps. update:
-    the last one in its metrics, 0 if there is none; numbers: what it said. checkpoint: the newest folder."""
+    """The state of a run that does not answer. running: another process has it all the same, on another machine
+    perhaps. update: the last one in its metrics, 0 if there is none; numbers: that update's. checkpoint: the newest
+    folder."""
 
     run: str
     running: bool
@@ -101,11 +102,11 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left_behind(folder: Path) -> LeftBehind:
-    """What the run's files say. ConfigError, one line, if they cannot be read."""
+    """Reads the run's files. Raises ConfigError, one line, if they cannot be read."""
     run = RunDirectory(folder)
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
-        # Somebody may have edited the file: what is no number tells nothing.
+        # The file may have been edited: what is no number is ignored.
         metrics = [
             {name: value for name, value in line.items() if isinstance(value, int | float)}
             for line in run.read_metrics()
@@ -128,7 +129,7 @@ def left_behind(folder: Path) -> LeftBehind:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Those that say how it learns; of preferences that is not their reward."""
+    """Returns the numbers that say how it learns; of preferences that is not their reward."""
     learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
     return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
 
@@ -143,7 +144,7 @@ def _round(line: Mapping[str, Any]) -> ValidationPoint:
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
-    """For a person: how it ended, or that it was cut off, and how it can be gone on with."""
+    """Renders for a person how a run ended, or that it was cut off, and how to go on with it."""
     if found.summary is not None and not found.running:
         return [*_ended(found.summary), *_goes_on(found)]
     state = (
@@ -165,7 +166,7 @@ def left_behind_lines(found: LeftBehind) -> list[str]:
 def _at(seconds: float) -> str:
     try:
         return f", at {datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-    except (OverflowError, ValueError, OSError):  # no time of this world
+    except (OverflowError, ValueError, OSError):  # no valid time
         return ""
 
 

@@ -1,9 +1,9 @@
-"""One training run, from a checked configuration to an exit code: brings a cluster up, runs it to its end, records what
-happens.
+"""Takes one training run from a checked configuration to an exit code: brings a cluster up, runs it to its end, records
+what happens.
 
-A run has one life after another on clusters of its own, until it ends or has lost a part too often: a life that loses
-its trainer or its coordinator is followed by one that goes on from the last checkpoint, in the same folder, ledger and
-MLflow run.
+In one process a run has one attempt after another, each on a cluster of its own, until it ends or has lost a part too
+often: an attempt that loses its trainer or its coordinator is followed by one that goes on from the last checkpoint, in
+the same folder, ledger and MLflow run. All of them are one attempt of the command, a line of `attempts.jsonl`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from omni_async.tracking.words import validation_curve
 logger = logging.getLogger(__name__)
 
 EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 130}
-# For a cluster to close, of a run that leaves at once.
+# For a cluster to close, in a run that leaves at once.
 _SOON_S = 5.0
 
 
-def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
+def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster:
     if inputs.config.run.runtime == "inprocess":
         from omni_async.runtime.inprocess import InProcessCluster
 
@@ -61,12 +61,12 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, life: int) -> Cluster:
     prepare_driver()  # before Ray is imported
     from omni_async.runtime.ray_cluster import RayCluster
 
-    return RayCluster(inputs, run, life)
+    return RayCluster(inputs, run, attempt)
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
-    """Run to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other failure
-    is in the summary's status and reason."""
+    """Runs to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other
+    failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
@@ -107,7 +107,7 @@ class _Run:
             async with ControlSocket(self._run.control) as control:
                 control.stop = interrupted.set
                 try:
-                    ending = await unless(interrupted.at_once.wait(), self._lives(interrupted, control))
+                    ending = await unless(interrupted.at_once.wait(), self._attempts(interrupted, control))
                 except Stopped:
                     ending = Ending(
                         "interrupted",
@@ -127,28 +127,29 @@ class _Run:
             return self._write(ending, observer, finished, at_once)
 
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
-        """What the run leaves, and the last words about it."""
+        """Writes what the run leaves, and prints the last lines about it."""
         results = Results(self._run, self._inputs, self._mlflow, at_once)
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
         wall_s, start = observer.wall_s(finished if observer.owns else observer.started), self._inputs.start
-        attempt = Attempt(
+        command_attempt = Attempt(
             self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
         )
-        summary = results.write(observer, summary, spans, attempt)
+        summary = results.write(observer, summary, spans, command_attempt)
         self._console.close(_farewell(self._run, observer, summary, self._mlflow))
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
-        """What this process makes of the folder, be it another's until there is something to record."""
+        """Makes the observer. The folder is another process's until there is something to record, if the run is
+        resumed."""
         return Observer(
             self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
         )
 
-    async def _lives(self, interrupted: Interruption, control: ControlSocket) -> Ending:
+    async def _attempts(self, interrupted: Interruption, control: ControlSocket) -> Ending:
         inputs, fault = self._inputs, None
-        for life in count(1):
-            ending = await self._live(inputs, life, interrupted, control, fault)
+        for attempt in count(1):
+            ending = await self._attempt(inputs, attempt, interrupted, control, fault)
             if ending.lost is None or interrupted.is_set():
                 return ending
             found = self._clock.now()
@@ -162,23 +163,23 @@ class _Run:
             version = inputs.start.version
             again = f"again from update {version}" if version else "again from the start"
             self._console.note(f"{ending.lost}; {again}" + (f" in {pause:g} s" if pause else ""))
-            fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"life {life + 1}, {again}", 0.0)
+            fault = Fault(found, ending.lost.partition(" ")[0], ending.lost, f"attempt {attempt + 1}, {again}", 0.0)
             try:
                 await unless(interrupted.wait(), asyncio.sleep(pause))
             except Stopped:
                 return Ending("interrupted", "before it was started again")
         raise AssertionError("unreachable")
 
-    async def _live(
-        self, inputs: RunInputs, life: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
+    async def _attempt(
+        self, inputs: RunInputs, attempt: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
     ) -> Ending:
-        """On a cluster of its own. `fault`: what ended the life before."""
+        """Runs one attempt, on a cluster of its own. `fault`: what ended the attempt before."""
         ending = Ending()
         cluster: Cluster | None = None
         try:
             if self._config.run.runtime == "ray":
                 self._phase(control, "starting Ray")
-            cluster = await asyncio.to_thread(build_cluster, inputs, self._run, life)
+            cluster = await asyncio.to_thread(build_cluster, inputs, self._run, attempt)
             await unless(interrupted.wait(), cluster.connect())
             listen(interrupted)
             offline = self._config.data.preferences is not None
@@ -201,11 +202,13 @@ class _Run:
             ending = await session.run(interrupted)
         except Stopped:
             ending.because(
-                "interrupted", "before the first update" if life == 1 else "while it was being started again"
+                "interrupted", "before the first update" if attempt == 1 else "while it was being started again"
             )
         except Exception as error:
             ending.because("failed", describe(error), error)
-            if isinstance(error, PeerLost) or (life > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)):
+            if isinstance(error, PeerLost) or (
+                attempt > 1 and not isinstance(error, MlflowUnusableError | WrongScorer)
+            ):
                 ending.lost = describe(error)
             logger.debug("the run failed", exc_info=error)
         finally:
@@ -219,9 +222,9 @@ class _Run:
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
-        """Go on from the newest checkpoint or, if there is none yet, from where this process began. What came after it
-        is void. Raises CheckpointError if there are some and none can be used: to begin anew in this folder would
-        remove them."""
+        """Returns inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
+        What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
+        folder would remove them."""
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused)
         for note in refused:
@@ -242,7 +245,7 @@ def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink
 
 
 async def _close(cluster: Cluster, seconds: float | None) -> None:
-    """`seconds`: how long a run that leaves at once waits for that."""
+    """Closes the cluster. `seconds`: how long a run that leaves at once waits for that."""
     try:
         async with asyncio.timeout(seconds):
             await cluster.close()
@@ -251,7 +254,7 @@ async def _close(cluster: Cluster, seconds: float | None) -> None:
 
 
 def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
-    """How it ended and where everything is, for a person who has just watched it happen."""
+    """Returns the last lines for the console: how the run ended and where everything is."""
     reason = f" {summary.reason}" if summary.reason else ""
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
     if not observer.owns and observer.has_something:
@@ -271,7 +274,7 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
     ]
     if summary.validation:
         lines.append(validation_curve(summary.validation))
-    places = {
+    files = {
         "images": run.samples,
         "metrics": run.metrics,
         "ledger": run.ledger,
@@ -279,7 +282,7 @@ def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: M
         "profile": run.profile,
         "timeline": run.trace,
     }
-    lines += [f"  {name:<9} {path}" for name, path in places.items() if path.exists()]
+    lines += [f"  {name:<9} {path}" for name, path in files.items() if path.exists()]
     lines += lost
     if summary.status != "done" and any(newest_first(run.checkpoints)):
         lines.append("            (the same command with checkpoint.resume=auto goes on with it)")

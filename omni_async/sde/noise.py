@@ -1,7 +1,7 @@
-"""Noise that depends on the request alone: neither batch, engine, window nor placement changes it.
+"""Draws noise that depends on the request alone: neither batch, engine, window nor placement changes it.
 
-Every draw has a generator of its own, seeded by a hash of (seed, purpose, step), so a draw never depends on which
-others came before it.
+Every draw has a generator of its own, seeded by a hash of (seed, purpose, step), so a draw never depends on earlier
+draws.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def _draw(seed: int, purpose: str, step: int, shape: tuple[int, ...]) -> torch.T
 
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal float32 of `shape` on the CPU: the latents at sigma_0."""
+    """Returns the latents at sigma_0: standard normal float32 of `shape` on the CPU."""
     return _draw(seed, "initial", 0, shape)
 
 
 def step_noise(seed: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Standard normal float32 of `shape` on the CPU: what transition number `step` adds."""
+    """Returns the noise that transition number `step` adds: standard normal float32 of `shape` on the CPU."""
     return _draw(seed, "step", step, shape)

@@ -1,4 +1,4 @@
-"""Sigma schedules: float32 tensors (N + 1,) on the CPU, decreasing from at most 1, with the final 0 appended.
+"""Computes sigma schedules: float32 tensors (N + 1,) on the CPU, decreasing from at most 1, with the final 0 appended.
 
 Rollout and trainer must use the very same numbers, and those of the model's own scheduler. So the arithmetic below
 keeps the dtypes and the order of operations of diffusers' FlowMatchEulerDiscreteScheduler (numpy float32, Python floats
@@ -23,12 +23,12 @@ _UNSUPPORTED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"
 
 
 def linear(num_inference_steps: int) -> Tensor:
-    """1, 1 - 1/N, ..., 1/N, 0."""
+    """Returns 1, 1 - 1/N, ..., 1/N, 0."""
     return _append_zero(_linspace(num_inference_steps))
 
 
 def static_shift(shift: float, num_inference_steps: int, *, twice: bool = False) -> Tensor:
-    """sigma = shift t / (1 + (shift - 1) t) of N + 1 equally spaced t from 1 to 0 (SD3, DanceGRPO).
+    """Returns sigma = shift t / (1 + (shift - 1) t) of N + 1 equally spaced t from 1 to 0 (SD3, DanceGRPO).
 
     `twice` gives the numbers of diffusers' `set_timesteps(N)`: t runs from 1 to the already shifted 1/1000, and is
     shifted again.
@@ -44,20 +44,21 @@ def static_shift(shift: float, num_inference_steps: int, *, twice: bool = False)
 
 
 def dynamic_shift(mu: float, num_inference_steps: int, *, time_shift_type: str = "exponential") -> Tensor:
-    """sigma = m / (m + 1/t - 1) of t = 1, ..., 1/N, with m = e^mu (`exponential`) or mu (`linear`); see
+    """Returns sigma = m / (m + 1/t - 1) of t = 1, ..., 1/N, with m = e^mu (`exponential`) or mu (`linear`); see
     `resolution_mu`."""
     return _append_zero(_shift_dynamic(_linspace(num_inference_steps), mu, time_shift_type))
 
 
 def stretch_to_terminal(sigmas: Tensor, terminal: float) -> Tensor:
-    """A schedule (N + 1,) stretched away from 1 so that its last non-zero value is `terminal`; needs that value to be <
+    """Stretches a schedule (N + 1,) away from 1 so that its last non-zero value is `terminal`; needs that value to be <
     1."""
     return _append_zero(_stretch(sigmas[:-1].numpy(), terminal))
 
 
 def resolution_mu(image_seq_len: int, scheduler_config: Mapping[str, Any]) -> float:
-    """The shift exponent of an image of `image_seq_len` latent tokens: linear between (base_image_seq_len, base_shift)
-    and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096, 1.15, as in diffusers' Qwen-Image pipeline."""
+    """Returns the shift exponent of an image of `image_seq_len` latent tokens: linear between (base_image_seq_len,
+    base_shift) and (max_image_seq_len, max_shift). Absent keys mean 256, 0.5, 4096, 1.15, as in diffusers' Qwen-Image
+    pipeline."""
     if image_seq_len < 1:
         raise ValueError(f"image_seq_len must be >= 1, got {image_seq_len}")
     base_len, max_len = (

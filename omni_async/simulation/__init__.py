@@ -1,2 +1,2 @@
-"""A job in virtual time: the real control plane, with stations that take a profile's time in place of devices. Imports
-no torch and no Ray."""
+"""Simulates a job in virtual time: the real control plane, with simulated roles that take a profile's time in place
+of devices. Imports no torch and no Ray."""

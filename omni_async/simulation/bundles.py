@@ -1,5 +1,5 @@
-"""Lots: samples of a group that always run together and are simulated as one, where simulating each would take
-minutes."""
+"""Groups samples into bundles: samples of a group that always run together and are simulated as one, where
+simulating each would take minutes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from omni_async.config import Config
 
 # About half a minute of one core.
 _MOST_BUNDLES = 600_000
-# Lots in flight per engine: with fewer some engines stand idle that would have some of the samples.
+# Bundles in flight per engine: with fewer, some engines are idle that would have some of the samples.
 _FEWEST_PER_ENGINE = 1
 
 
 def choose_bundle(config: Config, updates: int) -> int:
-    """1 if that is fast enough. Otherwise the smallest bundle that is, but none that leaves an engine too few, and only
-    such as divide a group and what an engine computes or a reward worker scores together."""
+    """Returns 1 if that is fast enough. Otherwise returns the smallest bundle that is fast enough, divides a group
+    and what an engine computes or a reward worker scores together, and leaves every engine enough bundles."""
     per_update = config.trainer.groups_per_update * config.rollout.group_size
     in_flight = (config.staleness.max_updates + 1) * per_update / config.rollout.workers
     whole = math.gcd(
@@ -32,8 +32,8 @@ def choose_bundle(config: Config, updates: int) -> int:
 
 
 def in_bundles(config: Config, bundle: int) -> Config:
-    """The configuration that counts bundles where the recipe counts samples. ValueError unless whatever runs together
-    is a whole number of bundles: anything else would be another job."""
+    """Returns the configuration that counts bundles where the recipe counts samples. Raises ValueError unless all
+    samples that run together are a whole number of bundles: anything else would be another job."""
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
     together = {
         "rollout.group_size": rollout.group_size,

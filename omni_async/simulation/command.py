@@ -1,4 +1,4 @@
-"""`omni-async simulate`: its arguments, its help, its progress, and what it prints and writes."""
+"""Implements `omni-async simulate`: its arguments, its help, its progress, and what it prints and writes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than
 
 
 def add_simulate(commands: Any) -> None:
-    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    """Adds the command to the command line's subparsers. Imports nothing heavy."""
     parser = commands.add_parser(
         "simulate",
         help="predict a job's throughput and staleness in virtual time",
@@ -85,7 +85,7 @@ def _positive(text: str) -> int:
 
 
 def simulate_recipe(options: argparse.Namespace) -> int:
-    """The exit code. ConfigError, one line, for what is wrong with the arguments."""
+    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config, profile = _read(options)
 
     from rich.console import Console
@@ -136,8 +136,8 @@ def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
 
 
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
-    """What to simulate, each for how many updates; and what cannot be, with the reason. ConfigError if an option does
-    not fit."""
+    """Returns the jobs to simulate, each with its number of updates, and those that cannot be simulated, with the
+    reason. Raises ConfigError if an option does not fit."""
     from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous
@@ -162,7 +162,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
 
 def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
-    """What the profile has no time for, and which of the jobs need it."""
+    """Lists the stages that the profile has no time for, and which of the jobs need them."""
     from omni_async.simulation.times import not_measured
 
     needed_by: dict[str, list[str]] = {}
@@ -190,7 +190,7 @@ def _simulate(name: str, config: Config, profile: Profile, updates: int, options
 
 @contextmanager
 def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
+    """Shows a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -206,15 +206,15 @@ def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
             task = bar.add_task(name, total=updates)
             yield lambda version: bar.update(task, completed=version)
         return
-    told = time.monotonic()
+    last_report = time.monotonic()
 
-    def tell(version: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > _QUIET_S:
-            told = time.monotonic()
+    def report(version: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report > _QUIET_S:
+            last_report = time.monotonic()
             sys.stderr.write(f"{name}: update {version} of {updates}\n")
 
-    yield tell
+    yield report
 
 
 def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Simulated]]) -> bytes:

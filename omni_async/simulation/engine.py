@@ -1,15 +1,16 @@
-"""A rollout engine in virtual time: what a producer and an emulated engine do together, without making anything.
+"""Simulates a rollout engine in virtual time: what a producer and an emulated engine do together, without making
+anything.
 
-Leases samples whenever it has a place free, and generates them batch after batch; a batch is formed when everything
-else of that instant has happened. Waits for a lease (unblocked by admission and by free trajectory places), for room (a
-batch's end), and, before a batch, for the end of a pause. A staged version takes effect
+An engine leases samples whenever it has a free slot, and generates them batch after batch; a batch is formed when
+everything else of that instant has happened. It waits for a lease (unblocked by admission and by free trajectory
+slots), for a free slot (a batch's end), and, before a batch, for the end of a pause. A staged version takes effect
 
   step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause
            later
   request  when all samples in the engine, running or queued for its next batch, are done
   drain    when all leased samples are done; nothing is leased meanwhile
 
-There are many engines and they do most of what happens, so only leasing is a coroutine; the rest is called by the loop.
+There are many engines and they do most of what happens, so only leasing is a coroutine; the loop calls the rest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _INSTANT_S = 1e-9
 
 
 class Batch:
-    """Samples that are generated together. `swaps`: the denoising steps from which on a newer version took them, oldest
-    first."""
+    """Samples that are generated together. `swaps`: (first denoising step, version that computes from that step on),
+    oldest first."""
 
     __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
 
@@ -43,7 +44,7 @@ class Batch:
         self.swaps = [(0, version)]
 
     def next_boundary(self, now: float) -> int:
-        """The first denoising step that has not begun; `steps` if none is left."""
+        """Returns the first denoising step that has not begun; `steps` if none is left."""
         if self.step_s <= 0:
             return self.steps
         return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
@@ -57,14 +58,15 @@ class Batch:
         return next(version for first, version in reversed(self.swaps) if step >= first)
 
     def versions(self, window: SdeWindow | None) -> tuple[int, ...]:
-        """Of the trained steps: the window's, or all."""
+        """Returns the version of every trained step: the window's steps, or all."""
         if len(self.swaps) == 1:
             return (self.swaps[0][1],) * (window.size if window else self.steps)
         return tuple(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
 class SimulatedEngine:
-    """`swapped` is called when the engine holds a version that `stage` could not tell the time of."""
+    """A rollout engine whose batches only take time. Calls `swapped` when it holds a version whose time `stage`
+    could not predict."""
 
     def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
         self.name = name
@@ -83,22 +85,22 @@ class SimulatedEngine:
         self._paused_until = 0.0
         self._pending: int | None = None  # a version that waits for `_owed` more samples
         self._owed = 0
-        self._room = Event()
+        self._slot_free = Event()
         self._turn: asyncio.Task[None] | None = None
         self._idle_since = self._loop.now
         self._waiting, self._busy = world.meters.waiting["rollout"], world.meters.busy["rollout"]
-        self._places = world.meters.places["trajectories"]
+        self._reserved = world.meters.reserved["trajectories"]
 
     async def lease(self) -> None:
-        """Until the run is over."""
+        """Leases samples until the run is over."""
         coordinator, capacity = self._world.coordinator, self._rollout.max_inflight
         while True:
             while self._held >= capacity or (self._drains and self._pending is not None):
-                await self._room.wait()
+                await self._slot_free.wait()
             requests = await coordinator.next_samples(self.name, capacity - self._held, capacity)
             if not requests:
                 break
-            self._places.add(len(requests))
+            self._reserved.add(len(requests))
             if not self._held:
                 self._waiting.add(self._idle_since, self._loop.now)
             self._held += len(requests)
@@ -108,7 +110,7 @@ class SimulatedEngine:
             self._waiting.add(self._idle_since, self._loop.now)
 
     def _wake(self) -> None:
-        """There may be something to do, once everything else of this instant has happened."""
+        """Schedules `_act`, once everything else of this instant has happened."""
         if not self._woken:
             self._woken = True
             self._loop.when_settled(self._act)
@@ -136,8 +138,8 @@ class SimulatedEngine:
 
     def _begin(self) -> None:
         world, leased = self._world, self._leased
-        room = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
-        requests = [leased.popleft() for _ in range(min(room, len(leased)))]
+        most = self._rollout.max_batch if self._pending is None else min(self._rollout.max_batch, self._owed)
+        requests = [leased.popleft() for _ in range(min(most, len(leased)))]
         seconds = self._draws.seconds("generate", len(requests) * world.bundle)
         self._batch = Batch(requests, self._loop.now, seconds, self._rollout.num_inference_steps, self._version)
         self._loop.call_when(self._batch.end, self._finish, self._batch)
@@ -166,14 +168,14 @@ class SimulatedEngine:
                 ],
             )
         )
-        self._room.notify()
+        self._slot_free.notify()
         self._wake()
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def stage(self, version: int) -> float | None:
-        """The version is here. When the engine will hold it, if that is certain; None: when it has finished what it
-        must, which it tells."""
+        """Takes a version that has arrived. Returns when the engine will hold it, or None if that depends on samples
+        it must finish first; it then calls `swapped`."""
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
         if self._world.config.weights.swap != "step" and in_engine:
@@ -193,12 +195,12 @@ class SimulatedEngine:
         return begins + pause
 
     def _swap(self) -> None:
-        """The pause at the boundary that `request` and `drain` waited for is over."""
+        """Ends the pause at the boundary that `request` and `drain` waited for."""
         if self._pending is None:
             raise ValueError(f"{self.name} has nothing to swap to")
         self._version, self._pending, self._working = self._pending, None, False
         at_once(self._world.coordinator.engine_holds(WeightReport(self.name, self._version, digest_of(self._version))))
         self._world.count_groups()
-        self._room.notify()
+        self._slot_free.notify()
         self._swapped()
         self._wake()

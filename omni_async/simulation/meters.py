@@ -1,4 +1,4 @@
-"""What is measured while a simulation runs: who works and who waits, and how full the buffers are, in the steady part
+"""Measures a running simulation: which roles work and which wait, and how full the buffers are, in the steady part
 of the run."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Window:
 
 
 class Stretches:
-    """Seconds that lie in the window, of stretches of time reported when they are over."""
+    """Seconds that lie in the window, of periods reported when they are over."""
 
     __slots__ = ("_window", "seconds")
 
@@ -41,12 +41,12 @@ class Stretches:
 class Gauge:
     """A quantity that steps up and down: its mean over the window, and its largest value ever."""
 
-    __slots__ = ("_clock", "_since", "_stretches", "_window", "largest", "value")
+    __slots__ = ("_clock", "_integral", "_since", "_window", "largest", "value")
 
     def __init__(self, window: Window, clock: Callable[[], float]) -> None:
         self._window = window
         self._clock = clock
-        self._stretches = 0.0
+        self._integral = 0.0
         self._since = clock()
         self.value = 0
         self.largest = 0
@@ -57,7 +57,7 @@ class Gauge:
     def set(self, value: int) -> None:
         now, window = self._clock(), self._window
         if now > window.opened and self._since < window.closed:
-            self._stretches += self.value * (min(now, window.closed) - max(self._since, window.opened))
+            self._integral += self.value * (min(now, window.closed) - max(self._since, window.opened))
         self._since = now
         self.value = value
         if value > self.largest:
@@ -65,13 +65,13 @@ class Gauge:
 
     @property
     def mean(self) -> float:
-        """Once the window is closed."""
+        """Returns the mean over the window, once that is closed."""
         self.set(self.value)
-        return self._stretches / self._window.seconds if self._window.seconds > 0 else 0.0
+        return self._integral / self._window.seconds if self._window.seconds > 0 else 0.0
 
 
 class Meters:
-    """`busy` and `waiting` by role, `places` by buffer."""
+    """The meters of one simulation: `busy` and `waiting` seconds by role, `reserved` slots by buffer."""
 
     def __init__(self, clock: Callable[[], float], workers: dict[str, int], capacities: dict[str, int]) -> None:
         self._clock = clock
@@ -80,7 +80,7 @@ class Meters:
         self._window = Window()
         self.busy = {role: Stretches(self._window) for role in workers}
         self.waiting = {role: Stretches(self._window) for role in workers}
-        self.places = {buffer: Gauge(self._window, clock) for buffer in capacities}
+        self.reserved = {buffer: Gauge(self._window, clock) for buffer in capacities}
 
     def open(self) -> None:
         self._window.opened = self._clock()
@@ -89,17 +89,15 @@ class Meters:
         self._window.closed = self._clock()
 
     def fractions(self, role: str) -> dict[str, float]:
-        """Of the window: what the role's workers were `busy`, and waited without input (`starved`) or without leave to
-        make more (`backpressured`: only engines, which make things out of nothing). What is left of 1: pauses between
-        the two."""
+        """Returns the fractions of the window in which the role's workers were `busy`, waited without input
+        (`starved`), or waited without permission to make more (`backpressured`: only engines, which need no input).
+        The rest, up to 1, is pauses."""
         total = self._workers[role] * self._window.seconds
-        busy, waiting = (
-            stretches[role].seconds / total if total > 0 else 0.0 for stretches in (self.busy, self.waiting)
-        )
+        busy, waiting = (periods[role].seconds / total if total > 0 else 0.0 for periods in (self.busy, self.waiting))
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)
         return {"busy": busy, "starved": starved, "backpressured": backpressured}
 
     def occupancy(self, buffer: str, each: int = 1) -> Occupancy:
-        """`each`: what one place of the simulation stands for."""
-        gauge = self.places[buffer]
+        """Returns how full a buffer was; one slot of the simulation stands for `each` slots of the job."""
+        gauge = self.reserved[buffer]
         return Occupancy(self._capacities[buffer] * each, gauge.mean * each, gauge.largest * each)

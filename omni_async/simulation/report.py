@@ -1,4 +1,4 @@
-"""What a simulation found, as tables for a person."""
+"""Shows the result of a simulation as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ROLES = ("rollout", "reward", "trainer")
 
 
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
-    """One job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job, one stage
-    after the other."""
+    """Prints one job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job,
+    one stage after the other."""
     console.print(_steps(config, found, sync))
     console.print(_stages(found))
     rate, per_device = found.images_per_s, found.images_per_s_per_device
@@ -31,7 +31,7 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
-    """A row per schedule and budget; the first is what the others' speed-up is against."""
+    """Prints a row per schedule and budget; speed-ups are against the first row."""
     columns = (
         "s/update",
         "law",
@@ -112,33 +112,34 @@ def _staleness(found: Simulated) -> Table:
 
 
 def _buffers(found: Simulated) -> Table:
-    table = _table("places taken in the buffers", "", "of", "mean", "most")
-    for name, places in found.buffers.items():
-        table.add_row(name, str(places.capacity), f"{places.mean:.1f}", str(places.largest))
+    table = _table("slots taken in the buffers", "", "of", "mean", "most")
+    for name, occupancy in found.buffers.items():
+        table.add_row(name, str(occupancy.capacity), f"{occupancy.mean:.1f}", str(occupancy.largest))
     return table
 
 
 def remarks(config: Config, found: Simulated) -> list[str]:
-    """What holds the job up, and which key would change that."""
+    """Says what holds the job up, and which key would change that."""
     times, budget = found.times, config.staleness.max_updates
     name, seconds = times.bottleneck
     needed = smallest_useful_budget(times)
-    said = []
+    sentences: list[str] = []
     if async_step(times, budget) > seconds * (1 + 1e-9) and needed > budget:
         if config.schedule in (None, "async"):
             allowed = f"with staleness.max_updates = {needed} the law allows {_number(async_step(times, needed))} s"
         else:
             allowed = f"schedule: {config.schedule} decides it; with schedule: async more can overlap"
-        said.append(f"The staleness budget holds it up: {allowed}.")
+        sentences.append(f"The staleness budget holds it up: {allowed}.")
     elif found.busy[name]["busy"] > 0.97:
-        said.append(f"{name} is busy {found.busy[name]['busy']:.0%} of the time: only more of it makes updates faster.")
+        busy = found.busy[name]["busy"]
+        sentences.append(f"{name} is busy {busy:.0%} of the time: only more of it makes updates faster.")
     full = {"trajectories": "buffer.trajectories", "replay": "buffer.groups"}
     for buffer, key in full.items():
-        places = found.buffers[buffer]
-        if places.mean > 0.95 * places.capacity and found.bound_fraction < 0.97:
-            said.append(f"{key} = {places.capacity} is full most of the time: a larger one may help.")
-    said.append(f"No overlap makes it more than {max_speedup(times):.2f} times as fast as the sum of its stages.")
-    return said
+        occupancy = found.buffers[buffer]
+        if occupancy.mean > 0.95 * occupancy.capacity and found.bound_fraction < 0.97:
+            sentences.append(f"{key} = {occupancy.capacity} is full most of the time: a larger one may help.")
+    sentences.append(f"No overlap makes it more than {max_speedup(times):.2f} times as fast as the sum of its stages.")
+    return sentences
 
 
 def _table(title: str, first: str, *numbers: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""Defines the result of a simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from omni_async.performance.law import StageTimes
 
 
 class Occupancy(msgspec.Struct, frozen=True):
-    """Of a buffer: places, and how many of them were reserved (time-weighted mean, and maximum)."""
+    """How full a buffer was: its slots, and how many of them were reserved (time-weighted mean, and maximum)."""
 
     capacity: int
     mean: float
@@ -16,11 +16,10 @@ class Occupancy(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds are the profile's (virtual) ones. `step_s`: mean seconds between updates in the steady part of the run,
-    warm-up and drain left out; `step_spread_s`: standard deviation of those. `busy`: role -> busy, starved,
-    backpressured fraction of that part. `staleness`: groups trained by staleness, over the whole run. `bundle`: samples
-    that were simulated as one. `bound_fraction` = law_s / step_s.
-    """
+    """The result of one simulation. Seconds are the profile's (virtual) ones. `step_s`: mean seconds between updates
+    in the steady part of the run, warm-up and drain left out; `step_spread_s`: standard deviation of those. `busy`:
+    role -> busy, starved, backpressured fraction of that part. `staleness`: groups trained by staleness, over the
+    whole run. `bundle`: samples that were simulated as one. `bound_fraction` = law_s / step_s."""
 
     updates: int
     virtual_s: float

@@ -1,4 +1,4 @@
-"""A job in virtual time: the real coordinator, stations in place of the roles, a profile's time in place of devices.
+"""Simulates a job in virtual time: the real coordinator, simulated roles, a profile's time in place of devices.
 
 Validation rounds and checkpoints take no time here. Waits for nothing real; a job that cannot go on raises
 DeadlockError at once.
@@ -57,7 +57,7 @@ class Steady:
 
 
 def default_updates(config: Config) -> int:
-    """The recipe's, or more where those would hardly leave a steady part."""
+    """Returns the recipe's number of updates, or more where those would hardly leave a steady part."""
     return max(_UPDATES, config.trainer.updates)
 
 
@@ -70,12 +70,13 @@ def simulate(
     bundle: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """The job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates (None: the
-    recipe's, at least 200).
+    """Simulates the job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates
+    (None: the recipe's, at least 200).
 
-    `bundle`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is told
-    of every update. Groups are never rejected, validation and checkpoints are left out. ValueError for too few updates
-    or a lot that does not divide a group; RuntimeError if the run fails, which would be a bug.
+    `bundle`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is
+    called with the number of every update. Groups are never rejected, validation and checkpoints are left out. Raises
+    ValueError for too few updates or a bundle that does not divide a group; RuntimeError if the run fails, which would
+    be a bug.
     """
     started = time.perf_counter()
     profile = with_estimates(profile, config)
@@ -128,7 +129,7 @@ def simulate(
         staleness_max=max(staleness),
         buffers={
             buffer: world.meters.occupancy(buffer, bundle if buffer == "trajectories" else 1)
-            for buffer in world.meters.places
+            for buffer in world.meters.reserved
         },
         counters=world.coordinator.ledger.counters(),
         times=times,
@@ -163,8 +164,8 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
 
 
 def _bare(config: Config, updates: int) -> Config:
-    """Without what takes no virtual time: validation, pictures, and the rejection of groups whose samples all earn the
-    same."""
+    """Removes what takes no virtual time: validation, logged images, and the rejection of groups whose samples all
+    earn the same."""
     advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
     return replace(
         config,
@@ -189,13 +190,13 @@ async def _play(world: World, updated: Callable[[int], None]) -> None:
             for number in range(world.config.reward.workers):
                 tasks.create_task(reward_worker(f"reward-{number}", world), name=f"reward-{number}")
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None  # one is enough to end the run, and to tell why
+        raise failures.exceptions[0] from None  # one is enough to end the run, and to say why
 
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """A simulation makes millions of small objects and hardly a cycle: looking for cycles as often as usual takes a
-    fifth of its time."""
+    """Makes garbage collection rare: a simulation makes millions of small objects and hardly a cycle, and looking
+    for cycles as often as usual takes a fifth of its time."""
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, usual[1], usual[2])
     try:

@@ -1,7 +1,7 @@
-"""The other roles in virtual time: light coroutines around the real coordinator that take a profile's time for what
-they would do.
+"""Simulates the other roles in virtual time: light coroutines around the real coordinator that take a profile's time
+for what they would do.
 
-| station   | waits for                                   | unblocked by                               |
+| role      | waits for                                   | unblocked by                               |
 |-----------|---------------------------------------------|--------------------------------------------|
 | reward    | generated samples (starved)                 | `samples_done` of an engine                |
 | trainer   | the next group (starved)                    | the group's last score                     |
@@ -23,13 +23,13 @@ _SCORE = Score(0.0)
 
 
 async def reward_worker(name: str, world: World) -> None:
-    """One batch at a time, of whatever is there. Until the run is over."""
+    """Scores one batch at a time, of the samples that are there, until the run is over."""
     coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
     shared = world.shared if world.config.placement.reward_in_turn else None
-    busy, starved, places = (
+    busy, starved, reserved = (
         world.meters.busy["reward"],
         world.meters.waiting["reward"],
-        world.meters.places["trajectories"],
+        world.meters.reserved["trajectories"],
     )
     while True:
         asked = loop.now
@@ -44,7 +44,7 @@ async def reward_worker(name: str, world: World) -> None:
         busy.add(started, loop.now)
         if shared is not None:
             shared.leave()
-        places.add(-len(jobs))
+        reserved.add(-len(jobs))
         await coordinator.scored(
             name,
             {job.sample_id: job.kind for job in jobs},
@@ -53,7 +53,7 @@ async def reward_worker(name: str, world: World) -> None:
 
 
 class SimulatedTrainer:
-    """`updated` is called after every update with its number, before the version is exported."""
+    """The trainer. Calls `updated` after every update with its number, before the version is exported."""
 
     def __init__(self, world: World, publisher: SimulatedPublisher, updated: Callable[[int], None]) -> None:
         self._world = world
@@ -64,7 +64,7 @@ class SimulatedTrainer:
         self._units = config.rollout.group_size * world.bundle / config.trainer.workers
 
     async def run(self) -> None:
-        """Until all updates are made, or the run is over."""
+        """Trains until all updates are made, or the run is over."""
         config = self._world.config
         every, last = config.weights.publish_every, config.trainer.updates
         await self._publish(0)
@@ -76,12 +76,12 @@ class SimulatedTrainer:
                 await self._publish(version)
 
     async def _update(self, version: int) -> bool:
-        world, places = self._world, self._world.config.trainer.groups_per_update
+        world, wanted = self._world, self._world.config.trainer.groups_per_update
         streams, started = world.plan.mode != "collect", world.loop.now
         groups: list[ReadyGroup] = []
-        while len(groups) < places:
+        while len(groups) < wanted:
             asked = world.loop.now
-            taken = await world.coordinator.next_groups(version - 1, places - len(groups))
+            taken = await world.coordinator.next_groups(version - 1, wanted - len(groups))
             world.meters.waiting["trainer"].add(asked, world.loop.now)
             if not taken:
                 return False
@@ -99,7 +99,7 @@ class SimulatedTrainer:
         return True
 
     def _passes(self) -> float:
-        """Seconds of one group."""
+        """Draws the seconds of one group's forward and backward passes."""
         proximal = self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
         return proximal + self._draws.seconds("train", self._units)
 
@@ -124,7 +124,7 @@ class SimulatedTrainer:
 
 
 class SimulatedPublisher:
-    """One version is on its way at a time; the newest of those that come meanwhile is next."""
+    """The publisher. One version is on its way at a time; the newest of those that come meanwhile is next."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -134,7 +134,7 @@ class SimulatedPublisher:
         self._changed = Event()
 
     def withdraw(self) -> None:
-        """A newer version is about to be copied out: one that has not left is not sent any more."""
+        """Drops a version that has not left, because a newer one is about to be copied out."""
         self._next = None
 
     def publish(self, version: int) -> None:
@@ -142,14 +142,14 @@ class SimulatedPublisher:
         self._changed.notify()
 
     def swapped(self) -> None:
-        """One more engine has the version."""
+        """Counts one more engine that holds the version."""
         self._missing -= 1
         if not self._missing:
             self._world.count_groups()
             self._changed.notify()
 
     async def run(self, engines: Sequence[SimulatedEngine]) -> None:
-        """Until every engine holds the last version."""
+        """Delivers versions until every engine holds the last one."""
         world, version = self._world, 0
         while version < world.config.trainer.updates:
             while self._next is None:
@@ -175,7 +175,7 @@ class SimulatedPublisher:
 
 
 async def watch(world: World) -> None:
-    """Until the run is over. RuntimeError if it did not end as it should."""
+    """Waits until the run is over. Raises RuntimeError if it did not end as it should."""
     while True:
         for event in await world.coordinator.events():
             if event.kind == "ended":

@@ -1,4 +1,4 @@
-"""The schedules and staleness budgets that a job is compared under, as configurations."""
+"""Lists the schedules and staleness budgets that a job is compared under, as configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BASELINES: tuple[ScheduleName, ...] = ("sync", "sync_colocated", "async_reward"
 
 
 class Arm(NamedTuple):
-    """`problem`: why the recipe cannot run that way."""
+    """One schedule of a job. `problem`: why the recipe cannot run that way."""
 
     name: str
     config: Config
@@ -23,18 +23,18 @@ class Arm(NamedTuple):
 
 
 def arms(config: Config) -> list[Arm]:
-    """Every baseline, and `async` with every budget; buffers large enough that only the budget binds."""
+    """Returns every baseline, and `async` with every budget; buffers are large enough that only the budget binds."""
     found = [_arm(str(name), _scheduled(config, name)) for name in _BASELINES]
     return found + [_arm(f"async S={budget}", with_budget(_scheduled(config, "async"), budget)) for budget in BUDGETS]
 
 
 def synchronous(config: Config) -> Config:
-    """The same job on the same partition, one stage after the other."""
+    """Returns the same job on the same partition, one stage after the other."""
     return _scheduled(config, "sync")
 
 
 def with_budget(config: Config, budget: int) -> Config:
-    """The budget, room for all that it admits, and no publish less often than it allows."""
+    """Sets the budget, room for all that it admits, and a publish at least as often as it requires."""
     groups = (budget + 1) * config.trainer.groups_per_update
     buffer = replace(
         config.buffer,

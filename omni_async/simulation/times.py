@@ -1,5 +1,5 @@
-"""What the law needs to know of a job: its stage times, with what its algorithm streams and recomputes; and what the
-profile does not know."""
+"""Computes what the law needs of a job: its stage times, with what its algorithm streams and recomputes; and lists
+what the profile has not measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omni_async.performance.unmeasured import unmeasured, with_estimates
 
 
 def times_of(config: Config, profile: Profile) -> StageTimes:
-    """Mean seconds per update, in the profile's time."""
+    """Returns mean seconds per update, in the profile's time."""
     plan = plan_updates(config)
     return stage_times(
         config, with_estimates(profile, config), streams=plan.mode != "collect", recomputes_proximal=plan.proximal
@@ -20,5 +20,5 @@ def times_of(config: Config, profile: Profile) -> StageTimes:
 
 
 def not_measured(config: Config, profile: Profile) -> list[str]:
-    """Sentences about stages that the job needs and the profile has no time for."""
+    """Returns sentences about stages that the job needs and the profile has no time for."""
     return unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

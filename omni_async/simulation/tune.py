@@ -1,5 +1,5 @@
-"""Tuning: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as they can
-be at that rate.
+"""Tunes a recipe: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as
+they can be at that rate.
 
 The law ranks the splits, simulations of the real control plane find the rest. Pure computation: waits for nothing, and
 is the same for the same arguments.
@@ -39,14 +39,14 @@ IN_STEP: tuple[ScheduleName, ...] = ("sync", "sync_colocated")
 
 
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search found. Seconds and rates are the profile's.
+    """The result of a search. Seconds and rates are the profile's.
 
-    devices_each: what one worker of each role takes. keys: what to write into the recipe, and `reasons` why, a sentence
-    per key. chosen, fastest: the recommended point, and the one that makes the most images. points: everything that was
-    simulated of the search; front: see `omni_async.simulation.tune_front`. recipe: the recipe as it is, on
+    devices_each: devices that one worker of each role takes. keys: the keys to write into the recipe; reasons: a
+    sentence per key. chosen, fastest: the recommended point, and the one that makes the most images. points: every
+    point of the search; front: see `omni_async.simulation.tune_front`. recipe: the recipe as it is, on
     `recipe_devices`. in_step: schedules without overlap on the chosen devices, by name. times: of the chosen split, by
-    the law. noise: what another seed changes, as a fraction of images/s. spent: the budget ended the search. shared:
-    the devices are CPUs, fewer than the roles take, so the split is the recipe's.
+    the law. noise: the change that another seed makes, as a fraction of images/s. spent: the budget ended the search.
+    shared: the devices are CPUs, fewer than the roles take, so the split is the recipe's.
     """
 
     devices: int
@@ -70,7 +70,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_no_slower(self) -> bool:
-        """Whether the chosen keys make as many images per second as the recipe does, if that takes no more devices."""
+        """Returns whether the chosen keys make as many images per second as the recipe does, if that takes no more
+        devices."""
         return self.recipe_devices > self.devices or self.chosen.images_per_s >= self.recipe.images_per_s
 
 
@@ -85,8 +86,11 @@ def tune(
     keep: Collection[str] = (),
     progress: Callable[[int, Point], None] | None = None,
 ) -> Tuned:
-    """`config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. ConfigError if there is
-    nothing to tune."""
+    """Searches for the best keys of a recipe.
+
+    `config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. Raises ConfigError if there is
+    nothing to tune.
+    """
     if config.data.preferences is not None:
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
@@ -128,8 +132,8 @@ def tune(
 
 
 def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
-    """What the recipe makes. If it fits on the devices, nothing slower may be recommended, and it is a candidate itself
-    where nothing but tuned keys sets it apart from the others."""
+    """Simulates the recipe. If it fits on the devices, nothing slower may be recommended, and it is a candidate
+    itself where nothing but tuned keys sets it apart from the others."""
     keys = keys_of(config, TUNED)
     point = trials.at(keys) if fits and trials.config == config else None
     point = point or trials.run(config, keys)
@@ -138,14 +142,14 @@ def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
 
 
 def _require_trainable(config: Config, keep: Collection[str]) -> None:
-    """What tuning does not change: an objective that is unknown or does not fit the rest."""
+    """Refuses what tuning does not change: an objective that is unknown or does not fit the rest."""
     if RANKS not in keep and devices_each(config)[RANKS]:
         config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen
     require_trainable(config)
 
 
 def overlapped(config: Config) -> Config:
-    """The recipe itself if its roles may overlap, else with `schedule: async`."""
+    """Returns the recipe itself if its roles may overlap, else with `schedule: async`."""
     in_turns = config.placement.colocated or not config.reward.streaming or config.trainer.streaming == "off"
     if config.schedule is None and not in_turns:
         return config
@@ -153,7 +157,7 @@ def overlapped(config: Config) -> Config:
 
 
 def _in_step(trials: Trials, chosen: Point, schedules: Collection[ScheduleName]) -> dict[str, Point]:
-    """What the synchronous schedules make of the chosen devices, where the schema allows them."""
+    """Simulates the synchronous schedules on the chosen devices, where the schema allows them."""
     found: dict[str, Point] = {}
     for schedule in schedules:
         config = apply_schedule(replace(with_keys(trials.config, chosen.keys), schedule=schedule))

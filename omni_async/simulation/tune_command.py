@@ -1,4 +1,4 @@
-"""`omni-async tune`: its arguments, its help, its progress, and what it prints and writes."""
+"""Implements `omni-async tune`: its arguments, its help, its progress, and what it prints and writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 
 
 def add_tune(commands: Any) -> None:
-    """Add the command to the command line's subparsers. Imports nothing heavy."""
+    """Adds the command to the command line's subparsers. Imports nothing heavy."""
     tune = commands.add_parser(
         "tune",
         help="choose staleness, buffers and the split of N devices by simulation",
@@ -82,7 +82,7 @@ def add_tune(commands: Any) -> None:
 
 
 def tune_recipe(options: argparse.Namespace) -> int:
-    """The exit code. ConfigError, one line, for what is wrong with the arguments."""
+    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config = load(options.recipe, options.overrides)
     profile = _profile(config, options.profile)
     _require_usable(options)
@@ -171,17 +171,18 @@ def _require_usable(options: argparse.Namespace) -> None:
 
 
 def _progress(budget: int) -> AbstractContextManager[Progress]:
-    """A bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result alone."""
+    """Shows a bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result
+    alone."""
     if sys.stderr.isatty():
         return _bar(budget)
     return nullcontext(_line)
 
 
 def _line(made: int, point: Point) -> None:
-    sys.stderr.write(f"simulated {made}: {_told(point)}\n")
+    sys.stderr.write(f"simulated {made}: {_summary(point)}\n")
 
 
-def _told(point: Point) -> str:
+def _summary(point: Point) -> str:
     keys = point.keys
     split = "+".join(str(keys[path]) for path in ("rollout.workers", "reward.workers", "trainer.workers"))
     return (
@@ -210,6 +211,6 @@ def _bar(budget: int) -> AbstractContextManager[Progress]:
     def shown() -> Any:
         with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=budget)
-            yield lambda made, point: bar.update(task, completed=made, description=_told(point))
+            yield lambda made, point: bar.update(task, completed=made, description=_summary(point))
 
     return shown()

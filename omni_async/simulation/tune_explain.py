@@ -1,4 +1,4 @@
-"""Why each key has its value: one sentence, with the numbers of the law and of what was simulated beside it."""
+"""Explains why each key has its value: one sentence, with the numbers of the law and of the simulations beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WORKERS = {ENGINES: ("engine", "engines"), REWARDERS: ("reward worker", "reward
 
 
 class Explainer:
-    """Explains the keys of one chosen point. `ranked`: all splits, best by the law first."""
+    """An explanation of the keys of one chosen point. `ranked`: all splits, best by the law first."""
 
     def __init__(self, trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> None:
         self._trials = trials
@@ -77,7 +77,7 @@ class Explainer:
         return f"{self._value(path)} ({meaning}), because {self._against(path)}"
 
     def _against(self, path: str) -> str:
-        """What the nearest other values change; of numbers one smaller and one larger."""
+        """Compares with the nearest other values; of numbers one smaller and one larger."""
         others = self._trials.compared(self._chosen, path)
         numbers = sorted(value for value in others if isinstance(value, int))
         here = self._value(path)
@@ -93,7 +93,7 @@ class Explainer:
         )
 
     def _change(self, other: Point) -> str:
-        """`loses 11 %`, of images per second against the chosen point."""
+        """Phrases the images per second of `other` against the chosen point: `loses 11 %`."""
         ratio = other.images_per_s / self._chosen.images_per_s - 1
         if abs(ratio) <= max(_NOTHING, self._trials.noise):
             return "changes nothing"
@@ -129,7 +129,7 @@ class Explainer:
         return "; ".join(parts)
 
     def _alternative(self) -> str:
-        """The best other split by the law."""
+        """Describes the best other split by the law."""
         if self._other is None:
             return f"the {self._devices} {device_kind(self._config)} can be dealt no other way"
         stage, slowest = self._other.times.bottleneck
@@ -162,8 +162,8 @@ class Explainer:
 
 
 def reasons(trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> dict[str, str]:
-    """A sentence for every key that was not kept, and for `schedule` where the recipe's own would stop everything from
-    overlapping."""
+    """Returns a sentence for every key that was not kept, and for `schedule` where the recipe's own would stop
+    everything from overlapping."""
     return Explainer(trials, chosen, ranked, devices).reasons()
 
 

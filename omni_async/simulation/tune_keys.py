@@ -1,5 +1,5 @@
-"""The keys that tuning chooses, as a mapping from key path to value, and the values that are worth trying. Pure: no
-clock, no randomness.
+"""Handles the keys that tuning chooses, as a mapping from key path to value, and the values that are worth trying.
+Pure: no clock, no randomness.
 
 A change of one key brings along what depends on it (`moved`), so that two settings differ in what is compared and not
 in a buffer that suddenly binds.
@@ -35,7 +35,7 @@ SWAPS = ("step", "request", "drain")
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """The configuration with these keys set; its checks are not run."""
+    """Returns the configuration with these keys set; its checks are not run."""
     for path, value in keys.items():
         section, key = path.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
@@ -43,7 +43,7 @@ def with_keys(config: Config, keys: Keys) -> Config:
 
 
 def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
-    """What the configuration says of these keys."""
+    """Returns the configuration's values of these keys."""
     found: dict[str, Value] = {}
     for path in paths:
         section, key = path.split(".")
@@ -52,13 +52,13 @@ def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
 
 
 def count(keys: Keys, path: str) -> int:
-    """The value of a key that is a number."""
+    """Returns the value of a key that is a number."""
     return int(keys[path])
 
 
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
-    """Every admitted group and sample has a place, every version is published at once: nothing but S and the split can
-    bind."""
+    """Returns keys under which nothing but S and the split can bind: every admitted group and sample has a slot,
+    every version is published at once."""
     groups = (max_updates + 1) * config.trainer.groups_per_update
     return {
         **split,
@@ -73,23 +73,22 @@ def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
 
 
 def fewest_trajectories(config: Config, keys: Keys) -> int:
-    """Places below which engines cannot fill their batches. What smaller batches cost is not asked: a profile that was
-    measured at one size cannot tell."""
+    """Returns the trajectory slots below which engines cannot fill their batches. What smaller batches cost is not
+    asked: a profile that was measured at one size cannot say."""
     batch = min(config.rollout.max_batch, count(keys, INFLIGHT))
     admitted = (count(keys, S) + 1) * config.trainer.groups_per_update * config.rollout.group_size
     return min(count(keys, ENGINES) * batch, admitted)
 
 
 def half_batch(config: Config, keys: Keys) -> int:
-    """Of an engine: the steps in which samples' places are counted."""
+    """Returns half a batch of an engine: the unit in which trajectory slots are searched."""
     return max(1, min(config.rollout.max_batch, count(keys, INFLIGHT)) // 2)
 
 
 def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Value]:
-    """The keys with one of them changed. With S, publish_every or the window, there is a place for every group that S
-    admits, and publish_every stays allowed; with the split, the samples' places go with what engines and reward workers
-    hold.
-    """
+    """Returns the keys with one of them changed. With S, publish_every or the window, there is a slot for every
+    group that S admits, and publish_every stays allowed; with the split, the trajectory slots grow with the samples
+    that engines and reward workers hold."""
     after = {**keys, path: value}
     if value == keys[path]:
         return after
@@ -107,7 +106,7 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
 
 
 def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Value]:
-    """The keys with another split."""
+    """Returns the keys with another split."""
     after = dict(keys)
     for path, workers in split.items():
         after = moved(config, after, path, workers)
@@ -115,13 +114,13 @@ def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Val
 
 
 def _held(config: Config, keys: Keys) -> int:
-    """Samples in batches of engines and of reward workers."""
+    """Counts samples in batches of engines and of reward workers."""
     batch = engine_batch(with_keys(config, {**keys, TRAJECTORIES: 2**31}))
     return count(keys, ENGINES) * batch + count(keys, REWARDERS) * config.reward.batch
 
 
 def values(config: Config, keys: Keys, path: str) -> list[Value]:
-    """What is tried of a key whose values are few, the most modest first; the one that is set is among them."""
+    """Returns the values to try of a key that has few, the most modest first; the one that is set is among them."""
     if path == SWAP:
         return list(SWAPS)
     if path == PUBLISH:
@@ -136,7 +135,7 @@ def values(config: Config, keys: Keys, path: str) -> list[Value]:
         return [
             here,
             *sorted({batch, 2 * batch} - {here}),
-        ]  # places cost nothing by themselves: the recipe's are as good as any
+        ]  # slots cost nothing by themselves: the recipe's are as good as any
     if path == REWARDERS:
         here = count(keys, path)
         return sorted({max(1, here // 2), max(1, here - 1), here, here + 1})

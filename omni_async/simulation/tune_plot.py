@@ -1,4 +1,4 @@
-"""The picture of a search: everything that was simulated, the front through it, and what was chosen."""
+"""Plots a search: everything that was simulated, the front through it, and what was chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw(tuned: Tuned, path: Path) -> None:
 
 
 def picture(tuned: Tuned) -> Figure:
-    """Images/s against mean staleness."""
+    """Plots images/s against mean staleness."""
     figure = Figure(figsize=(8.0, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.scatter(*_coordinates(tuned.points), s=16, color=_OTHER, label="simulated")
@@ -51,7 +51,7 @@ def _coordinates(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def _label(axes: Axes, point: Point) -> None:
-    place = (point.simulated.staleness_mean, point.images_per_s)
+    position = (point.simulated.staleness_mean, point.images_per_s)
     axes.annotate(
-        f"S = {count(point.keys, S)}", place, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT
+        f"S = {count(point.keys, S)}", position, xytext=(4, -12), textcoords="offset points", fontsize=8, color=_FRONT
     )

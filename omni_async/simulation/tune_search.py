@@ -1,5 +1,5 @@
-"""The search: first how far each split gets with how much staleness, then the smallest and plainest settings that get
-as far.
+"""Searches for the recommended keys: first how far each split gets with how much staleness, then the smallest and
+plainest settings that get as far.
 
     scan     the best splits with every budget S, and nothing else that could bind
     refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as
@@ -51,7 +51,8 @@ BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
 
 
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
-    """The recommended point; everything that was tried is in `trials`. `splits`: the best by the law first."""
+    """Returns the recommended point; `trials` then holds everything that was tried. `splits`: the best by the law
+    first."""
     variation = max(stage.variation for stage in trials.profile.stages().values())
     # No budget is smaller than a kept publish interval allows.
     fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
@@ -75,7 +76,7 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
 
 
 def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
-    """All small ones from `fewest` on, up to two more than the law asks for; of larger ones a few."""
+    """Returns all small budgets from `fewest` on, up to two more than the law asks for; of larger ones a few."""
     needed = smallest_useful_budget(split.times, variation)
     top = max(needed, fewest, 1) + 2
     every = range(min(top, _EVERY_BUDGET_TO) + 1)
@@ -101,27 +102,27 @@ def fastest(points: Sequence[Point]) -> Point:
 
 
 def tolerated(noise: float, loss: float) -> float:
-    """The fraction of images per second that is given up for something smaller or plainer; no less than chance may take
-    or give."""
+    """Returns the fraction of images per second that is given up for something smaller or plainer; no less than
+    chance may take or give."""
     return max(loss, _NOISES * noise)
 
 
 def _recommendable(trials: Trials) -> float:
-    """Images per second of what may be recommended: within LOSS of the best, and no fewer than the recipe makes, where
-    anything makes as many."""
+    """Returns the images per second that a recommendation needs: within LOSS of the best, and no fewer than the
+    recipe makes, where anything makes as many."""
     best = fastest(trials.points).images_per_s
     return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
 
 
 def smallest_budget(trials: Trials) -> Point:
-    """The fastest point of the smallest S that is within LOSS of the best."""
+    """Returns the fastest point of the smallest S that is within LOSS of the best."""
     points, enough = trials.points, _recommendable(trials)
     smallest = min(_budget(point) for point in points if point.images_per_s >= enough)
     return fastest([point for point in points if _budget(point) == smallest])
 
 
 def narrowed(trials: Trials) -> Point:
-    """`smallest_budget`, after looking at what lies between it and the next smaller one that was simulated."""
+    """Returns `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
     while True:
         start = smallest_budget(trials)
         below = max(
@@ -132,8 +133,9 @@ def narrowed(trials: Trials) -> Point:
 
 
 def refine(trials: Trials, start: Point) -> Point:
-    """From `start` with roomy buffers to the most modest point that is at most MODEST slower than any found on the way.
-    Ends when a whole round of keys changes nothing, so that all of them were compared at the point that is returned."""
+    """Moves from `start` with roomy buffers to the most modest point that is at most MODEST slower than any found on
+    the way. Ends when a whole round of keys changes nothing, so that all of them were compared at the point that is
+    returned."""
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
@@ -150,7 +152,7 @@ def refine(trials: Trials, start: Point) -> Point:
 
 
 def _short_lists(trials: Trials) -> list[str]:
-    """Keys with few values."""
+    """Lists the keys with few values."""
     paths = [WINDOW, PUBLISH, INFLIGHT]
     if trials.config.schedule is None:
         paths.append(SWAP)  # otherwise the schedule decides it
@@ -160,7 +162,7 @@ def _short_lists(trials: Trials) -> list[str]:
 
 
 def _enough(trials: Trials, seen: Sequence[Point]) -> float:
-    """Images per second that a plainer setting has to make."""
+    """Returns the images per second that a plainer setting has to make."""
     return max(
         (1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s,
         _recommendable(trials),
@@ -168,7 +170,8 @@ def _enough(trials: Trials, seen: Sequence[Point]) -> float:
 
 
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
-    """Of what differs from `here` by this key alone: the plainest that is fast enough, else the fastest."""
+    """Returns the plainest point that is fast enough, else the fastest, of those that differ from `here` by this key
+    alone."""
     others = trials.compared(here, path)
     order = (
         [*values(trials.config, here.keys, path)]
@@ -181,7 +184,8 @@ def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> 
 
 
 def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enough: float) -> list[Point]:
-    """What was tried on the ascending grid on the way to the smallest value that makes `enough` images per second."""
+    """Returns the points tried on the ascending grid on the way to the smallest value that makes `enough` images per
+    second."""
     tried: list[Point] = []
     low, high = 0, len(grid) - 1
     while low <= high:
@@ -195,13 +199,13 @@ def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enoug
 
 
 def _samples_grid(trials: Trials, here: Point) -> list[int]:
-    """From full batches of every engine to what was ever reserved, by half batches."""
+    """Lists values from full batches of every engine to the most that was ever reserved, by half batches."""
     fewest = fewest_trajectories(trials.config, here.keys)
     return _grid(fewest, _reserved(here, TRAJECTORIES), half_batch(trials.config, here.keys))
 
 
 def _groups_grid(trials: Trials, here: Point) -> list[int]:
-    """Up to what was ever reserved, by quarters of an update."""
+    """Lists values up to the most that was ever reserved, by quarters of an update."""
     unit = max(1, trials.config.trainer.groups_per_update // 4)
     return _grid(unit, _reserved(here, GROUPS), unit)
 
@@ -212,8 +216,8 @@ def _grid(fewest: int, most: int, unit: int) -> list[int]:
 
 
 def _reserved(here: Point, path: str) -> int:
-    """Most places of a buffer that were ever reserved at once. The simulator may count bundles, so only the fraction is
-    meaningful."""
+    """Returns the most slots of a buffer that were ever reserved at once. The simulator may count bundles, so only
+    the fraction is meaningful."""
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
     return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
 

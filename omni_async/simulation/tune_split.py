@@ -1,10 +1,10 @@
-"""How N devices can be dealt to the roles, best first by the law, so that only what is close to the best needs to be
-simulated.
+"""Lists how N devices can be split between the roles, best first by the law, so that only what is close to the best
+needs to be simulated.
 
 Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>`
 says. A role whose workers take none keeps the recipe's number of workers; reward workers beside the devices are as many
 as keep scoring well below the bottleneck. CPUs fewer than a worker of each role takes are shared, as accelerators are
-not: then there is nothing to deal.
+not: then there is nothing to split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST = 6
 # workers.
 _REWARD_SHARE = 0.8
 _REWARD_GROWTH = 4
-# Of sums of fractions of a device.
+# Rounding error of sums of fractions of a device.
 _ROUNDING = 1e-9
 
 
@@ -49,21 +49,22 @@ def device_kind(config: Config) -> Literal["gpus", "cpus"]:
 
 
 def devices_each(config: Config) -> dict[str, float]:
-    """What one worker of each role takes."""
+    """Returns the devices that one worker of each role takes."""
     kind, placement = device_kind(config), config.placement
     roles = ((ENGINES, placement.rollout), (REWARDERS, placement.reward), (RANKS, placement.trainer))
     return {path: float(getattr(resources, kind)) for path, resources in roles}
 
 
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
-    """Whether the roles run on fewer CPUs than they take together, as an operating system lets them: their numbers are
-    then the recipe's."""
+    """Returns whether the roles run on fewer CPUs than they take together, as an operating system lets them: their
+    numbers are then the recipe's."""
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Every split that uses the devices up, best first; a role whose number of workers is kept may leave some idle. The
-    kept split alone where CPUs are shared. ConfigError if there are too few accelerators."""
+    """Returns every split that uses the devices up, best first; a role whose number of workers is kept may leave
+    some idle. Returns the kept split alone where CPUs are shared. Raises ConfigError if there are too few
+    accelerators."""
     law = _Law(config, profile)
     if share_cpus(config, devices, kept):
         return [law.of({path: count(kept, path) for path in SPLIT})]
@@ -74,7 +75,7 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
 
 
 def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
-    """The first of them, without what the schema refuses. ConfigError if that leaves nothing."""
+    """Returns the first splits, without those that the schema refuses. Raises ConfigError if that leaves none."""
     problems = [check(with_keys(config, _roomy(config, split.keys))) for split in ranked]
     allowed = [split for split, problem in zip(ranked, problems, strict=True) if problem is None]
     if not allowed:
@@ -83,7 +84,7 @@ def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
 
 
 def split_by_law(config: Config, profile: Profile, keys: Keys) -> Split:
-    """Of these numbers of workers, whatever else the keys say."""
+    """Returns the split with these numbers of workers, whatever the other keys say."""
     return _Law(config, profile).of({path: count(keys, path) for path in SPLIT})
 
 
@@ -106,7 +107,7 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
 
 
 def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
-    """Devices of each role that takes any, with the kept number of workers or one."""
+    """Returns the devices of each role that takes any, with the kept number of workers or one."""
     fewest = {path: count(kept, path) if path in kept else 1 for path in SPLIT}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
 
@@ -122,7 +123,7 @@ def _require_enough(config: Config, devices: int, kept: Keys) -> None:
 
 
 def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
-    """Every number of ranks and of reward workers, with as many engines as then fit."""
+    """Yields every number of ranks and of reward workers, with as many engines as then fit."""
     config = law.config
     each = devices_each(config)
     for ranks in _counts(config.trainer.workers, each[RANKS], devices, kept.get(RANKS)):
@@ -141,7 +142,7 @@ def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
 
 
 def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> range:
-    """Numbers of workers that fit: the recipe's if they take no devices, the kept one, or any."""
+    """Returns the numbers of workers that fit: the recipe's if they take no devices, the kept one, or any."""
     fitting = math.floor(devices / each + _ROUNDING) if each else recipe
     if kept is not None:
         return range(int(kept), min(fitting, int(kept)) + 1)

@@ -1,6 +1,6 @@
-"""The simulations of a search: each setting once, all with the same seed, at most as many as the budget says.
+"""Runs the simulations of a search: each setting once, all with the same seed, at most as many as the budget says.
 
-Owns every setting that was simulated and what came of it. Waits for nothing but the simulator.
+Owns every setting that was simulated and its result. Waits for nothing but the simulator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Simulate(Protocol):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A setting and what came of it; images per second of the profile's time, over all devices together."""
+    """A setting and its result; images per second of the profile's time, over all devices together."""
 
     keys: dict[str, Value]
     images_per_s: float
@@ -56,9 +56,9 @@ class Trials:
         seed: int = 0,
         progress: Callable[[int, Point], None] | None = None,
     ) -> None:
-        """`kept`: keys that stay as they are, whatever is asked for. `progress` is told how many simulations have been
-        made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
-        reaches them."""
+        """Takes the job and the simulator. `kept`: keys that stay as they are, whatever is asked for. `progress` is
+        called with the number of simulations made, and the last one. `floor`: images per second that no
+        recommendation may fall short of, where anything reaches them."""
         self.config = config
         self.profile = profile
         self.kept = kept
@@ -82,11 +82,11 @@ class Trials:
         return [point for point in self._points.values() if point is not None]
 
     def moved(self, here: Point, path: str, value: Value) -> Point | None:
-        """With one key changed, and what depends on it."""
+        """Simulates `here` with one key changed, and what depends on it."""
         return self.at(moved(self.config, here.keys, path, value))
 
     def compared(self, here: Point, path: str) -> dict[Value, Point]:
-        """Everything simulated so far that differs from `here` by that key alone, by its value."""
+        """Returns everything simulated so far that differs from `here` by that key alone, by its value."""
         found = {}
         for point in self.points:
             value = point.keys[path]
@@ -95,8 +95,8 @@ class Trials:
         return found
 
     def at(self, keys: Keys) -> Point | None:
-        """What these keys lead to; None if the schema refuses them, or if they have not been simulated and the budget
-        is spent."""
+        """Returns the result of these keys; None if the schema refuses the keys, or if they have not been simulated
+        and the budget is spent."""
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
@@ -109,8 +109,8 @@ class Trials:
         return self._points[name]
 
     def refusal(self, keys: Keys) -> str | None:
-        """Why the schema refuses them, or the algorithm to stream as `trainer.streaming: on` demands, which also
-        depends on S."""
+        """Returns why the schema refuses these keys, or why the algorithm cannot stream as `trainer.streaming: on`
+        demands, which also depends on S."""
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
@@ -120,8 +120,8 @@ class Trials:
         return problem
 
     def measure_noise(self, point: Point) -> None:
-        """What another seed changes, as a fraction of images per second: half the range over a few. Smaller differences
-        mean nothing."""
+        """Measures the change that another seed makes, as a fraction of images per second: half the range over a
+        few. Smaller differences mean nothing."""
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
             speeds = [
@@ -131,7 +131,7 @@ class Trials:
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
-        """Simulate any configuration of the same job, whatever the budget says."""
+        """Simulates any configuration of the same job, whatever the budget says."""
         seed = self._seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
         simulated = self._simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
@@ -144,7 +144,8 @@ class Trials:
 
 
 def steady_updates(config: Config, profile: Profile) -> int:
-    """Of a run: the more the service times vary and the fewer jobs average that out, the more."""
+    """Returns the updates that a run needs: the more the service times vary and the fewer jobs average that out, the
+    more."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
     jobs = (
         (profile.generate, samples / config.rollout.max_batch),
@@ -156,8 +157,8 @@ def steady_updates(config: Config, profile: Profile) -> int:
 
 
 def _bundle(config: Config, updates: int) -> int:
-    """Samples simulated as one, the same in every run: as few as let a run take about a second, and none that a batch
-    would have to split."""
+    """Returns how many samples are simulated as one, the same in every run: as few as let a run take about a second,
+    and none that a batch would have to split."""
     rollout = config.rollout
     whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
     samples = updates * config.trainer.groups_per_update * rollout.group_size

@@ -1,4 +1,4 @@
-"""The chosen keys as a recipe that extends the one they were chosen for, with the reasons as comments."""
+"""Writes the chosen keys as a recipe that extends the one they were chosen for, with the reasons as comments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _WIDTH = 140
 
 
 def require_writable(out: Path, recipe: Path) -> None:
-    """Before anything is searched: ConfigError if the file cannot be written, or would replace the recipe."""
+    """Checks, before anything is searched, that the file can be written and would not replace the recipe. Raises
+    ConfigError."""
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
     try:
@@ -35,8 +36,8 @@ def require_writable(out: Path, recipe: Path) -> None:
 
 
 def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
-    """`config` is the recipe with the command line's overrides, which go into the file too. ConfigError if it cannot be
-    written."""
+    """Writes the tuned recipe. `config` is the recipe with the command line's overrides, which go into the file too.
+    Raises ConfigError if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(
@@ -52,7 +53,7 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
 
 
 def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned) -> str:
-    """`base`: the recipe's path from where the file will lie."""
+    """Returns the text of the recipe. `base`: the recipe's path relative to the file's folder."""
     simulated = tuned.chosen.simulated
     head = (
         f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
@@ -80,8 +81,8 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
 
 
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line changed, as a tree of final values, without what tuning chose: of a section given as a
-    whole, the rest of it."""
+    """Returns what the command line changed, as a tree of final values, without what tuning chose: of a section
+    given as a whole, the rest of it."""
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:

@@ -1,13 +1,14 @@
-"""An asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting for it.
+"""Provides an asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting
+for it.
 
-Owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and `VirtualClock` for
-code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too, so a run is
-reproducible; with `dice`, those that are ready together run in an order drawn from it, which is as reproducible and
-finds what depends on the order. It waits for nothing outside: a function handed to a thread (`asyncio.to_thread`,
-`run_in_executor`) is called on the spot and takes no virtual time, and there are no sockets, signals or child
-processes. When every task is blocked and no timer is pending, nothing can unblock them: `DeadlockError` says who waits
-where. (A periodic task, or one that yields for ever with `sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout`
-around such runs.)
+The loop owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and
+`VirtualClock` for code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too,
+so a run is reproducible; with `dice`, those that are ready together run in an order drawn from it, which is as
+reproducible and finds what depends on the order. The loop waits for nothing outside: a function handed to a thread
+(`asyncio.to_thread`, `run_in_executor`) is called on the spot and takes no virtual time, and there are no sockets,
+signals or child processes. When every task is blocked and no timer is pending, nothing can unblock them:
+`DeadlockError` lists the waiting tasks and where they wait. (A periodic task, or one that yields for ever with
+`sleep(0)`, hides a deadlock; put a virtual `asyncio.timeout` around such runs.)
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _FEW_TIMERS = 100
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits for something that only another waiting task could do."""
+    """A deadlock: every task waits for something that only another waiting task could do."""
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order: by number instead of by address
-    in memory, which differs from run to run."""
+    """A task that is hashed by number instead of by address in memory, which differs from run to run: asyncio keeps
+    tasks in sets, and cancels those of a TaskGroup in the set's order."""
 
     def __init__(
         self,
@@ -54,7 +55,8 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """See the module. Time starts at `start` seconds; `dice` draws the order of what is ready together."""
+    """The event loop on virtual time. Time starts at `start` seconds; `dice` draws the order of what is ready
+    together."""
 
     # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here,
     # as tuples, because those compare much faster than its TimerHandles.
@@ -109,18 +111,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
-        """Like `call_at`, for the many and simple: cheaper, cannot be cancelled, and what the callback raises ends the
-        loop."""
+        """Calls back at a time, like `call_at`, but cheaper: the call cannot be cancelled, and what the callback
+        raises ends the loop."""
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, callback, args))
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Call it when nothing else is ready at this instant: for whoever should act on all that happens in it, in
-        whatever order it happens. What it raises ends the loop."""
+        """Calls back when nothing else is ready at this instant: for callers that act on all that happens in it, in
+        whatever order it happens. What the callback raises ends the loop."""
         self._settling.append(callback)
 
     def sleep_until(self, when: float) -> asyncio.Future[None]:
-        """Done at that time, or now if it has passed. Cheaper than `asyncio.sleep`."""
+        """Returns a future that is done at that time, or now if it has passed. Cheaper than `asyncio.sleep`."""
         future: asyncio.Future[None] = self.create_future()
         self.call_when(when, _complete, future)
         return future
@@ -130,7 +132,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 (it belongs to whoever awaits the future)
+        except Exception as error:  # noqa: BLE001 (the awaiter of the future handles it)
             future.set_exception(error)
         return future
 
@@ -139,7 +141,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers.clear()
 
     def _run_once(self) -> None:
-        """Until `stop`, which BaseEventLoop looks for between calls of this method."""
+        """Runs until `stop`, which BaseEventLoop looks for between calls of this method."""
         ready, timers, pop = self._ready, self._timers, heapq.heappop
         while True:
             if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
@@ -168,12 +170,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             callback()
 
     def _jump(self) -> None:
-        """To the next timer."""
+        """Jumps to the next timer."""
         timers = self._timers
         while timers and timers[0][3] is None and timers[0][2].cancelled():
             self._drop(heapq.heappop(timers)[2])
         if not timers:
-            raise DeadlockError(_who_waits(asyncio.all_tasks(self)))
+            raise DeadlockError(_list_waiting(asyncio.all_tasks(self)))
         self.now = max(self.now, timers[0][0])
         self._instant = self.now + _RESOLUTION_S
 
@@ -185,12 +187,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._ready.append(timer)
 
     def _drop(self, timer: Any) -> None:
-        """A cancelled one was taken from the heap."""
+        """Counts a cancelled timer that was taken from the heap."""
         timer._scheduled = False
         self._num_cancelled -= 1
 
     def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
-        """A TimerHandle tells its loop when it is cancelled. Timeouts that were not needed must not pile up."""
+        """Counts a timer that is cancelled, as TimerHandle calls it. Timeouts that were not needed must not pile up."""
         if not timer._scheduled:  # type: ignore[attr-defined]
             return
         self._num_cancelled += 1
@@ -201,11 +203,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._num_cancelled = 1
 
     def _write_to_self(self) -> None:
-        """`call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
+        """Does nothing: `call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
 
 
 class VirtualClock:
-    """A `Clock` that shows the time of a loop (default: the running one)."""
+    """A `Clock` that returns the time of a loop (default: the running one)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.get_running_loop()
@@ -215,8 +217,8 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
-    """`asyncio.run` in virtual time, from `start` seconds on, with ready callbacks in the order of `dice`. Raises
-    DeadlockError as soon as nothing can go on."""
+    """Runs a coroutine as `asyncio.run` does, in virtual time from `start` seconds on, with ready callbacks in the
+    order of `dice`. Raises DeadlockError as soon as nothing can go on."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:
@@ -228,21 +230,21 @@ def _complete(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _who_waits(tasks: set[asyncio.Task[Any]]) -> str:
+def _list_waiting(tasks: set[asyncio.Task[Any]]) -> str:
     waiting = sorted(
         (task for task in tasks if not task.done()), key=lambda task: (len(task.get_name()), task.get_name())
     )
-    lines = [f"  {task.get_name()}: {_where(task)}" for task in waiting[:_LISTED_TASKS]]
+    lines = [f"  {task.get_name()}: {_await_chain(task)}" for task in waiting[:_LISTED_TASKS]]
     if len(waiting) > _LISTED_TASKS:
         lines.append(f"  and {len(waiting) - _LISTED_TASKS} more")
     return "\n".join([f"all {len(waiting)} tasks wait and no timer is pending:", *lines])
 
 
-def _where(task: asyncio.Task[Any]) -> str:
-    """The chain of coroutines a task is in, outermost first, each with its file and line."""
-    places: list[str] = []
+def _await_chain(task: asyncio.Task[Any]) -> str:
+    """Returns the chain of coroutines a task is in, outermost first, each with its file and line."""
+    frames: list[str] = []
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        places.append(f"{coroutine.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        frames.append(f"{coroutine.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
         coroutine = coroutine.cr_await
-    return " > ".join(places)
+    return " > ".join(frames)

@@ -1,4 +1,4 @@
-"""What the stations of one simulation share: the job, the service times, the coordinator, the clock, the meters."""
+"""Holds what the roles of one simulation share: the job, the service times, the coordinator, the clock, the meters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ T = TypeVar("T")
 
 
 def digest_of(version: int) -> str:
-    """Of a version that has no weights."""
+    """Returns the digest of a version, which has no weights here."""
     return f"version {version}"
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call of the coordinator that does not wait: for those who cannot. RuntimeError if it would."""
+    """Returns the result of a call of the coordinator that does not wait, for callers that are no coroutines. Raises
+    RuntimeError if it would wait."""
     try:
         call.send(None)
     except StopIteration as finished:
@@ -34,7 +35,8 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
 
 
 class Draws:
-    """The service times of one worker, from a random stream of its own: they do not depend on who works when."""
+    """The service times of one worker, from a random stream of its own: they do not depend on which worker is busy
+    when."""
 
     def __init__(self, name: str, seed: int, profile: Profile) -> None:
         self.name = name
@@ -42,13 +44,13 @@ class Draws:
         self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
 
     def seconds(self, stage: str, units: float = 1) -> float:
-        """Of one job of this stage of the profile."""
+        """Draws the seconds of one job of this stage of the profile."""
         return self._stages[stage](units)
 
 
 class SharedDevices:
-    """Devices that the roles use in turns. A role has them while any of its workers works; then whichever asked first
-    gets them. Every worker takes the profile's `switch` when it first works after its role got the devices back.
+    """Devices that the roles use in turns. A role has them while any of its workers works; then the role that asked
+    first gets them. Every worker takes the profile's `switch` when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`.
     """
@@ -80,8 +82,8 @@ class SharedDevices:
 
 @dataclass
 class World:
-    """`bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is
-    None where every role has devices of its own."""
+    """The state of one simulation. `bundle`: samples that are simulated as one; `config` counts in bundles, service
+    times in samples. `shared` is None where every role has devices of its own."""
 
     config: Config
     profile: Profile
@@ -96,14 +98,15 @@ class World:
     taken: int = 0
 
     def count_groups(self, taken: int = 0) -> None:
-        """After a call that may have admitted groups or freed slots; the trainer took `taken` more."""
+        """Updates the gauges after a call that may have admitted groups or freed slots; the trainer took `taken`
+        more."""
         self.taken += taken
         admitted, released = (
             self.coordinator.ledger.admitted,
             self.config.trainer.groups_per_update * (self.coordinator.versions.held or 0),
         )
-        self.meters.places["replay"].set(admitted - self.taken)
-        self.meters.places["slots"].set(admitted - released)
+        self.meters.reserved["replay"].set(admitted - self.taken)
+        self.meters.reserved["slots"].set(admitted - released)
 
     def draws(self, name: str) -> Draws:
         return Draws(name, self.seed, self.profile)

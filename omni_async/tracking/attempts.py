@@ -1,5 +1,5 @@
-"""Who has worked on a run: one line of `attempts.jsonl` per process that came to an end of its own, written when it
-did."""
+"""Reads the attempts of a run: `attempts.jsonl` has one line per process that ended by itself, written when it
+ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from omni_async.tracking.summary import Status
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """`began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt went on from;
-    `to_update`: the one it came to. `wall_s`: of the whole run up to there, as in the summary."""
+    """One attempt of a run. `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt
+    continued from; `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
 
     began: float
     ended: float
@@ -26,8 +26,8 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """In the order they ended; none if there is no file. A line that was cut off is none. OSError if it is not a
-    file."""
+    """Reads the attempts in the order they ended; none if there is no file. A line that was cut off is skipped. Raises
+    OSError if the path is not a file."""
     attempts: list[Attempt] = []
     for line in read_lines(path):
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):

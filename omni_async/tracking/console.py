@@ -1,4 +1,4 @@
-"""What a person or a pipe sees of a run. A pipe gets exactly one flushed line per update; a terminal gets a live
+"""Shows a run to a person or a pipe. A pipe gets exactly one flushed line per update; a terminal gets a live
 display."""
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from omni_async.tracking.words import validated
 
 
 class UpdateView(TypedDict, total=False):
-    """What one update shows; leave out what isn't known. `staleness` is a mean, `staleness_counts` how many groups had
-    which, `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by name."""
+    """The numbers shown of one update; unknown ones are left out. `staleness` is a mean, `staleness_counts` maps
+    staleness -> groups, `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by
+    name."""
 
     update: int
     reward: float
@@ -26,24 +27,24 @@ class UpdateView(TypedDict, total=False):
 
 class Console(Protocol):
     def phase(self, text: str) -> None:
-        """What is being waited for, before there are updates: `starting ray`, `loading engine`."""
+        """Shows the phase before the first update: `starting ray`, `loading engine`."""
 
     def update(self, view: UpdateView) -> None:
-        """An update is done."""
+        """Shows a finished update."""
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        """A validation round is done."""
+        """Shows a finished validation round."""
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Shows a notice on a line of its own."""
 
     def close(self, last_words: Sequence[str] = ()) -> None:
-        """End the display and leave these lines below it, unwrapped. Nothing more is shown; calling it again changes
+        """Ends the display and leaves these lines below it, unwrapped. Nothing more is shown; a second call changes
         nothing."""
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
-    """The console that suits the stream. `done`: updates that an earlier attempt of the run has made."""
+    """Returns the console that suits the stream. `done`: updates that earlier attempts of the run have made."""
     if stream.isatty():
         from omni_async.tracking.live_console import LiveConsole
 
@@ -54,7 +55,7 @@ def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
 class LineConsole:
     """Lines for pipes and log files: `update 12/120 reward 0.431 staleness 1.2 images/s 21.3 validation reward 0.520`.
 
-    A reader that goes away (`| head`) silences it; the run goes on.
+    When the reader goes away (`| head`), output stops; the run goes on.
     """
 
     def __init__(self, stream: TextIO, total_updates: int) -> None:

@@ -1,4 +1,4 @@
-"""What was lost during a run and came back: a line each in the run folder's `faults.jsonl`."""
+"""Reads the faults of a run: parts that were lost and came back, a line each in the run folder's `faults.jsonl`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from omni_async.tracking.files import read_lines
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A part that was lost: when (the clock's seconds), why, what came in its place, and how many seconds later that
-    was at work."""
+    """A part that was lost: when (the clock's seconds), why, its replacement, and how many seconds later the
+    replacement was at work."""
 
     time: float
     part: str
@@ -21,5 +21,5 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def read_faults(path: Path) -> list[Fault]:
-    """In the order they were mended; none if there is no file."""
+    """Reads the faults in the order they were repaired; none if there is no file."""
     return [msgspec.json.decode(line, type=Fault) for line in read_lines(path)]

@@ -1,4 +1,4 @@
-"""Files a reader never sees half written, and files of lines."""
+"""Writes files that a reader never sees half written, and reads files of lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from omni_async.config.reading import open_file
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write next to `path`, then rename over it. OSError if the bytes do not fit: a network's file system says so only
-    when they are synchronised."""
+    """Writes next to `path`, then renames over it. Raises OSError if the bytes do not fit: a network file system
+    reports that only when they are synchronised."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -23,8 +23,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file. OSError if
-    it is not one."""
+    """Reads a file's lines with their ends, which are line feeds and nothing else; none if there is no file. Raises
+    OSError if the path is not a plain file."""
     try:
         with open_file(path) as file:
             return [*file]

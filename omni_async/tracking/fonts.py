@@ -1,8 +1,8 @@
-"""Fonts for captions in any script: each character is drawn by the first font that has it, and one that none has is
-spelled out.
+"""Draws captions in any script: each character by the first font that has it; a character that no font has is spelled
+out.
 
-First comes DejaVu Sans, which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many symbols),
-then whatever fonts of East Asian scripts the machine has.
+The first font is DejaVu Sans, which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many
+symbols), then any fonts of East Asian scripts that the machine has.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from PIL import ImageDraw, ImageFont
 _FOLDERS = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path("~/.local/share/fonts"), Path("~/.fonts"))
 _WIDE = ("*CJK*.[ot]t[cf]", "SourceHan*.[ot]t[cf]", "wqy*.tt[cf]", "DroidSansFallback*.ttf", "unifont*.[ot]tf")
 _MOST_WIDE = 2
-_NOTHING = "\U0010ffff"  # no font has it: drawn as whatever a missing character looks like
+_NOTHING = "\U0010ffff"  # no font has it: drawn as a missing character
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 class Typeface:
-    """One size of all fonts. `text` is what can be drawn of a text; `length` and `draw` take that."""
+    """One size of all fonts. `text` turns a text into one that can be drawn; `length` and `draw` take the result."""
 
     def __init__(self, size: int) -> None:
         self._fonts = _fonts(size)
 
     def text(self, text: str) -> str:
-        """With characters that no font has as `[cat face]`, if they are symbols, or as `U+4F60`."""
+        """Spells out characters that no font has as `[cat face]`, if they are symbols, or as `U+4F60`."""
         parts = []
         for missing, run in groupby(text, lambda character: self._font_of(character) is None):
             characters = list(run)
@@ -38,14 +38,14 @@ class Typeface:
         return "".join(parts)
 
     def length(self, text: str) -> float:
-        """Pixels."""
+        """Returns the width of the text in pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
     def draw(
-        self, draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, fill: tuple[int, int, int]
+        self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, int, int]
     ) -> None:
-        """`place`: left end and baseline."""
-        left, baseline = place
+        """Draws the text. `position`: left end and baseline."""
+        left, baseline = position
         for font, run in self._runs(text):
             draw.text(
                 (left, baseline),
@@ -57,7 +57,7 @@ class Typeface:
             left += font.getlength(run)
 
     def _runs(self, text: str) -> list[tuple[Font, str]]:
-        """Characters in a row that one font draws."""
+        """Splits the text into runs of characters that one font draws."""
         found = ((self._font_of(character) or self._fonts[0], character) for character in text)
         return [
             (font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])

@@ -1,7 +1,7 @@
-"""What belongs to this process alone: forked children let go of it before they do anything else.
+"""Closes files and sockets of this process in forked children, before these do anything else.
 
 A child that a scorer or a library forks without an exec has every open file of its parent, and with them the parent's
-locks and listening sockets for as long as it lives, also after the parent was killed. (After an exec they are closed
+locks and listening sockets until the child ends, also after the parent was killed. (After an exec they are closed
 already.)
 """
 
@@ -23,7 +23,7 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_from_children(handle: T) -> T:
-    """Close `handle`, a file or a socket, in every child that is forked while it is open here. Returns it."""
+    """Closes `handle`, a file or a socket, in every child that is forked while it is open here. Returns it."""
     _register()
     _own.add(handle)
     return handle
@@ -31,9 +31,9 @@ def keep_from_children(handle: T) -> T:
 
 @cache
 def _register() -> None:
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_close_all)
 
 
-def _let_go() -> None:
+def _close_all() -> None:
     for handle in [*_own]:
         handle.close()

@@ -1,4 +1,4 @@
-"""Sample grids: images side by side, each with what was asked, what was read and what it earned."""
+"""Draws sample grids: images side by side, each with its prompt, the text a scorer read in it, and its reward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
 
 
 def caption(prompt: Prompt, score: Score) -> str:
-    """`reward 0.81`, then what was read (if the scorer reads), then the prompt."""
+    """Returns `reward 0.81`, then the text that was read (if the scorer reads), then the prompt."""
     read = "" if score.text is None else f"  read {score.text!r}"
     return f"reward {score.value:.2f}{read}\n{prompt.text}"
 
 
 def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = None) -> Image.Image:
-    """A grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says
+    """Draws a grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says
     otherwise.
 
     Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones
@@ -63,8 +63,8 @@ def _fit(array: np.ndarray) -> Image.Image:
 
 
 def _wrap(text: str, font: Typeface, width: int) -> list[str]:
-    """Lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within one that fills more
-    than a line (not every script has spaces); what doesn't fit is cut with dots."""
+    """Wraps a text into lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within a
+    word that fills more than a line (not every script has spaces); text that doesn't fit is cut with dots."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -87,5 +87,5 @@ def _wrap(text: str, font: Typeface, width: int) -> list[str]:
 
 
 def _fitting(line: str, font: Typeface, width: float) -> int:
-    """How many characters of it are no wider than that; at least one."""
+    """Counts the characters of `line` that fit into `width` pixels; at least one."""
     return max(1, bisect_right(range(1, len(line) + 1), width, key=lambda count: font.length(line[:count])))

@@ -1,4 +1,4 @@
-"""The live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role."""
+"""Draws the live display of a terminal: progress with the time left, reward, staleness, buffers, and a bar per role."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _REFRESH_PER_S = 4
 
 
 class LiveConsole:
-    """Phases, notes and validations scroll by above the display; numbers are replaced in place. `done`: updates of
-    earlier attempts, where the bar begins; the time left follows from the pace of this one."""
+    """A display whose numbers are replaced in place, with phases, notes and validations scrolling by above it. `done`:
+    updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt."""
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)

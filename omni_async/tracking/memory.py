@@ -1,4 +1,4 @@
-"""How much memory a run really takes: proportional set size (shared pages divided among their users) of a tree of
+"""Measures the memory a run really takes: proportional set size (shared pages divided among their users) of a tree of
 processes."""
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import psutil
 
 
 def process_tree_pss(*pids: int) -> int:
-    """Bytes of these processes and all their descendants, each counted once; those that end meanwhile count 0.
+    """Returns the bytes of these processes and all their descendants, each counted once; those that end meanwhile
+    count 0.
 
-    Where PSS is not available (not Linux, or another user's process) the resident size stands in, which counts shared
-    pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster joined
-    by address is not.
+    Where PSS is not available (not Linux, or another user's process) the resident size is used instead, which counts
+    shared pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster
+    joined by address is not.
     """
     tree: dict[int, psutil.Process] = {}
     for pid in pids:
@@ -41,7 +42,7 @@ def _process_bytes(process: psutil.Process) -> int:
 
 
 class MemorySampler:
-    """Measures every `interval_s` on its own thread, from `start` to `stop`; `peak_bytes` is the largest seen."""
+    """A thread that measures every `interval_s`, from `start` to `stop`; `peak_bytes` is the largest measurement."""
 
     def __init__(self, pids: Iterable[int] = (), interval_s: float = 2.0) -> None:
         """Watches this process's tree, and `pids` with theirs."""
@@ -55,7 +56,7 @@ class MemorySampler:
         self._thread.start()
 
     def stop(self) -> int:
-        """End the thread after a last measurement; returns the peak."""
+        """Ends the thread after a last measurement; returns the peak."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Numbers gathered between two updates, each with the reduction its recorder declared: nothing is guessed from a
+"""Gathers numbers between two updates, each with the reduction its recorder declared: nothing is guessed from a
 name."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Cell:
     weight: float
 
     def add(self, value: float, weight: float) -> None:
-        """For `mean`, `value` is the weighted sum so far."""
+        """Adds a number. For `mean`, `value` is the weighted sum so far."""
         match self.reduction:
             case "mean" | "sum":
                 self.value += value
@@ -40,19 +40,19 @@ class Metrics:
         self._cells: dict[str, _Cell] = {}
 
     def record(self, name: str, value: float, reduction: Reduction, weight: float = 1.0) -> None:
-        """Add a number. `weight` (of a mean: how many numbers it stands for) must be positive; a name keeps its first
-        reduction."""
+        """Adds a number. `weight` (of a mean: the count of numbers it averages) must be positive; a name keeps its
+        first reduction."""
         if weight <= 0:
             raise ValueError(f"metric {name!r}: weight must be positive, got {weight}")
         self._add(name, value * weight if reduction == "mean" else value, reduction, weight)
 
     def merge(self, other: Metrics) -> None:
-        """Add everything `other` holds, as if it had been recorded here after what is here."""
+        """Adds everything `other` holds, as if it had been recorded here, last."""
         for name, cell in other._cells.items():
             self._add(name, cell.value, cell.reduction, cell.weight)
 
     def flush(self) -> dict[str, float]:
-        """The reduced numbers since the last flush, by name."""
+        """Returns the reduced numbers since the last flush, by name, and clears them."""
         reduced = {name: cell.result for name, cell in sorted(self._cells.items())}
         self._cells.clear()
         return reduced
@@ -68,5 +68,5 @@ class Metrics:
 
 
 def histogram(values: Iterable[int]) -> dict[int, int]:
-    """How often each value (a staleness, say) occurs, in ascending order."""
+    """Counts how often each value (a staleness, say) occurs, in ascending order."""
     return dict(sorted(Counter(values).items()))

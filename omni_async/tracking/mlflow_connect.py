@@ -29,12 +29,12 @@ _LOCAL_UI = "http://127.0.0.1:5000"
 
 
 class MlflowUnusableError(RuntimeError):
-    """`tracking.mlflow` points at a place that can't be used; says which (credentials masked) and why."""
+    """A `tracking.mlflow` that points at a store that can't be used; says which (credentials masked) and why."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A place for runs, and the run of that name that is there already, if there is one. `shown`: the place's address
+    """A store of runs, and the existing run of that name, if there is one (`former`). `shown`: the store's address
     without credentials."""
 
     client: MlflowClient
@@ -45,7 +45,7 @@ class Connection:
     shown: str
 
     def begin(self) -> str:
-        """Set the former run going again, or start one; its id. Raises whatever the store raises."""
+        """Sets the former run going again, or starts one; returns its id. Raises any error of the store."""
         if self.former is not None:
             self.client.update_run(self.former, status="RUNNING")
             return self.former
@@ -53,13 +53,13 @@ class Connection:
         return run_id
 
     def run_url(self, run_id: str) -> str:
-        """Where the run is once the user interface is up."""
+        """Returns the address of the run, once the user interface is up."""
         return (
             f"{self.shown.rstrip('/') if self._is_server else _LOCAL_UI}/#/experiments/{self.experiment}/runs/{run_id}"
         )
 
     def ui_command(self, run_id: str) -> str:
-        """The shell command that shows the run, or the address to open if it lives on a server."""
+        """Returns the shell command that shows the run, or the address to open if it is on a server."""
         return (
             self.run_url(run_id)
             if self._is_server
@@ -72,9 +72,9 @@ class Connection:
 
 
 def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
-    """To `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`: `<run_dir>/mlflow.db`, with
-    artifacts in `<run_dir>/mlartifacts`. `goes_on`: look for the run of that name; it stays as it is.
-    MlflowUnusableError if that can't be done."""
+    """Connects to `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`:
+    `<run_dir>/mlflow.db`, with artifacts in `<run_dir>/mlartifacts`. `goes_on`: looks for the run of that name, which
+    stays as it is. Raises MlflowUnusableError if that can't be done."""
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)
@@ -90,19 +90,19 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool =
 
 
 def begin(connection: Connection) -> str:
-    """The id of a run that has begun. MlflowUnusableError if that can't be done."""
+    """Begins a run and returns its id. Raises MlflowUnusableError if that can't be done."""
     with _refusals(connection.shown):
         return connection.begin()
 
 
 @contextlib.contextmanager
 def _refusals(shown: str) -> Iterator[None]:
-    """Whatever a store raises becomes one clear error."""
+    """Turns any error of a store into one clear error."""
     try:
         yield
     except MlflowUnusableError:
         raise
-    except Exception as error:  # noqa: BLE001  # any store, any reason: it ends as one clear error
+    except Exception as error:  # noqa: BLE001  # any store, any reason: it becomes one clear error
         reason = redact_text(str(error)).strip().partition("\n")[0] or type(error).__name__
         raise MlflowUnusableError(
             f"tracking.mlflow: cannot use {shown}: {reason}; set tracking.mlflow.tracking_uri, or"
@@ -111,7 +111,7 @@ def _refusals(shown: str) -> Iterator[None]:
 
 
 def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
-    """The newest run of that name."""
+    """Returns the newest run of that name."""
     found = client.search_runs(
         [experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1
     )
@@ -119,7 +119,7 @@ def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
 
 
 def _mlflow_command() -> str:
-    """The command of this environment, which need not be activated, as short as it can be typed from here."""
+    """Returns the command of this environment, which need not be activated, as short as it can be typed from here."""
     command = Path(sys.executable).with_name("mlflow")
     if not command.exists():
         return "mlflow"
@@ -127,7 +127,7 @@ def _mlflow_command() -> str:
 
 
 def _probe(uri: str) -> None:
-    """Fail in seconds where MLflow's own client would retry a dead server for minutes. Any HTTP answer will do."""
+    """Fails in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
     if not uri.startswith(("http://", "https://")):
         return
     parts = urlsplit(uri)
@@ -139,7 +139,7 @@ def _probe(uri: str) -> None:
 
 
 def _client(uri: str) -> MlflowClient:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a training job phones nobody unless its owner says so
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # no telemetry unless the user sets it
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     from mlflow import MlflowClient
 
@@ -149,7 +149,7 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> str:
-    """The experiment's id; two runs that start together may both try to make it."""
+    """Returns the experiment's id, and makes it if needed; two runs that start together may both try to."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(config.experiment)

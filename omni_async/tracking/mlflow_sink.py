@@ -1,8 +1,8 @@
-"""MLflow, written by one background thread, so that training never waits for its database or its server.
+"""Writes to MLflow on one background thread, so that training never waits for its database or its server.
 
-Connecting is the caller's: an unusable place raises there. A run that goes on is found then, and stays as it is until
+The caller connects: an unusable store raises there. A run that goes on is found then, and stays as it is until
 `begin`. Afterwards a failure of MLflow is a warning, once, and nothing more is sent: tracking must not end a run, and
-everything is in the run folder as well. `finish` waits for what is queued.
+everything is in the run folder as well. `finish` waits for the queue.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class MlflowSink:
     def __init__(
         self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False
     ) -> None:
-        """Start a run in `config.experiment`, or with `goes_on` find the one of that name, whose parameters stay, for
-        `begin` to go on with. `run_dir` is `run.dir`, the folder that holds the runs (and, by default, `mlflow.db`);
-        `params` may be nested. Raises `MlflowUnusableError`."""
+        """Starts a run in `config.experiment`, or with `goes_on` finds the one of that name, whose parameters stay,
+        for `begin` to go on with. `run_dir` is `run.dir`, the folder that holds the runs (and, by default,
+        `mlflow.db`); `params` may be nested. Raises `MlflowUnusableError`."""
         self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
         self._params = params
@@ -55,8 +55,8 @@ class MlflowSink:
             self._put(lambda: self._send_params(params))
 
     def begin(self) -> None:
-        """Set the run going, if it is not: before anything is logged. If there is none of that name (another database,
-        say), one is made."""
+        """Sets the run going, if it is not: before anything is logged. If there is no run of that name (another
+        database, say), one is made."""
         if not self._began:
             self._began = True
             self._put(self._begin)
@@ -68,17 +68,17 @@ class MlflowSink:
 
     @property
     def run_id(self) -> str:
-        """Empty as long as there is none."""
+        """Returns the run's id, empty as long as there is none."""
         return self._run_id
 
     @property
     def ui_command(self) -> str:
-        """The shell command that shows the run, or the address to open if it lives on a server."""
+        """Returns the shell command that shows the run, or the address to open if it is on a server."""
         return self._connection.ui_command(self._run_id)
 
     @property
     def run_url(self) -> str:
-        """Where the run is once the user interface is up."""
+        """Returns the address of the run, once the user interface is up."""
         return self._connection.run_url(self._run_id)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
@@ -86,15 +86,15 @@ class MlflowSink:
         self._put(lambda: self._send_metrics(dict(metrics), step, now))
 
     def log_image(self, image: Image, name: str, step: int) -> None:
-        """Shown in the user interface as image `name`, with a slider over steps."""
+        """Logs an image that the user interface shows as `name`, with a slider over steps."""
         self._put(lambda: self._client.log_image(self._run_id, image, key=name, step=step, synchronous=True))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Copy a file, as it is when its turn comes."""
+        """Copies a file, as it is when the thread comes to it."""
         self._put(lambda: self._client.log_artifact(self._run_id, str(path), folder))
 
     def finish(self, status: Literal["done", "interrupted", "failed"], timeout_s: float = 60.0) -> None:
-        """Send what is queued, then end the run, unless it never began; gives up, with a warning, after `timeout_s`."""
+        """Sends the queue, then ends the run, unless it never began; gives up, with a warning, after `timeout_s`."""
         if self._began:
             self._put(lambda: self._client.set_terminated(self._run_id, _STATUS[status]))
         try:
@@ -145,7 +145,7 @@ class MlflowSink:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested dicts as dotted names, lists of them by index: `reward.scorers.0.name`."""
+    """Flattens nested dicts to dotted names, lists of them by index: `reward.scorers.0.name`."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: `<run.dir>/<name>-<date>-<time>[-n]/`. Owns its paths and its line files."""
+"""Manages the folder of a run, `<run.dir>/<name>-<date>-<time>[-n]/`: its paths and its line files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?P<name>.*)-(?P<second>\d{8}-\d{6})(-(?P<number>\d+))?", r
 
 
 class RunDirectoryError(OSError):
-    """The run folder can't be made or written: says where and why."""
+    """A run folder that can't be made or written: says where and why."""
 
 
 class RunDirectory:
@@ -40,7 +40,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
-        """Make the folder (a new one, whoever else starts in the same second) and write the resolved `config.yaml`.
+        """Makes the folder (a new one, even if other runs start in the same second) and writes the resolved
+        `config.yaml`.
 
         Credentials in the configuration are masked there: give them again, in the environment, to run from that file.
         """
@@ -63,8 +64,8 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Go on in the folder of a run that stopped. Nothing in it changes before `take_over`. RunDirectoryError if
-        another has it, or what is read of it cannot be."""
+        """Reopens the folder of a run that stopped, to go on in it. Nothing in it changes before `take_over`. Raises
+        RunDirectoryError if another process has it, or a file that is needed of it cannot be read."""
         run = cls(path)
         try:
             run._claim()
@@ -80,9 +81,9 @@ class RunDirectory:
         return run
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
-        """The attempt that reopened the folder has something to record: its metrics after `version` are void
-        (`void_metrics`), the summary of the attempts before is put aside until there is another, and `config.yaml` is
-        this attempt's."""
+        """Prepares the reopened folder for this attempt's records: voids the metrics after `version` (`void_metrics`),
+        puts the summary of the attempts before aside until there is another, and writes this attempt's
+        `config.yaml`."""
         try:
             write_atomic(self.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
             self.void_metrics(version, validated)
@@ -92,8 +93,8 @@ class RunDirectory:
             raise RunDirectoryError(f"cannot go on in {self.path}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
-        """Hold the folder until `release`, or until this process ends; its children do not. RunDirectoryError if
-        another has it."""
+        """Locks the folder until `release`, or until this process ends; its children do not hold the lock. Raises
+        RunDirectoryError if another process does."""
         self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,13 +102,13 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
 
     def release(self) -> None:
-        """The run is over: another may go on in its folder."""
+        """Unlocks the folder when the run is over, so that another process may go on in it."""
         if not self._lock.closed:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # whoever else may have the handle
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # something else may have the handle
             self._lock.close()
 
     def is_running(self) -> bool:
-        """Whether somebody has claimed it."""
+        """Tells whether a process has locked the folder."""
         try:
             with (self.path / _LOCK).open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -118,18 +119,18 @@ class RunDirectory:
         return False
 
     def is_of(self, name: str) -> bool:
-        """Whether a run of that name made it."""
+        """Tells whether a run of that name made the folder."""
         return (made := _NAME.fullmatch(self.path.name)) is not None and made["name"] == name
 
     @property
     def began(self) -> tuple[str, int]:
-        """When, by its name: the second, and the number among the runs that began in it. For a folder that a run
-        made."""
+        """Returns when the run began, by the folder's name: the second, and the number among the runs that began in it.
+        For a folder that a run made."""
         made = _NAME.fullmatch(self.path.name)
         return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
     def void_metrics(self, version: int, validated: int | None) -> None:
-        """Move what came after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
+        """Moves the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid: list[bytes] = []
         void: list[bytes] = []
         for line in read_lines(self.metrics):
@@ -161,12 +162,12 @@ class RunDirectory:
 
     @property
     def control(self) -> Path:
-        """The socket at which a running run answers."""
+        """Returns the path of the socket at which a running run answers."""
         return self.path / "control.sock"
 
     @property
     def spans(self) -> Path:
-        """What becomes the timeline."""
+        """Returns the path of the spans that become the timeline."""
         return self.path / "spans.jsonl"
 
     @property
@@ -179,7 +180,7 @@ class RunDirectory:
 
     @property
     def former_summary(self) -> Path:
-        """Of the attempts before the one that is under way."""
+        """Returns the path of the summary of the attempts before the one that is under way."""
         return self.path / "summary.json.void"
 
     @property
@@ -200,19 +201,19 @@ class RunDirectory:
 
     @property
     def weights(self) -> Path:
-        """Published versions, with `weights.transport: disk`."""
+        """Returns the folder of published versions, with `weights.transport: disk`."""
         return self.path / "weights"
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
-        """Read all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave
+        """Reads all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave
         them."""
         return [
             record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None
         ]
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
-        """Say which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None if
-        it has."""
+        """Reports which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None
+        if it has one of each."""
         if not updates and not rounds:
             return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
@@ -221,17 +222,17 @@ class RunDirectory:
                 record = msgspec.json.decode(line, type=dict[str, Any])
                 found["finished" in record][record["update"]] += 1
         gaps = []
-        for what, wanted, told in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
-            missing, repeated = [one for one in wanted if not told[one]], [one for one in wanted if told[one] > 1]
+        for kind, wanted, counts in (("update", updates, found[True]), ("validation of version", rounds, found[False])):
+            missing, repeated = [one for one in wanted if not counts[one]], [one for one in wanted if counts[one] > 1]
             if missing:
-                gaps.append(f"no line of {what} {_few(missing)}")
+                gaps.append(f"no line of {kind} {_few(missing)}")
             if repeated:
-                gaps.append(f"more than one line of {what} {_few(repeated)}")
+                gaps.append(f"more than one line of {kind} {_few(repeated)}")
         return f"has {' and '.join(gaps)}" if gaps else None
 
     def wall_s(self, version: int) -> float:
-        """Seconds that the run's attempts have taken up to `version`, as the metrics of that update say, or an attempt
-        that ended there; 0 if neither does."""
+        """Returns the seconds that the run's attempts have taken up to `version`, from the metrics of that update or
+        from an attempt that ended there; 0 if there is neither."""
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
@@ -239,12 +240,12 @@ class RunDirectory:
         return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
-        """A line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
+        """Appends a line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
         append_jsonl(self.metrics, {"update": update, **metrics})
 
 
 def _record(line: bytes, version: float, validated: float | None) -> dict[str, Any] | None:
-    """None if the line was cut off, or is of an update or a validation round that is void."""
+    """Decodes a line; None if it was cut off, or is of an update or a validation round that is void."""
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
         counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
@@ -254,8 +255,8 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
 
 
 def append_jsonl(path: Path, record: Any) -> None:
-    """Add one line, handed to the operating system before this returns. RunDirectoryError if it can't be, and nothing
-    of it is there."""
+    """Appends one line, handed to the operating system before this returns. Raises RunDirectoryError if it can't be
+    written; then no part of it is in the file."""
     line = msgspec.json.encode(record) + b"\n"
     try:
         with path.open("ab", buffering=0) as file:

@@ -1,7 +1,8 @@
-"""A run's spans: on disk, where they may be as many as they like, and in memory only those of the recent past.
+"""Keeps a run's spans: on disk all of them, in memory only those of the recent past.
 
 `spans.jsonl` grows as they come, so a run that is killed leaves them too; a run that ends turns them into its timeline
-and removes it. A resumed run keeps them in memory until its first update: what lies there is an earlier attempt's.
+and removes the file. A resumed run keeps them in memory until its first update, because the file there is an earlier
+attempt's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from omni_async.types import Span
 
 
 class SpanLog:
-    """`keep_s`: how long before the newest span's end one is kept in memory, without its arguments. `held`: the file is
-    left alone until `open`."""
+    """The spans of a run. `keep_s`: how long before the newest span's end a span is kept in memory, without its
+    arguments. `held`: the file is left alone until `open`."""
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
@@ -31,7 +32,7 @@ class SpanLog:
             self.open()
 
     def open(self) -> None:
-        """Begin the file anew, with the spans that were held. RunDirectoryError if that can't be done."""
+        """Begins the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
         try:
             self._path.unlink(missing_ok=True)
@@ -49,7 +50,7 @@ class SpanLog:
             raise RunDirectoryError(f"cannot append to {self._path}: {error.strerror or error}") from error
 
     def add(self, spans: Sequence[Span]) -> None:
-        """RunDirectoryError if they cannot be written."""
+        """Adds spans. Raises RunDirectoryError if they cannot be written."""
         if not spans:
             return
         if self._held is None:
@@ -62,11 +63,11 @@ class SpanLog:
             self._recent.popleft()
 
     def recent(self, since: float) -> list[Span]:
-        """Those that end after `since`, as far back as they are kept, and without their arguments."""
+        """Returns the spans that end after `since`, as far back as they are kept, and without their arguments."""
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
-        """Every one, in the order they came; but those whose line was cut off."""
+        """Returns every span, in the order they came, except those whose line was cut off."""
         if self._held is not None:
             return [*self._held]
         if not self._path.exists():
@@ -79,6 +80,6 @@ class SpanLog:
         return spans
 
     def close(self) -> None:
-        """They are in the timeline now."""
+        """Removes the file, when its spans are in the timeline."""
         if self._held is None:
             self._path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""What happened when: spans as a Chrome/Perfetto trace, and how busy each role was. Pure functions over finished
-spans."""
+"""Turns spans into a Chrome/Perfetto trace, and into the fractions of time each role was busy. Pure functions over
+finished spans."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ ROLES = ("rollout", "reader", "reward", "trainer")
 
 
 def role_of(actor: str) -> str:
-    """`rollout-0` and `rollout0` are `rollout`: the name up to the first `-` or digit."""
+    """Returns the role of an actor, the name up to the first `-` or digit: `rollout-0` and `rollout0` are `rollout`."""
     match = re.match(r"[^-\d]+", actor)
     return match[0] if match else actor
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """The trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
+    """Returns the trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes
+    (threads).
 
     Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch.
-    Lanes are given out on the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
+    Lanes are assigned by the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
     would otherwise drop or nest.
     """
     origin = min((span.start for span in spans), default=0.0)
@@ -53,7 +54,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
-    """Each span on the lowest lane that is free when it starts; lanes are as many as spans ever overlap."""
+    """Puts each span on the lowest lane that is free when it starts; there are as many lanes as spans ever overlap."""
     complete: list[dict[str, Any]] = []
     running: list[tuple[int, int]] = []  # (end, lane)
     free: list[int] = []
@@ -82,12 +83,12 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
+    """Writes `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
     write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Every span of a run, from the file that `write_trace` made of them, to the microsecond."""
+    """Reads every span of a run from the file that `write_trace` wrote, to the microsecond."""
     trace = msgspec.json.decode(read_file(path))
     origin = trace["otherData"]["origin_s"]
     actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
@@ -105,22 +106,22 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
-    """Where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
+    """Returns where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
     chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
     return intervals.clip(intervals.union(chosen), start, end)
 
 
 def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
-    """Per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged over the
-    role's actors.
+    """Returns, per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged
+    over the role's actors.
 
-    An actor's overlapping spans count once. The three exclude each other in this order: an engine that draws eight
-    samples while a ninth place waits for a prompt is busy. What is left of 1 is time nothing was recorded for, or a
+    An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
+    samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time nothing was recorded for, or a
     scorer's outage.
     """
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        per_actor[span.actor.partition(".")[0]].append(span)  # who replaced somebody is in the same place
+        per_actor[span.actor.partition(".")[0]].append(span)  # a replacement has the same slot id
     per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     wall = end - start
     for actor, own in per_actor.items():
@@ -140,7 +141,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
 
 def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """Fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
+    """Returns the fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
     if end <= start:
         return 0.0
     per_role = ([span for span in spans if role_of(span.actor) == role] for role in ROLES)

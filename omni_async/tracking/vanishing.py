@@ -1,5 +1,4 @@
-"""Notices updates whose gradient has vanished: the run goes on, its numbers look well, and nothing is learned any
-more."""
+"""Detects a vanished gradient: the run goes on, its numbers look well, and nothing is learned any more."""
 
 from __future__ import annotations
 
@@ -7,23 +6,23 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-# Updates whose median is looked at: one batch of pairs that are all satisfied is chance.
+# Updates whose median is compared: one batch of pairs that are all satisfied is chance.
 _RECENT = 5
 # Of the gradient norm that the run began with.
 _VANISHED = 1e-3
 
 
 class GradientWatch:
-    """Compares the gradient norms of the newest updates with those of the first. Says so once, and again only after
-    they had come back."""
+    """Compares the gradient norms of the newest updates with those of the first. Warns once, and again only after the
+    norms had recovered."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._said = False
+        self._warned = False
 
     def take(self, version: int, metrics: Mapping[str, float]) -> str | None:
-        """The warning, a sentence, if the update is the one that gives reason for it."""
+        """Adds an update; returns the warning, a sentence, if this update causes one."""
         if "grad_norm" not in metrics:
             return None
         norm = metrics["grad_norm"]
@@ -34,7 +33,7 @@ class GradientWatch:
             return None
         now, then = median(self._recent), median(self._first or [0.0])
         vanished = now <= _VANISHED * then
-        warns, self._said = vanished and not self._said, vanished
+        warns, self._warned = vanished and not self._warned, vanished
         if not warns:
             return None
         fell = f"{now:.2g}, where it began at {then:.2g}" if then else "0"

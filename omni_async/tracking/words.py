@@ -1,5 +1,5 @@
-"""Numbers of a run as people say them. The live display, the lines of a log, the last words and `omni-async status` all
-take their words from here, so that one number has one label wherever it is shown. Pure."""
+"""Formats numbers of a run for people. The live display, the lines of a log, the final lines and `omni-async status`
+all use these functions, so that a number has the same label wherever it is shown. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from omni_async.tracking.summary import ValidationPoint
 
 
 def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
-    """`validation of version 20: reward 0.412, ocr_exact 0.278`."""
+    """Formats `validation of version 20: reward 0.412, ocr_exact 0.278`."""
     numbers = {"reward": value, **parts}
     return f"validation of version {version}: " + ", ".join(f"{name} {number:.3f}" for name, number in numbers.items())
 
 
 def validation_curve(points: Sequence[ValidationPoint]) -> str:
-    """`validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`, of the numbers
-    that both ends have."""
+    """Formats `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`, of the
+    numbers that both ends have."""
     first, last = points[0], points[-1]
     if len(points) == 1:
         return validated(first.version, first.value, first.parts)
@@ -27,7 +27,7 @@ def validation_curve(points: Sequence[ValidationPoint]) -> str:
 
 
 def staleness(mean: float, counts: Mapping[int, int]) -> str:
-    """`1.2 updates on average: 3 groups are 1 update old, 1 is 2`. `counts`: staleness in updates -> groups."""
+    """Formats `1.2 updates on average: 3 groups are 1 update old, 1 is 2`. `counts`: staleness in updates -> groups."""
     said: list[str] = []
     for age, groups in sorted(counts.items()):
         verb = "is" if groups == 1 else "are"
@@ -38,7 +38,7 @@ def staleness(mean: float, counts: Mapping[int, int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`: to two units."""
+    """Formats seconds to two units: `45 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     whole = max(0, round(seconds))
     for unit, size, smaller, small in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, through torch.distributed.checkpoint: sharded safetensors files that any number of ranks
-can read.
+"""Saves and loads the tensors of a checkpoint through torch.distributed.checkpoint: sharded safetensors files that any
+number of ranks can read.
 
-They are the trained parameters (adapters only under LoRA), the further policies kept beside them
+The tensors are the trained parameters (adapters only under LoRA), the further policies kept beside them
 (`auxiliary.<which>.<name>`) and the optimizer's state. Both functions are collective. Writing copies everything to host
 memory first, and goes on in a thread of its own.
 """
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from omni_async.training.errors import TrainingError
 
-# One process without a process group is a fine way to save, and the thread that writes can't be told otherwise.
+# One process without a process group may save, too; the writing thread's warning has no other switch.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", module="torch.distributed.checkpoint")
 
 _FOLDER = "tensors"
@@ -39,8 +39,8 @@ def begin_save(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> Future[Any]:
-    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group`: of the ranks, on
-    the CPU, used for nothing else meanwhile; None where there is one."""
+    """Copies what is to be saved; the future is done when this rank's files are in `folder`. `group` is the ranks'
+    group on the CPU, used for nothing else meanwhile; None with a single rank."""
     tensors = _weights(parameters, auxiliary) | {
         key: _vector(value) for key, value in _optimizer_tensors(parameters, optimizer).items()
     }
@@ -56,8 +56,8 @@ def load(
     auxiliary: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Reads a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place. TrainingError if it is of another
-    model or not there."""
+    """Reads a checkpoint into `parameters`, `auxiliary` and `optimizer`, in place. TrainingError if it belongs to
+    another model or does not exist."""
     tensors = folder / _FOLDER
     if not any(tensors.glob("*.safetensors")):
         raise TrainingError(f"{folder} is not a checkpoint: it has no {_FOLDER}/*.safetensors")
@@ -89,8 +89,8 @@ def _weights(parameters: Mapping[str, nn.Parameter], auxiliary: Mapping[str, Ten
 
 
 def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by name. A parameter that never had a gradient has none, which torch's own helper would
-    invent."""
+    """Returns the optimizer's state by name. A parameter that never had a gradient has none; torch's own helper would
+    invent one."""
     return {
         f"{_OPTIMIZER}{key}.{name}": value
         for name, p in parameters.items()
@@ -100,14 +100,14 @@ def _optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.
 
 
 def _vector(value: Tensor) -> Tensor:
-    """A view with at least one dimension: the reader takes slices, of which a number has none."""
+    """Returns a view with at least one dimension: the reader takes slices, and a scalar has none."""
     return value.reshape(1) if value.ndim == 0 else value
 
 
 def _allocate(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, stored: set[str]
 ) -> dict[str, Tensor]:
-    """Gives the optimizer zeroed state of the stored kinds, to be read into."""
+    """Gives the optimizer zeroed state of the stored kinds, which the checkpoint is read into."""
     optimizer.state.clear()
     tensors = {}
     for entry in sorted(key for key in stored if key.startswith(_OPTIMIZER)):

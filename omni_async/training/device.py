@@ -1,4 +1,4 @@
-"""The device of a trainer rank and the collective backend that goes with it."""
+"""Chooses the device of a trainer rank and the collective backend that goes with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 
 
 def rank_device(rank: int) -> torch.device:
-    """The accelerator this rank uses (rank modulo the visible devices), made current; the CPU where there is none."""
+    """Returns the accelerator this rank uses (rank modulo the visible devices), made current; the CPU where there is
+    none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -21,8 +22,8 @@ def rank_device(rank: int) -> torch.device:
 
 
 def collective_backend(device: torch.device) -> str:
-    """A `torch.distributed` backend string for `device`. Gloo is always there too, for metrics and checkpoint plans on
-    the CPU."""
+    """Returns a `torch.distributed` backend string for `device`. Gloo is always included, for metrics and checkpoint
+    plans on the CPU."""
     if device.type == "cpu":
         return "cpu:gloo"
     collective = _COLLECTIVES.get(device.type) or dist.get_default_backend_for_device(device.type)
@@ -33,8 +34,8 @@ def init_process_group(
     rank: int, world: int, init_method: str, timeout: float, device: torch.device | None = None
 ) -> None:
     """Joins the trainer's process group. `init_method` is torch's (`file:///...`, `tcp://host:port`), `timeout` seconds
-    for every collective, so that ranks that lost a partner fail instead of hanging. Returns when all `world` ranks have
-    called it."""
+    for every collective, so that ranks fail instead of hanging when another rank is gone. Returns when all `world`
+    ranks have called it."""
     device = rank_device(rank) if device is None else device
     dist.init_process_group(
         collective_backend(device),
@@ -47,5 +48,5 @@ def init_process_group(
 
 
 def init_lone_process_group(device: torch.device) -> None:
-    """A process group of one, which needs no address: FSDP2 wants a group even where there is nobody to talk to."""
+    """Makes a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

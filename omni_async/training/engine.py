@@ -1,10 +1,10 @@
-"""One rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It knows no Ray and
-no model family.
+"""Runs one rank of the trainer: gradients from prompt groups, optimizer steps, weights out, checkpoints. It depends on
+neither Ray nor a model family.
 
-The engine waits for nobody but its fellow ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`,
-`snapshot`, `export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the
-same order, those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least
-one; of a preference pair with both). `discard` is local, but all ranks must make the same choice.
+The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`, `snapshot`,
+`export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
+those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least one; of a
+preference pair with both). `discard` is local, but all ranks must make the same choice.
 
     for group in update:  recompute_proximal(this rank's samples)  # where a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
@@ -55,10 +55,10 @@ __all__ = ["GroupBatch", "TrainEngine"]
 
 
 class TrainEngine:
-    """See the module. `device` is the rank's accelerator unless given.
+    """The training engine of one rank, as the module describes it. `device` is the rank's accelerator unless given.
 
-    digest0: digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the same
-    checkpoint has it too. optimizer_steps: taken so far, over resumes.
+    digest0: the digest of the weights as loaded, in `model.dtype` (rank 0, after `setup`); an engine that loaded the
+    same checkpoint has it too. optimizer_steps: the steps taken so far, those before a resume included.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrainEngine:
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
-        # The two have rows of their own kinds, which only they look into.
+        # The two have rows of their own kinds, which no other code reads.
         self._loss: RowLoss[Any] = kind(
             self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size
         )
@@ -102,13 +102,13 @@ class TrainEngine:
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """The proximal pass of decoupled corrections over this rank's samples; `accumulate` uses it until the update's
-        last step."""
+        """Recomputes the proximal log-probs of this rank's samples for decoupled corrections; `accumulate` uses them
+        until the update's last step."""
         return self._loss.recompute_proximal(group)
 
     def step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Multiplies the accumulated gradients by `grad_scale`, clips, steps the optimizer; metrics over all ranks'
-        rows since the last step.
+        """Multiplies the accumulated gradients by `grad_scale`, clips them and steps the optimizer. Returns metrics
+        over all ranks' rows since the last step.
 
         `loss` and `advantage_abs` are reported with `grad_scale` applied, `loss` also with the correction's normaliser.
         TrainingError, leaving weights as they are, if the gradient norm is not finite or nothing was accumulated.
@@ -141,7 +141,8 @@ class TrainEngine:
         return {**metrics, "grad_norm": norm, "lr": rate}
 
     def _normalise(self) -> float:
-        """What weights and masks that were made row by row still need: division by what is left of all ranks' rows."""
+        """Returns the factor that weights and masks made row by row still need: division by the rows that are left,
+        over all ranks."""
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(sums)
@@ -149,7 +150,7 @@ class TrainEngine:
         return 1.0 if numerator == denominator else numerator / denominator if denominator > 0 else 0.0
 
     def _follow(self) -> None:
-        """After an optimizer step: the moving average, and after an update's last step the old policy."""
+        """Updates the moving average after an optimizer step, and the old policy after an update's last step."""
         auxiliary, ema, per_update = (
             self._model.auxiliary,
             self.config.trainer.ema,
@@ -167,7 +168,7 @@ class TrainEngine:
 
     @property
     def _progress(self) -> float:
-        """The share of the run's updates that is done."""
+        """Returns the share of the run's updates that is done."""
         return min(1.0, self.optimizer_steps / (self.config.trainer.updates * self.config.trainer.steps_per_update))
 
     def discard(self) -> None:
@@ -178,13 +179,14 @@ class TrainEngine:
         self._has_rows = False
 
     def log_probs(self, group: GroupBatch) -> Tensor:
-        """(samples, trained steps) float32 on the CPU: log-probs of this rank's samples under the current weights."""
+        """Returns log-probs (samples, trained steps) float32 on the CPU of this rank's samples under the current
+        weights."""
         return self._loss.log_probs(group)
 
     @torch.no_grad()
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; None
-        elsewhere. They are the current weights, or the old policy's where the objective has one.
+        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; returns None
+        on other ranks. These are the current weights, or the old policy's where the objective has one.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
@@ -200,7 +202,8 @@ class TrainEngine:
         return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
 
     def _copy_into(self, buckets: BucketSet | None) -> None:
-        """None: only take part in gathering the shards."""
+        """Copies the weights that draw samples into `buckets`; with None this rank only takes part in gathering the
+        shards."""
         lora, dtype = self.config.model.lora, None
         old = {
             name.removeprefix("old."): t
@@ -223,7 +226,7 @@ class TrainEngine:
             pass
 
     def bucket_set(self) -> BucketSet:
-        """Memory for snapshots, pinned where they come from an accelerator."""
+        """Makes memory for snapshots, pinned where they come from an accelerator."""
         pinned = self.device.type != "cpu"
         return BucketSet(
             self.config.weights.bucket_mb * 2**20,
@@ -231,13 +234,13 @@ class TrainEngine:
         )
 
     def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        """A snapshot in memory of its own, with its digest."""
+        """Returns a snapshot in memory of its own, with its digest."""
         snapshot = self.snapshot(version, self.bucket_set())
         return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
     def begin_save(self, folder: str | Path) -> tuple[Future[Any], dict[str, Any]]:
-        """Copies out the trained parameters, further policies (reference, old, average) and the optimizer; the future
-        is done when this rank's part of them is written. And what `load` needs besides, as plain values. Call it
+        """Copies out the trained parameters, auxiliary policies (reference, old, average) and the optimizer. Returns a
+        future, done when this rank's part of them is written, and what `load` needs besides, as plain values. Call it
         between steps: gradients are not kept."""
         saving = checkpoint.begin_save(
             Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer, self._saving_group
@@ -245,8 +248,8 @@ class TrainEngine:
         return saving, {"optimizer_steps": self.optimizer_steps}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Continues from a checkpoint that any number of ranks may have written; `state` is what `begin_save` gave
-        beside it."""
+        """Continues from a checkpoint that any number of ranks may have written; `state` holds the plain values that
+        `begin_save` returned."""
         self.discard()
         checkpoint.load(Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer)
         forget_gathered(self._model.transformer)

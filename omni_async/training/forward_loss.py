@@ -1,4 +1,4 @@
-"""Losses of forward-process objectives: final latents are noised anew, and nothing is asked of how they were made.
+"""Computes losses of forward-process objectives: final latents are noised anew, however they were made.
 
 Staleness acts through the rewards and the old policy alone, so there is no ratio to a behaviour policy and nothing to
 correct.
@@ -27,7 +27,7 @@ _INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_velocity", "old": "ol
 
 
 class ForwardLoss:
-    """See `omni_async.training.row_loss`."""
+    """The `RowLoss` of forward-process objectives."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ForwardLoss:
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
-        """This rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its share
-        of the draws, of other groups its share of the samples. ValueError for an unusable group."""
+        """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
+        share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
         check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
@@ -112,7 +112,7 @@ class ForwardLoss:
         return 0.0, 0.0
 
     def end_step(self) -> None:
-        """Nothing here depends on which step of an update it is."""
+        """Does nothing: no value here depends on the step within an update."""
 
     def end_update(self, progress: float) -> None:
         self._progress = progress

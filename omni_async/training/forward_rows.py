@@ -1,8 +1,8 @@
-"""Rows of forward-process objectives: one row is one noise draw of one sample's final latents.
+"""Builds rows of forward-process objectives: one row is one noise draw of one sample's final latents.
 
-Sample-major, (sample 0, draw 0), (sample 0, draw 1), ...; for preference pairs (winner, draw 0), (loser, draw 0),
-(winner, draw 1), ... A sample's sigmas and noises come from its seed alone, whatever the micro-batches and ranks; the
-two samples of a pair have the same seed.
+The order is sample-major, (sample 0, draw 0), (sample 0, draw 1), ...; for preference pairs (winner, draw 0), (loser,
+draw 0), (winner, draw 1), ... A sample's sigmas and noises come from its seed alone, whatever the micro-batches and
+ranks; the two samples of a pair have the same seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_async.training.groups import GroupBatch
 @dataclass(frozen=True)
 class ForwardRows:
     """R rows on the trainer's device: final, noise (R, T, C) and sigma, advantage (R,) float32; staleness (R,) int64,
-    the sample's oldest."""
+    the largest of the sample's steps."""
 
     final: Tensor
     noise: Tensor
@@ -35,13 +35,13 @@ class ForwardRows:
 
 @dataclass(frozen=True)
 class Draws:
-    """Of one sample: sigmas (K,) and noises (K, T, C), float32 on the CPU."""
+    """The noise draws of one sample: sigmas (K,) and noises (K, T, C), float32 on the CPU."""
 
     sigmas: Tensor
     noises: Tensor
 
     def dealt(self, rank: int, world_size: int) -> Draws:
-        """A rank's share."""
+        """Returns a rank's share of the draws."""
         return Draws(self.sigmas[rank::world_size], self.noises[rank::world_size])
 
 
@@ -54,16 +54,16 @@ def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forwa
 def build_rows(
     group: GroupBatch, draws: Sequence[Draws], indices: range, paired: bool, policy: Policy, device: torch.device
 ) -> ForwardRows:
-    """The rows `indices` of a checked group; `draws[i]` are sample i's, as many for every sample."""
-    places = [(i % 2, i // 2) if paired else divmod(i, len(draws[0].sigmas)) for i in indices]
-    trajectories = [group.trajectories[sample] for sample, _ in places]
+    """Builds the rows `indices` of a checked group; `draws[i]` are sample i's, as many for every sample."""
+    row_ids = [(i % 2, i // 2) if paired else divmod(i, len(draws[0].sigmas)) for i in indices]
+    trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
         final=torch.stack([t["final"] for t in trajectories]).to(device),
-        noise=torch.stack([draws[sample].noises[k] for sample, k in places]).to(device),
-        sigma=torch.stack([draws[sample].sigmas[k] for sample, k in places]).to(device),
-        advantage=torch.tensor([group.advantages[sample] for sample, _ in places], dtype=torch.float32, device=device),
+        noise=torch.stack([draws[sample].noises[k] for sample, k in row_ids]).to(device),
+        sigma=torch.stack([draws[sample].sigmas[k] for sample, k in row_ids]).to(device),
+        advantage=torch.tensor([group.advantages[sample] for sample, _ in row_ids], dtype=torch.float32, device=device),
         staleness=torch.tensor(
-            [max(group.staleness[sample], default=0) for sample, _ in places], dtype=torch.int64, device=device
+            [max(group.staleness[sample], default=0) for sample, _ in row_ids], dtype=torch.int64, device=device
         ),
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
     )

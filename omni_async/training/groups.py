@@ -1,5 +1,5 @@
-"""A prompt group as it enters training, checked: a missing or misshapen field, a schedule that differs from the
-trainer's by one bit, a NaN."""
+"""Checks prompt groups as they enter training: no missing or misshapen field, no schedule that differs from the
+trainer's by one bit, no NaN."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class GroupBatch:
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
-    """W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the first
-    sample that is not usable, and why.
+    """Returns W, the number of trained steps of every sample (0 for forward-process objectives). ValueError names the
+    first sample that is not usable, and why.
 
     `sigmas` is the trainer's own schedule: a trajectory made with another one, even by one bit, would be trained with
     wrong ratios.
@@ -101,8 +101,8 @@ def _check_schedule(trajectory: TensorDict, sigmas: Tensor) -> None:
 
 
 def micro_batches(num_rows: int, size: int, unit: int, num_batches: int) -> Iterator[tuple[range, bool]]:
-    """`num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of `unit`
-    rows each, then the first unit again as padding that counts for nothing, so that every rank joins the same
+    """Yields `num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of
+    `unit` rows each, then the first unit again as padding that counts for nothing, so that every rank joins the same
     collectives."""
     size = whole_units(size, unit)
     cuts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
@@ -116,5 +116,5 @@ def micro_batches(num_rows: int, size: int, unit: int, num_batches: int) -> Iter
 
 
 def whole_units(size: int, unit: int) -> int:
-    """`size` rows cut down to whole units of `unit` rows, but at least one unit."""
+    """Returns `size` rows cut down to whole units of `unit` rows, but at least one unit."""
     return max(1, size // unit) * unit

@@ -1,4 +1,5 @@
-"""Metrics of one optimizer step: recorded row by row together with their reduction, reduced once over rows and ranks.
+"""Collects metrics of one optimizer step: recorded row by row together with their reduction, reduced once over rows and
+ranks.
 
 Recording costs no device synchronisation and no communication. `reduce` is collective: every rank must have recorded
 the same names.
@@ -32,12 +33,12 @@ class Metrics:
     def record_by_step(
         self, name: str, values: Tensor, steps: list[int], reduction: Literal["mean", "variance", "ess"]
     ) -> None:
-        """`values` (R,) reduced per denoising step, reported as `name/step_03`."""
+        """Records `values` (R,), reduced per denoising step and reported as `name/step_03`."""
         self._by_step[name, reduction].append((values.detach(), steps))
 
     def record_loss(self, loss: Tensor, advantage: Tensor, others: dict[str, Tensor]) -> None:
-        """An objective's output: its losses (R,), the advantages they were made with, and its own metrics, each
-        (R,)."""
+        """Records an objective's output: its losses (R,), the advantages they were computed with, and its own metrics,
+        each (R,)."""
         self.record("loss", loss)
         self.record("advantage_abs", advantage.abs())
         for name, values in others.items():
@@ -50,7 +51,7 @@ class Metrics:
         self._by_step.clear()
 
     def reduce(self, num_steps: int) -> dict[str, float]:
-        """All metrics over all ranks, and forgets them. `num_steps` is the number of denoising steps N."""
+        """Returns all metrics over all ranks, and forgets them. `num_steps` is the number of denoising steps N."""
         keys, step_keys = sorted(self._rows), sorted(self._by_step)
         several = dist.is_initialized() and dist.get_world_size() > 1
         columns = {key: torch.cat([v.cpu() for v in self._rows[key]]).to(torch.float64) for key in keys}
@@ -86,31 +87,32 @@ class Metrics:
 
 
 def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
-    """(R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are reduced
-    together, () or (R,)."""
+    """Returns (R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are
+    reduced together, () or (R,)."""
     if reduction == "ess":
         values = (values - top).exp()
     return torch.stack([torch.ones_like(values), values, values.square()], dim=1)
 
 
 def _by_step(records: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
-    """(R,) float64 and the denoising steps they belong to."""
+    """Returns the values (R,) float64 and the denoising steps they belong to."""
     values = torch.cat([v.cpu() for v, _ in records]).to(torch.float64)
     return values, torch.tensor([step for _, steps in records for step in steps])
 
 
 def _step_tops(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
-    """(num_steps,): the largest of each denoising step's rows, -inf where there is none."""
+    """Returns (num_steps,): the largest of each denoising step's rows, -inf where there is none."""
     return values.new_full((num_steps,), -math.inf).scatter_reduce_(0, steps, values, "amax")
 
 
 def _step_sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor) -> Tensor:
-    """(num_steps, 3): sums of each denoising step's rows; `tops` (num_steps,) are their maxima over all ranks."""
+    """Returns (num_steps, 3): sums of each denoising step's rows; `tops` (num_steps,) are their maxima over all
+    ranks."""
     return values.new_zeros(len(tops), 3).index_add_(0, steps, _moments(values, reduction, tops[steps]))
 
 
 def _maximum(values: Tensor, reduction: Reduction) -> Tensor:
-    """(): of the values, of which no rank has none."""
+    """Returns the maximum () of the values, of which every rank has at least one."""
     return (values.abs() if reduction == "absmax" else values).max()
 
 

@@ -1,4 +1,4 @@
-"""The trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
+"""Holds the trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
 
 Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers
 them and reduces gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held
@@ -34,7 +34,8 @@ Backend = Literal["plain", "fsdp2"]
 
 
 def resolve_backend(backend: str, device: torch.device, world_size: int) -> Backend:
-    """`auto` is plain on a single CPU rank, where wrapping only costs time. ValueError for plain on several ranks."""
+    """Resolves `auto`: plain on a single CPU rank, where wrapping only costs time, else FSDP2. ValueError for plain on
+    several ranks."""
     if backend == "plain" and world_size > 1:
         raise ValueError(
             f"trainer.backend: plain trains on one rank only, got trainer.workers = {world_size}; use fsdp2 or auto"
@@ -48,9 +49,10 @@ class TrainedModel:
     """A policy's transformer, ready for gradients.
 
     transformer: the module the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
-    trainable: what the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise.
-    auxiliary: the further policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
-    digest: of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else empty).
+    trainable: the parameters that the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise.
+    auxiliary: the auxiliary policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
+    digest: the digest of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else
+    empty).
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class TrainedModel:
             self.transformer.requires_grad_(True)
         if config.trainer.gradient_checkpointing:
             _enable_gradient_checkpointing(self.transformer)
-        self._place(self.transformer, mesh)
+        self._shard(self.transformer, mesh)
         self.trainable = {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
         self.auxiliary = AuxiliaryPolicies(self.transformer, self.trainable)
         wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
@@ -82,7 +84,7 @@ class TrainedModel:
                 self.auxiliary.add(auxiliary)
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any) -> Tensor:
-        """The policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
+        """Returns the policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
         gradient = self._unconditional_gradient
         with self._autocast():
             velocity = self.policy.velocity(
@@ -94,7 +96,7 @@ class TrainedModel:
     def auxiliary_velocity(
         self, auxiliary: AuxiliaryPolicy, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any
     ) -> Tensor:
-        """The velocity of another policy, without gradient. `reference` is the policy as loaded."""
+        """Returns the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
         if auxiliary == "reference" and self.lora is not None:
             with _adapters_off(self.transformer):
                 return self.velocity(latents, sigma, conditioning, spec)
@@ -104,7 +106,7 @@ class TrainedModel:
             return self.velocity(latents, sigma, conditioning, spec)
 
     def base(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters by diffusers name, without adapters."""
+        """Returns the model's own parameters by diffusers name, without adapters."""
         return {
             diffusers_name(name): p for name, p in self.transformer.named_parameters() if not is_injected_adapter(name)
         }
@@ -120,7 +122,7 @@ class TrainedModel:
     def _digest(self) -> str:
         return digest_tensors((name, p.to(self.dtype)) for name, p in self.transformer.named_parameters())
 
-    def _place(self, transformer: nn.Module, mesh: DeviceMesh | None) -> None:
+    def _shard(self, transformer: nn.Module, mesh: DeviceMesh | None) -> None:
         if mesh is None:
             transformer.to(self.device)
             return
@@ -139,14 +141,15 @@ class TrainedModel:
 
 
 def transformer_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """The repeated layers: every entry with parameters of the transformer's own module lists (`transformer_blocks`,
-    `blocks`, ...)."""
+    """Returns the repeated layers: every entry with parameters of the transformer's own module lists
+    (`transformer_blocks`, `blocks`, ...)."""
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a possibly sharded tensor. Collective: every rank calls it for the same tensors in the same order."""
+    """Gathers all of a possibly sharded tensor. Collective: every rank calls it for the same tensors in the same
+    order."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

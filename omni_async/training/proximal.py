@@ -1,8 +1,8 @@
-"""The proximal policy of an update, the trainer's weights at its start, as seen by the rows that are trained.
+"""Evaluates the proximal policy of an update, the trainer's weights at its start, on the rows that are trained.
 
-With one optimizer step per update it is the policy in training, and the same forward pass tells of it. Otherwise, and
-where a correction looks at the whole update, a pass of its own is made when a group arrives and kept here until the
-update is over.
+With one optimizer step per update it is the policy in training, and the same forward pass evaluates it. Otherwise, and
+where a correction looks at the whole update, its log-probs are recomputed in a separate pass when a group arrives, and
+kept here until the update is over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Proximal:
 
 
 def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor, num_elements: int) -> Proximal:
-    """The policy in training as the proximal one. Detached."""
+    """Takes the policy in training as the proximal one. Detached."""
     kappa = None
     if rows.behaviour_mean is not None:
         squares = (step.mean.detach() - rows.behaviour_mean).square().flatten(1).mean(dim=1, dtype=torch.float64)
@@ -38,23 +38,24 @@ def under_current(rows: TransitionRows, step: Transition, log_prob: Tensor, num_
 
 
 class ProximalPasses:
-    """What was computed of this rank's samples, by group and (sample, number of the row); on the CPU."""
+    """The results of proximal passes over this rank's samples, by group and row id; on the CPU."""
 
     def __init__(self, keep_means: bool) -> None:
         self._keep_means = keep_means
         self._rows: dict[int, dict[tuple[int, int], Proximal]] = {}
 
-    def remember(self, group: int, places: Sequence[tuple[int, int]], found: Proximal) -> None:
+    def remember(self, group: int, row_ids: Sequence[tuple[int, int]], found: Proximal) -> None:
         rows = self._rows.setdefault(group, {})
-        for i, place in enumerate(places):
+        for i, row_id in enumerate(row_ids):
             mean = found.mean[i].cpu() if found.mean is not None and self._keep_means else None
-            rows[place] = Proximal(found.log_prob[i].cpu(), mean, None if found.kappa is None else found.kappa[i].cpu())
+            kappa = None if found.kappa is None else found.kappa[i].cpu()
+            rows[row_id] = Proximal(found.log_prob[i].cpu(), mean, kappa)
 
-    def recall(self, group: int, places: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
-        """The rows at `places`, or None if the group had no pass."""
+    def recall(self, group: int, row_ids: Sequence[tuple[int, int]], device: torch.device) -> Proximal | None:
+        """Returns the rows `row_ids`, or None if the group had no pass."""
         if group not in self._rows:
             return None
-        found = [self._rows[group][place] for place in places]
+        found = [self._rows[group][row_id] for row_id in row_ids]
         means, kappas = [p.mean for p in found if p.mean is not None], [p.kappa for p in found if p.kappa is not None]
         return Proximal(
             torch.stack([p.log_prob for p in found]).to(device),
@@ -67,11 +68,11 @@ class ProximalPasses:
 
 
 def sample_drifts(
-    places: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
+    row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
 ) -> list[SampleDrift]:
-    """Rows (R,) back to samples, in order."""
+    """Collects rows (R,) back into samples, in order."""
     rows: dict[int, list[int]] = {}
-    for i, (sample, _) in enumerate(places):
+    for i, (sample, _) in enumerate(row_ids):
         rows.setdefault(sample, []).append(i)
     return [
         SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)

@@ -1,8 +1,8 @@
-"""Losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction, and what
-is logged of drift.
+"""Computes losses of transition objectives: forward passes, the policy that ratios are taken to, off-policy correction,
+and drift metrics.
 
-Which policy a ratio is taken to is `correction.mode`; `omni_async.training.proximal` says when the proximal policy
-needs a pass of its own (`recompute_proximal`).
+`correction.mode` decides which policy a ratio is taken to; `omni_async.training.proximal` says when the proximal policy
+needs a separate pass (`recompute_proximal`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from omni_async.types import SampleDrift
 
 
 class TransitionLoss:
-    """`fields` are needed of every trajectory. See `omni_async.training.engine` for who calls what."""
+    """The `RowLoss` of transition objectives. `fields` are required of every trajectory. `omni_async.training.engine`
+    documents the order of calls."""
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class TransitionLoss:
         self._normaliser = [0.0, 0.0]
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
-        """This rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable group."""
+        """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
+        group."""
         window = check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
@@ -87,7 +89,7 @@ class TransitionLoss:
             )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows)
-        proximal = self._passes.recall(group.group, rows.places, rows.latents.device) or self._under_current(
+        proximal = self._passes.recall(group.group, rows.row_ids, rows.latents.device) or self._under_current(
             rows, step, value
         )
         old_log_prob, old_mean = self._old(rows, value.detach(), proximal)
@@ -121,31 +123,33 @@ class TransitionLoss:
 
     @torch.no_grad()
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
-        """The proximal pass: this rank's samples under the current weights, remembered until `end_update`."""
-        places: list[tuple[int, int]] = []
+        """Recomputes proximal log-probs: this rank's samples under the current weights, remembered until
+        `end_update`."""
+        row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
             step, value = self._current(rows)
             if not counts:
                 continue
             proximal = self._under_current(rows, step, value)
-            self._passes.remember(group.group, rows.places, proximal)
-            places += rows.places
+            self._passes.remember(group.group, rows.row_ids, proximal)
+            row_ids += rows.row_ids
             drifts.append(self._drift(rows, step.scale, proximal))
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
-        return sample_drifts(places, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, self._num_elements)
+        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, self._num_elements)
 
     @torch.no_grad()
     def log_probs(self, group: GroupBatch) -> Tensor:
-        """(samples, trained steps) float32 on the CPU, as `omni_async.sde` defines them, under the current weights."""
+        """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
+        weights."""
         # Padding is computed too: the other ranks join in its collectives.
         values = [(self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
         return torch.cat([value for value, counts in values if counts]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
-        """Two sums over this rank's rows since the last step: the gradient must be multiplied by their quotient, once
-        summed over ranks."""
+        """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
+        quotient, once summed over ranks."""
         sums, self._normaliser = self._normaliser, [0.0, 0.0]
         return sums[0], sums[1]
 
@@ -153,12 +157,12 @@ class TransitionLoss:
         self._first_step = False
 
     def end_update(self, progress: float) -> None:
-        """The update is over: its proximal policy is no longer of use."""
+        """Ends the update: its proximal policy is no longer of use."""
         self._passes.clear()
         self._first_step = True
 
     def _steps_per_sample(self, rows: TransitionRows) -> int:
-        return 1 + max(n for _, n in rows.places) if self._whole_samples else 1
+        return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
 
     def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
         step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec))
@@ -176,7 +180,7 @@ class TransitionLoss:
         return under_current(rows, step, value, self._num_elements)
 
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
-        """Log-prob and mean of the policy that the ratio is taken to."""
+        """Returns log-prob and mean of the policy that the ratio is taken to."""
         mode = self._correction.mode
         if mode in ("decoupled", "none"):
             return proximal.log_prob, proximal.mean
@@ -185,7 +189,7 @@ class TransitionLoss:
         return interpolated_log_prob(rows.behaviour_log_prob, current, rows.staleness), None
 
     def _drift(self, rows: TransitionRows, scale: Tensor, proximal: Proximal) -> Drift:
-        """(R, 1): every row on its own; from the policy that took the steps to the proximal one."""
+        """Returns the drift (R, 1), every row on its own, from the policy that took the steps to the proximal one."""
         value = proximal.log_prob
         if self._correction.mode == "interpolated":
             value = interpolated_log_prob(rows.behaviour_log_prob, value, rows.staleness)
@@ -194,14 +198,15 @@ class TransitionLoss:
         )
 
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
-        """(R,) float64: from what was recorded to the log-probs `value`, as a log-ratio of the whole sample."""
+        """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,
+        (R,) float64."""
         return self._nats_per_log_prob(scale) * (value.double() - rows.behaviour_log_prob.double())
 
     def _nats_per_log_prob(self, scale: Tensor) -> Tensor:
         return nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
-        """What can be said of these rows without the rest of the update; None: nothing to correct."""
+        """Returns the weights of these rows that need no other rows of the update; None if nothing is corrected."""
         c = self._correction
         if c.weights == "none" and not c.masks:
             return None
@@ -232,7 +237,7 @@ class TransitionLoss:
         record("row_staleness/max", rows.staleness.double(), "max")
 
     def _record_mismatch(self, rows: TransitionRows, nats: Tensor) -> None:
-        """What engine and trainer compute differently for the same weights."""
+        """Records the log-ratios between engine and trainer under the same weights."""
         if self._first_step:  # later steps of an update have moved away on purpose
             fresh = rows.staleness == 0
             self._metrics.record("engine_mismatch_nats", torch.where(fresh, nats, 0.0), "absmax")

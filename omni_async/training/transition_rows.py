@@ -1,5 +1,5 @@
-"""Rows of transition objectives: one row is one trained denoising step of one sample. Sample-major: (sample 0, step 0),
-(sample 0, step 1), ..."""
+"""Builds rows of transition objectives: one row is one trained denoising step of one sample. Sample-major: (sample 0,
+step 0), (sample 0, step 1), ..."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omni_async.training.groups import GroupBatch
 @dataclass(frozen=True)
 class TransitionRows:
     """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, T, C), all other tensors
-    (R,). `steps` and `places`, the row's (sample, number among the sample's trained rows), stay on the host."""
+    (R,). `steps` and `row_ids`, each (sample, number among the sample's trained rows), stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
@@ -32,12 +32,12 @@ class TransitionRows:
     sigma_max: Tensor
     conditioning: TensorDict
     steps: list[int]
-    places: list[tuple[int, int]]
+    row_ids: list[tuple[int, int]]
 
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
-    """Which of a window's steps are trained: `num_trained` of them without replacement, a draw of the sample's own; or
-    all, in order."""
+    """Returns the window positions that are trained: `num_trained` of them without replacement, a draw of the sample's
+    own; or all, in order."""
     count = num_trained(window, fraction)
     if count == window:
         return list(range(window))
@@ -47,10 +47,10 @@ def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
 def build_rows(
     group: GroupBatch, chosen: Sequence[Sequence[int]], indices: range, policy: Policy, device: torch.device
 ) -> TransitionRows:
-    """The rows `indices` of a checked group; `chosen[i]` are the window positions trained of sample i, as many for
-    every sample."""
-    places = [divmod(i, len(chosen[0])) for i in indices]
-    pairs = [(sample, chosen[sample][n]) for sample, n in places]
+    """Builds the rows `indices` of a checked group; `chosen[i]` are the window positions trained of sample i, as many
+    for every sample."""
+    row_ids = [divmod(i, len(chosen[0])) for i in indices]
+    pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
     trajectories = [group.trajectories[sample] for sample, _ in pairs]
     steps = [int(t["steps"][k]) for t, (_, k) in zip(trajectories, pairs, strict=True)]
 
@@ -62,7 +62,7 @@ def build_rows(
 
     weight = None
     if group.weights is not None:
-        weight = torch.tensor([group.weights[sample][n] for sample, n in places], dtype=torch.float64, device=device)
+        weight = torch.tensor([group.weights[sample][n] for sample, n in row_ids], dtype=torch.float64, device=device)
     return TransitionRows(
         latents=stacked("latents"),
         next_latents=stacked("latents", 1),
@@ -76,5 +76,5 @@ def build_rows(
         sigma_max=sigma([1] * len(steps)),
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
         steps=steps,
-        places=places,
+        row_ids=row_ids,
     )

@@ -1,7 +1,7 @@
-"""A policy version as flat byte buckets: packing, and reading back without a copy.
+"""Packs a policy version into flat byte buckets, and reads it back without a copy.
 
 The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor
-starts at a multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` proves what arrived.
+starts at a multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` verifies what arrived.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards wait for it, so not
-# too many.
+# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards stay in memory until
+# then, so not too many.
 _GATHERED_BYTES = 64 * 2**20
 
 
@@ -52,7 +52,7 @@ class BucketSet:
         self._memory: list[Bucket] = []
         self._used: list[int] = []
         self._specs: dict[str, TensorSpec] = {}
-        self._places: list[tuple[str, torch.Tensor]] = []
+        self._targets: list[tuple[str, torch.Tensor]] = []
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -60,7 +60,7 @@ class BucketSet:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Views of what is filled; the next `fill` overwrites them."""
+        """Returns views of what is filled; the next `fill` overwrites them."""
         return [memory[:used] for memory, used in zip(self._memory, self._used, strict=True)]
 
     @torch.no_grad()
@@ -70,43 +70,43 @@ class BucketSet:
         The iterable is consumed lazily, so a generator that gathers one shard at a time never holds the whole model
         twice. ValueError for a repeated name, or tensors that are not those of the first `fill`.
         """
-        first, number, device = not self._places, 0, None
-        into: list[torch.Tensor] = []
-        whence: list[torch.Tensor] = []
+        first, number, device = not self._targets, 0, None
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         held = 0
         for name, tensor in tensors:
             if first:
                 self._lay_out(name, dtype or tensor.dtype, tensor.shape)
-            known, place = self._places[number] if number < len(self._places) else ("absent", torch.empty(0))
-            if (name, tensor.shape) != (known, place.shape):
+            known, target = self._targets[number] if number < len(self._targets) else ("absent", torch.empty(0))
+            if (name, tensor.shape) != (known, target.shape):
                 raise ValueError(
-                    f"tensor {number} of the weights was {known!r} {tuple(place.shape)}, and is {name!r}"
+                    f"tensor {number} of the weights was {known!r} {tuple(target.shape)}, and is {name!r}"
                     f" {tuple(tensor.shape)}"
                 )
-            into.append(place)
-            whence.append(tensor)
+            targets.append(target)
+            sources.append(tensor)
             number, device, held = number + 1, tensor.device, held + tensor.nbytes
             if held >= _GATHERED_BYTES:
-                _copy(into, whence)
+                _copy(targets, sources)
                 held = 0
-        _copy(into, whence)
-        if number < len(self._places):
-            raise ValueError(f"the weights had {len(self._places)} tensors, and have {number}")
+        _copy(targets, sources)
+        if number < len(self._targets):
+            raise ValueError(f"the weights had {len(self._targets)} tensors, and have {number}")
         if device is not None and device.type != "cpu":
             torch.accelerator.synchronize(device)
 
     def _lay_out(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
-        """A place for one more tensor."""
+        """Reserves memory for one more tensor."""
         if name in self._specs:
             raise ValueError(f"tensor {name!r} appears twice in the weights")
         nbytes = shape.numel() * dtype.itemsize
         bucket, offset = self._reserve(nbytes) if nbytes else (0, 0)
         data = self._memory[bucket][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
         self._specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape), bucket, offset, nbytes)
-        self._places.append((name, _as_tensor(data, dtype, shape)))
+        self._targets.append((name, _as_tensor(data, dtype, shape)))
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
-        """Bucket and offset of the next `nbytes`."""
+        """Returns bucket and offset of the next `nbytes`."""
         if self._used:
             used = self._used[-1]
             offset = -(-used // ALIGNMENT) * ALIGNMENT
@@ -119,13 +119,13 @@ class BucketSet:
         return len(self._used) - 1, 0
 
 
-def _copy(into: list[torch.Tensor], whence: list[torch.Tensor]) -> None:
-    """All of `whence` into its places; both lists are empty then."""
-    if into:
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies all of `sources` into `targets`; both lists are empty then."""
+    if targets:
         # From a GPU into pinned memory the copies queue up; elsewhere the flag changes nothing.
-        torch._foreach_copy_(into, whence, non_blocking=True)
-        into.clear()
-        whence.clear()
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        targets.clear()
+        sources.clear()
 
 
 def pack(
@@ -159,17 +159,17 @@ def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tupl
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest a packed version of `tensors` would have, computed one tensor at a time without packing."""
+    """Computes the digest that a packed version of `tensors` would have, one tensor at a time without packing."""
     return combine((name, dtype_name(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
+    """Returns the name of a dtype: `torch.bfloat16` -> `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`; WeightError for anything that is not a torch dtype."""
+    """Inverts `dtype_name`; WeightError for anything that is not a torch dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"unknown tensor dtype {name!r}")
@@ -190,7 +190,8 @@ def _bytes_of(tensor: torch.Tensor) -> Bucket:
 
 
 class _Memory:
-    """Describes a bucket's memory through numpy's array interface as writable, and keeps the bucket alive."""
+    """An object that describes a bucket's memory through numpy's array interface as writable, and keeps the bucket
+    alive."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

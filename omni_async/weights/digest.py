@@ -1,4 +1,4 @@
-"""What proves that weights arrived as they were sent. Torch-free, so that emulated roles need no torch.
+"""Computes the digest that proves weights arrived as they were sent. Torch-free, so that emulated roles need no torch.
 
 The digest covers names, dtypes, shapes and contents but neither order nor layout: equal weights have equal digests
 whatever bucket size, iteration order or file made them, and an engine can compute it from its own parameters.
@@ -38,16 +38,17 @@ _ITEM_BYTES = {
 
 
 class WeightError(RuntimeError):
-    """Weights are not what their manifest says: the receiver must not use them."""
+    """Weights differ from their manifest: the receiver must not use them."""
 
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
-    """xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
+    """Computes xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
     return combine((s.name, s.dtype, s.shape, tensor_bytes(s, buckets)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
-    """WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest` promises."""
+    """Raises WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest`
+    promises."""
     for spec in manifest.tensors:
         tensor_bytes(spec, buckets, manifest.version)
     actual = digest(manifest.tensors, buckets)
@@ -56,7 +57,7 @@ def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
 
 
 def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Bucket]]) -> str:
-    """The digest of (name, dtype, shape, bytes) in any order."""
+    """Computes the digest of (name, dtype, shape, bytes) in any order."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
     parts = {
@@ -70,7 +71,7 @@ def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Bucket]]) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; WeightError for anything that is not the name of a torch dtype."""
+    """Returns the bytes of one element; WeightError for anything that is not the name of a torch dtype."""
     size = _ITEM_BYTES.get(dtype)
     if size is None:
         raise WeightError(f"unknown tensor dtype {dtype!r}")
@@ -78,7 +79,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def tensor_bytes(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> Bucket:
-    """A tensor's bytes, as a view; WeightError, naming `version`, if they cannot be there."""
+    """Returns a tensor's bytes, as a view; WeightError, naming `version`, if the buckets cannot hold them."""
     where = "weights" if version is None else f"weights of version {version}"
     if spec.nbytes != int(np.prod(spec.shape, dtype=np.int64)) * item_bytes(spec.dtype):
         raise WeightError(

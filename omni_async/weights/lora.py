@@ -1,9 +1,9 @@
-"""LoRA payloads: what adapters are called, and folding them into full weights.
+"""Maps the names of LoRA payloads, and merges adapters into full weights.
 
 Three naming schemes meet here, all relative to the transformer:
-  injected    what peft leaves in the module tree: `blocks.0.attn.to_q.base_layer.weight`,
+  injected    as peft leaves them in the module tree: `blocks.0.attn.to_q.base_layer.weight`,
               `blocks.0.attn.to_q.lora_A.default.weight`
-  diffusers   what files and our payloads use: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
+  diffusers   as in files and in our payloads: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
   vLLM        as diffusers, but `to_out.0` (a Linear beside a Dropout) is one layer called `to_out`
 """
 
@@ -21,19 +21,19 @@ _ADAPTER = re.compile(r"^(?P<module>.+)\.(?P<matrix>lora_[AB])\.weight$")
 
 
 def is_injected_adapter(name: str) -> bool:
-    """Whether `name` is a parameter that peft added."""
+    """Returns whether `name` is a parameter that peft added."""
     return _INJECTED.match(name) is not None
 
 
 def diffusers_name(name: str) -> str:
-    """`...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others
+    """Maps `...to_q.base_layer.weight` -> `...to_q.weight`; `...lora_A.default.weight` -> `...lora_A.weight`; others
     stay."""
     match = _INJECTED.match(name)
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
 
 def vllm_name(name: str) -> str:
-    """The name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` ->
+    """Returns the name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` ->
     `...attn.to_out.lora_A.weight`."""
     return name.replace(".to_out.0.", ".to_out.")
 
@@ -64,7 +64,7 @@ def merged_weights(
 
 
 def _pairs(adapters: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, str]]:
-    """Base weight name -> names of its A and B."""
+    """Maps base weight names to the names of their A and B."""
     pairs = {}
     for name in adapters:
         match = _ADAPTER.match(name)

@@ -1,5 +1,5 @@
-"""One version of the policy between the trainer, which copied it out, and the publisher, which carries it to the
-engines."""
+"""Describes one version of the policy between the trainer, which copied it out, and the publisher, which sends it to
+the engines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from omni_async.weights.digest import Bucket, digest
 
 
 def _keep() -> None:
-    """Memory that nobody waits for."""
+    """Does nothing: no other snapshot waits for the memory."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Complete but for its digest, which takes time that the trainer need not wait for.
+    """A version complete but for its digest, whose computation the trainer does not wait for.
 
-    `release` is called when nobody reads `buckets` any more; their memory may be overwritten from then on.
+    `release` is called when `buckets` are no longer read; their memory may be overwritten from then on.
     """
 
     version: int
@@ -34,7 +34,7 @@ class Snapshot:
         return sum(spec.nbytes for spec in self.tensors)
 
     def manifest(self) -> WeightManifest:
-        """With the digest of what the buckets hold: reads every byte."""
+        """Returns the manifest, with the digest of what the buckets hold: reads every byte."""
         return WeightManifest(
             version=self.version,
             payload=self.payload,

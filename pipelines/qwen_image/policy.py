@@ -1,4 +1,5 @@
-"""Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes them.
+"""Implements Qwen-Image's policy: conditioning, latent shape and velocity, as diffusers' `QwenImagePipeline` computes
+them.
 
 Latents are packed: T = (H / 16) * (W / 16) tokens of C = 64 channels (2 x 2 patches of 16 VAE channels). The
 transformer is fed sigma itself (timestep / 1000). diffusers and transformers, which take seconds to import, are
@@ -40,15 +41,15 @@ def _read_config(path: str, part: str, name: str = "config.json") -> dict[str, A
 
 
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """True classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T, C)
-    float32."""
+    """Applies true classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T,
+    C) float32."""
     combined = uncond + scale * (cond - uncond)
     return combined * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(combined, dim=-1, keepdim=True))
 
 
 class QwenImagePolicy:
-    """See `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool, and with an
-    unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
+    """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
+    and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -150,7 +151,7 @@ class QwenImagePolicy:
         ).eval()
 
     def _grid(self, spec: QwenImageSampling) -> tuple[int, int]:
-        """Latent tokens per column and per row."""
+        """Returns latent tokens per column and per row."""
         n, height, width = self.pixels_per_token, spec.height, spec.width
         if height % n or width % n or height <= 0 or width <= 0:
             raise ValueError(f"height and width must be positive multiples of {n}, got {height} x {width}")
@@ -158,13 +159,14 @@ class QwenImagePolicy:
 
 
 class QwenImageCodec:
-    """See `omni_async.policy.Codec`. The parts may be diffusers' or vLLM-Omni's: they have the same interface."""
+    """The `omni_async.policy.Codec` of Qwen-Image. The parts may be diffusers' or vLLM-Omni's: they have the same
+    interface."""
 
     def __init__(self, *, tokenizer: Any, text_encoder: Any, vae: Any) -> None:
         self.tokenizer = tokenizer
         self.text_encoder = text_encoder
         self.vae = vae
-        # Text-to-image never looks: the vision tower would only take memory.
+        # Text-to-image has no image inputs: the vision tower would only take memory.
         if hasattr(text_encoder.model, "visual"):
             del text_encoder.model.visual
         single_frame.specialise(vae)
@@ -188,14 +190,14 @@ class QwenImageCodec:
         return TensorDict(tensors, batch_size=[])
 
     def _hidden_states(self, text: str) -> torch.Tensor:
-        """(L, E): the last layer's states of everything after the template's system part."""
+        """Returns (L, E): the last layer's states of everything after the template's system part."""
         tokens = self.tokenizer(PROMPT_TEMPLATE.format(text), return_tensors="pt").to(self.text_encoder.device)
         num_tokens = tokens.input_ids.shape[1] - NUM_TEMPLATE_TOKENS
         if num_tokens > MAX_TEXT_TOKENS:
             raise ValueError(
                 f"prompt of {num_tokens} tokens, Qwen-Image takes at most {MAX_TEXT_TOKENS}: {text[:80]!r}..."
             )
-        # The decoder alone: the language-model head would only compute logits that nobody reads.
+        # The decoder alone: the language-model head would only compute unused logits.
         states: torch.Tensor = self.text_encoder.model(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
         ).hidden_states[-1]

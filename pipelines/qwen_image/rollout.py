@@ -1,4 +1,4 @@
-"""Qwen-Image in vLLM-Omni, as a rollout engine runs it."""
+"""Runs Qwen-Image in vLLM-Omni, as a rollout engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Qwen-Image checkpoint small enough for tests: real architecture, random weights, built offline in seconds.
+"""Builds a Qwen-Image checkpoint small enough for tests: real architecture, random weights, built offline in seconds.
 
 The parts are the ones of the real model (Qwen2.5-VL text encoder, Qwen-Image VAE and DiT, flow-match Euler scheduler),
 only narrower, so that diffusers' ``QwenImagePipeline`` and vLLM-Omni's load the result like any other checkpoint. The
@@ -28,8 +28,8 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-# What the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are, so a
-# tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
+# The template that the Qwen-Image pipelines wrap around a prompt. They drop the first 34 embeddings, whatever they are,
+# so a tokenizer of ours is right only if it spends exactly 34 tokens on the prefix.
 PROMPT_PREFIX = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
@@ -91,7 +91,7 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
     trained = json.loads(bpe.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=trained["vocab"],
-        # Pairs are what the tokenizer wants.
+        # The tokenizer requires pairs.
         merges=[tuple(merge) for merge in trained["merges"]],  # type: ignore[misc]
         unk_token=_PADDING_TOKEN,
         eos_token="<|im_end|>",
@@ -111,7 +111,8 @@ def build_tokenizer(vocab_size: int = 768, corpus: Iterable[str] = _SAMPLE_CORPU
 def build_text_encoder(
     tokenizer: Qwen2Tokenizer, *, vocab_size: int = 768, hidden: int = 64, init_std: float = 0.2
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """A random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16), from torch's global generator."""
+    """Builds a random Qwen2.5-VL of two layers and ``hidden`` features (a multiple of 16), from torch's global
+    generator."""
     half_head_dim = hidden // 4
     sections = [half_head_dim // 2, half_head_dim // 4, half_head_dim - half_head_dim // 2 - half_head_dim // 4]
 
@@ -154,7 +155,7 @@ def build_text_encoder(
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Qwen-Image's scheduler, with the values of the published checkpoint."""
+    """Builds Qwen-Image's scheduler, with the values of the published checkpoint."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=1.0,

@@ -3,7 +3,8 @@
     python -m recipes.quickstart.build_preferences
     omni-async train recipes/quickstart/algorithms/diffusion_dpo_offline.yaml
 
-Rendered, so nothing is sampled or judged: what a dataset of human preferences looks like to offline Diffusion-DPO.
+The pairs are rendered, so nothing is sampled or judged: offline Diffusion-DPO gets the format of a dataset of human
+preferences.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ROWS_PER_GROUP = 100  # a row is reached by decoding its row group from the sta
 
 
 def render_pairs(count: int, seed: int) -> list[dict[str, str | bytes]]:
-    """`count` rows of prompt, chosen and rejected (PNG)."""
+    """Renders `count` rows of prompt, chosen and rejected (PNG)."""
     rng = random.Random(seed)
     rows: list[dict[str, str | bytes]] = []
     for _ in range(count):

@@ -109,13 +109,14 @@ def _prompt_embeddings(pipeline: QwenImagePipeline) -> list[torch.Tensor]:
 
 
 def _schedule_mu(pipeline: QwenImagePipeline, num_image_tokens: int) -> float:
-    """The dynamic shift of Qwen-Image's schedule: linear in the number of image tokens."""
+    """Returns the dynamic shift of Qwen-Image's schedule: linear in the number of image tokens."""
     config = pipeline.scheduler.config
     slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
     return config.base_shift + slope * (num_image_tokens - config.base_image_seq_len)
 
 
 def _learning_rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up, a plateau, and 0.3 of it over the last 40 % of the steps, so that strokes get clean."""
+    """Returns the factor of the learning rate: linear warm-up, a plateau, and 0.3 of it over the last 40 % of the
+    steps, so that strokes get clean."""
     warm = min(1.0, (step + 1) / _WARMUP_STEPS)
     return warm * (1.0 if step < 0.6 * num_steps else 0.3)

@@ -1,7 +1,7 @@
 """Renders the images of the quickstart task: one bright digit on a dark background, 64x64.
 
-The font is the one bundled with Pillow, so nothing is downloaded. Size, place, tilt and brightness vary a little,
-enough for the VAE and the DiT to learn a distribution instead of ten pictures, and little enough that OCR reads every
+The font is the one bundled with Pillow, so nothing is downloaded. Size, position, tilt and brightness vary a little,
+enough for the VAE and the DiT to learn a distribution instead of ten images, and little enough that OCR reads every
 clean glyph.
 """
 

@@ -1,4 +1,4 @@
-"""The prompts of the quickstart task: a digit in a few words, with the digit itself as the target the OCR reward
+"""Lists the prompts of the quickstart task: a digit in a few words, with the digit itself as the target the OCR reward
 expects."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALIDATION_TEMPLATES = (
 
 
 def all_prompts() -> list[str]:
-    """Every prompt of both sets."""
+    """Returns every prompt of both sets."""
     return [template.format(digit) for template in (*TRAIN_TEMPLATES, *VALIDATION_TEMPLATES) for digit in DIGITS]
 
 

@@ -21,7 +21,7 @@ _LOG_EVERY = 50
 
 
 def to_video(images: NDArray) -> torch.Tensor:
-    """Grey images (N, H, W) uint8 to the VAE's input: (N, 3, 1 frame, H, W) float32 in [-1, 1]."""
+    """Converts grey images (N, H, W) uint8 to the VAE's input: (N, 3, 1 frame, H, W) float32 in [-1, 1]."""
     grey = torch.from_numpy(images).float() / 127.5 - 1.0
     return grey[:, None, None].expand(-1, 3, 1, -1, -1)
 
@@ -58,7 +58,7 @@ def train_vae(
 def encode_normalised(vae: AutoencoderKLQwenImage, images: NDArray) -> torch.Tensor:
     """Encodes grey images and puts the statistics of their latents into the VAE's config.
 
-    The pipelines denormalise with ``latents_mean`` and ``latents_std`` before decoding, so the DiT lives in a space
+    The pipelines denormalise with ``latents_mean`` and ``latents_std`` before decoding, so the DiT works in a space
     where every channel has zero mean and unit variance.
 
     Args:
@@ -95,7 +95,7 @@ def _single_frame_convolutions() -> Iterator[None]:
 
 
 def _learning_rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine down to 5 %."""
+    """Returns the factor of the learning rate: linear warm-up, then a cosine down to 5 %."""
     if step < _WARMUP_STEPS:
         return (step + 1) / _WARMUP_STEPS
     progress = (step - _WARMUP_STEPS) / max(1, num_steps - _WARMUP_STEPS)
@@ -104,7 +104,7 @@ def _learning_rate_factor(step: int, num_steps: int) -> float:
 
 @torch.no_grad()
 def _psnr(vae: AutoencoderKLQwenImage, video: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of the reconstruction in dB; pixels span 2 (from -1 to 1)."""
+    """Returns the peak signal-to-noise ratio of the reconstruction in dB; pixels span 2 (from -1 to 1)."""
     decoded = vae.decode(vae.encode(video).latent_dist.mode()).sample.clamp(-1, 1)
     return 10.0 * math.log10(4.0 / F.mse_loss(decoded, video).item())
 

@@ -1,12 +1,12 @@
-"""An OCR reward for pictures with text anywhere in them: RapidOCR's detector and recogniser together, both inside its
-wheel.
+"""Implements an OCR reward for images with text anywhere in them: RapidOCR's detector and recogniser together, both
+inside its wheel.
 
 The rule is the one of flow_grpo's and VeRL-Omni's OCR rewards. Of everything that was read, lines joined and without
 white space or case, and the wanted text, n characters long:
 
     value = 1 if the wanted text occurs in it, else 1 - min(Levenshtein distance, n) / n
 
-The built-in scorer `ocr` reads one line that fills the picture, which is faster, and wrong for a photograph of a shop
+The built-in scorer `ocr` reads one line that fills the image, which is faster, and wrong for a photograph of a shop
 sign.
 """
 
@@ -26,8 +26,8 @@ from omni_async.types import Prompt, Score
 
 
 class SceneTextScorer:
-    """Parts: `exact` (0 or 1, the wanted text was found) and `lines`, how many were read. The wanted text is the
-    prompt's target, else the first text it has in double quotes."""
+    """A scorer that finds text anywhere in an image. Parts: `exact` (0 or 1, the wanted text was found) and `lines`,
+    how many were read. The wanted text is the prompt's target, else the first text it has in double quotes."""
 
     name = "scene_text"
 

@@ -45,7 +45,7 @@ def test_a_floor_replaces_stds_below_it_and_leaves_others_alone(eps, divisors):
     )
 
 
-def test_eps_is_added_unless_told_otherwise():
+def test_eps_is_added_by_default():
     assert torch.equal(advantages(std="group", eps=2.0), advantages(std="group", eps=2.0, eps_form="added"))
     assert global_scale(REWARDS, ddof=1, eps=2.0) == global_scale(REWARDS, ddof=1, eps=2.0, eps_form="added")
 

@@ -24,7 +24,7 @@ def close(got, expected, atol=1e-12):
 
 
 def naive(rewards, weights, groups, s):
-    """Straight from the formulas, a row and a scorer at a time."""
+    """Computes advantages straight from the formulas, a row and a scorer at a time."""
 
     def scale(values):
         deviation = np.std(values, ddof=s.ddof) if len(values) > 1 else 1.0
@@ -176,7 +176,7 @@ def test_an_empty_history_of_prompts_is_groups_by_prompt(aggregate, std):
 
 @pytest.mark.parametrize("aggregate", ["rewards", "advantages", "gdpo"])
 def test_earlier_rewards_of_a_prompt_count(aggregate):
-    """Against the formula over the concatenation of what was committed and what is new; prompt 5 was never seen
+    """Compares with the formula over the concatenation of what was committed and what is new; prompt 5 was never seen
     before."""
     options = Advantage(aggregate=aggregate, std="group", ddof=0, eps=1e-3, track_prompts=True)
     earlier, prompts = torch.tensor([[0.0, 30.0], [4.0, 90.0], [1.0, 20.0]], dtype=torch.float64), [1, 1, 2]

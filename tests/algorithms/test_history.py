@@ -52,7 +52,7 @@ def test_the_mean_is_over_all_rewards_of_the_prompt_by_hand():
 )
 @settings(max_examples=100, deadline=None)
 def test_advantages_are_those_of_keeping_every_reward(updates, std, ddof, eps_form):
-    """flow_grpo's tracker keeps lists; here they are kept by the test, for two scorers."""
+    """Keeps lists, as flow_grpo's tracker does, for two scorers."""
     options = Advantage(std=std, ddof=ddof, eps=0.01, eps_form=eps_form)
     history, kept = RewardHistory(), {}
     for update in updates:
@@ -129,7 +129,7 @@ def test_a_refused_commit_changes_nothing():
 
 
 def test_small_spreads_around_large_means_survive_many_updates():
-    """A sum of squares would have lost every digit."""
+    """Uses values for which a sum of squares would have no correct digit left."""
     generator = torch.Generator().manual_seed(2)
     rewards = 1e8 + torch.rand(200, 4, dtype=torch.float64, generator=generator)
     history = RewardHistory()

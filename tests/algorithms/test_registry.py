@@ -1,4 +1,4 @@
-"""Objectives by name: what each says it needs is what its function takes, and other packages may add theirs."""
+"""Tests objectives by name: what each declares is what its function takes, and other packages may add theirs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_KL = Algorithm(kl_coef=0.04)
 
 @dataclass
 class EntryPoint:
-    """What an installed package declares."""
+    """An entry point as an installed package declares it."""
 
     name: str
     objective: Objective
@@ -84,7 +84,7 @@ def test_a_missing_field_is_named_with_its_objective() -> None:
 
 
 def test_only_losses_on_steps_without_a_penalty_scale_with_the_advantage() -> None:
-    """That they do is tested where the losses are."""
+    """Checks the declarations alone; the tests of the losses check that they scale."""
     for name in TRANSITION:
         assert find_objective(name).homogeneous(Algorithm())
         assert not find_objective(name).homogeneous(WITH_KL)

@@ -1,4 +1,4 @@
-"""The pair of a group: its best and its worst sample."""
+"""Tests the pair of a group: its best and its worst sample."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An objective and the rest of a recipe: what cannot work together is said in one line, and what can is not objected
-to."""
+"""Tests that a combination of an objective and the rest of a recipe that cannot work is refused in one line, and others
+are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes whose parts contradict each other: overrides of a valid flow_grpo recipe, and what must be said of them."""
+"""Lists recipes whose parts contradict each other: overrides of a valid flow_grpo recipe, and the expected message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders with a known answer, and a `train` that leaves them behind in no time."""
+"""Makes run folders with a known answer, and a `train` that leaves them behind in no time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _RECIPE: dict[str, Any] = {
 
 
 def write_recipe(folder: Path, *, emulated: bool = True, **sections: dict[str, Any]) -> Path:
-    """`folder/toy.yaml`, on emulated devices of `folder/toy.json`, at a hundredth of their time."""
+    """Writes `folder/toy.yaml`, on emulated devices of `folder/toy.json`, at a hundredth of their time."""
     write_profile(folder / "toy.json", PROFILE)
     tree = {name: {**_RECIPE.get(name, {}), **sections.get(name, {})} for name in _RECIPE.keys() | sections.keys()}
     if emulated:
@@ -54,7 +54,8 @@ def write_recipe(folder: Path, *, emulated: bool = True, **sections: dict[str, A
 
 
 def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
-    """A synchronous run of two engines, in the clock's seconds, and when each update was finished."""
+    """Returns the spans of a synchronous run of two engines, in the clock's seconds, and when each update was
+    finished."""
     spans, finished, now = [], {}, ORIGIN
     for version in range(updates + 1):
         spans.append(Span("trainer", "export", now, now + EXPORT, {"version": version}))
@@ -80,8 +81,8 @@ def sync_spans(updates: int) -> tuple[list[Span], dict[int, float]]:
 
 
 def overlapped_spans(updates: int, step: float) -> tuple[list[Span], dict[int, float]]:
-    """A run whose trainer never waits: it trains for `step`, while two engines and a reward worker work all the
-    time."""
+    """Returns the spans of a run whose trainer never waits: it trains for `step`, while two engines and a reward
+    worker work all the time."""
     end = ORIGIN + step * updates
     spans = [Span(actor, "generate", ORIGIN, end) for actor in ("rollout-0", "rollout-1")]
     spans.append(Span("reward-0", "score", ORIGIN, end, {"samples": 1}))
@@ -102,7 +103,7 @@ def write_run(
     memory: int | None = 2**30,
     profile: Profile | None = None,
 ) -> tuple[RunDirectory, Summary]:
-    """The folder such a run would have left."""
+    """Writes the folder such a run would have left."""
     run = RunDirectory.create(inputs.config, _Clock())
     for update, time in finished.items():
         run.append_metrics(update, {"reward": 0.5, "finished": time})
@@ -136,9 +137,9 @@ class _Clock:
 
 
 class FakeTrain:
-    """`train` for the benchmark: a run of arm A takes `steps[A]` seconds per update (default 10), a little more in
-    every round; sync is `sync_spans`. What `ends` returns for (arm, round) is a status with a reason, or an exception,
-    in place of a finished run."""
+    """A `train` for the benchmark: a run of arm A takes `steps[A]` seconds per update (default 10), a little more in
+    every round; sync is `sync_spans`. `ends` returns for (arm, round) a status with a reason, or an exception, in
+    place of a finished run."""
 
     def __init__(
         self,
@@ -174,5 +175,5 @@ class FakeTrain:
 
 
 def half_the_profile(config: Config, profile: Profile) -> float:
-    """A simulator that needs no simulation: half the seconds that a sample takes to generate."""
+    """Simulates without a simulation: returns half the seconds that a sample takes to generate."""
     return profile.generate.unit_s / 2

@@ -1,4 +1,4 @@
-"""Where a step's seconds go: every moment of the trainer in one category, and speed-ups in words."""
+"""Tests where a step's seconds go: every moment of the trainer in one category, and speed-ups in words."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_engine_that_never_worked_makes_generation_a_tail():
     )
 
 
-def test_a_device_that_changes_hands_inside_a_score_is_not_scoring():
+def test_a_device_that_switches_roles_inside_a_score_is_not_scoring():
     spans = [span("reward-0", "score", 0, 5), span("reward-0", "switch", 0, 2)]
     found = attribute(spans, 0, 5, engines=1)
     assert (found["switch"], found["reward"]) == (2, 3)

@@ -1,4 +1,4 @@
-"""`omni-async bench`: what it teaches, what it refuses, and its exit codes."""
+"""Tests `omni-async bench`: its help, what it refuses, and its exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.benchmark_tool import overlap_world as world
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch, capsys):
-    """The command with a `train` that takes no time; (exit code, stdout, stderr)."""
+    """Runs the command with a `train` that takes no time; returns (exit code, stdout, stderr)."""
     recipe = world.write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -110,8 +110,8 @@ def test_a_report_shows_a_result_again_without_running(bench, tmp_path, capsys):
     (tmp_path / "there" / "overlap.png").unlink()
     (tmp_path / "toy.yaml").unlink()
     before = (tmp_path / "there" / "overlap.json").read_bytes()
-    for place in ("there", "there/overlap.json"):
-        assert cli.main(["bench", "overlap", place, "--report"]) == 0
+    for path in ("there", "there/overlap.json"):
+        assert cli.main(["bench", "overlap", path, "--report"]) == 0
         assert "| bound fraction" in capsys.readouterr().out
     assert (tmp_path / "there" / "overlap.png").is_file()
     assert cli.main(["bench", "overlap", "there", "--report", "--out", "elsewhere"]) == 0

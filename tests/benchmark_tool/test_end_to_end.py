@@ -1,4 +1,4 @@
-"""Benchmarks that really run, on emulated devices."""
+"""Tests benchmarks that really run, on emulated devices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_schedules_on_emulated_devices_of_one_process(tmp_path):
         "one_step_off": 1,
         "async:1": 1,
     }
-    # In step, whoever scores waits for the last sample and whoever trains for the last score.
+    # In step, reward workers wait for the last sample and the trainer for the last score.
     sync = found["sync"].attribution
     per_engine, samples = world.GROUPS * world.SIZE / 2, world.GROUPS * world.SIZE
     assert sync["generation"] + sync["tail"] > 0.99 * 0.02 * per_engine * 0.5

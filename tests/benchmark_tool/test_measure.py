@@ -1,4 +1,4 @@
-"""A run's numbers from the folder it left behind."""
+"""Tests a run's numbers from the folder it left behind."""
 
 from __future__ import annotations
 

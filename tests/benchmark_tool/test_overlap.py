@@ -1,4 +1,4 @@
-"""A whole benchmark with runs that take no time: what is run, what is kept, what is reported."""
+"""Tests a whole benchmark with runs that take no time: what is run, what is kept, what is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bench(tmp_path, train, *overrides, arms=ARMS, repeats=3, emulated=True, **op
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A benchmark that ran through: its folder, the runs in their order, the result, and what it said."""
+    """Returns a benchmark that ran through: its folder, the runs in their order, the result, and its output."""
     folder, train = tmp_path_factory.mktemp("done"), world.FakeTrain(STEPS)
     return folder, train.ran, *bench(folder, train)
 
@@ -224,7 +224,7 @@ def test_other_settings_are_other_runs(tmp_path):
     assert len(again.ran) == 3
 
 
-# ---- what is told and written ----------------------------------------------------------------------------------------
+# ---- output and files ------------------------------------------------------------------------------------------------
 
 
 def test_a_pipe_sees_the_plan_and_a_line_per_run(done):

@@ -1,4 +1,4 @@
-"""Which arms a benchmark runs, with which configuration, and in which order."""
+"""Tests which arms a benchmark runs, with which configuration, and in which order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_arm_has_its_schedules_keys_and_the_same_work(tmp_path):
     assert {p.arm.name for p in planned.arms if p.config.placement.colocated} == {"sync_colocated"}
 
 
-def test_buffers_have_room_for_all_that_an_arm_may_admit(tmp_path):
+def test_buffers_have_slots_for_all_that_an_arm_may_admit(tmp_path):
     for p in plan(tmp_path, "buffer.groups=5", "buffer.trajectories=40").arms:
         groups = (p.arm.max_updates + 1) * world.GROUPS
         assert p.config.buffer.groups == max(5, groups)
@@ -169,11 +169,11 @@ def test_every_round_runs_every_arm_once_and_starts_with_another(tmp_path):
     assert jobs == sorted(jobs, key=lambda job: job[0])
 
 
-def test_every_arm_follows_every_place_equally_often(tmp_path):
+def test_every_arm_is_in_every_position_equally_often(tmp_path):
     names = ["sync", "async_reward", "async:1"]
     jobs = list(plan(tmp_path, arms=names, repeats=3).jobs())
-    places = Counter((job.arm.name, number % 3) for number, job in enumerate(jobs))
-    assert places == {(name, place): 1 for name in names for place in range(3)}
+    positions = Counter((job.arm.name, number % 3) for number, job in enumerate(jobs))
+    assert positions == {(name, position): 1 for name in names for position in range(3)}
 
 
 def test_the_arms_of_a_round_share_its_seed_and_no_two_runs_share_a_folder(tmp_path):

@@ -1,4 +1,4 @@
-"""The table and the picture of a result."""
+"""Tests the table and the figure of a result."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_scaled_time_is_also_shown_in_the_profiles():
     assert found["images/s", "per device, in the profile's time"] == ["0.01"]
 
 
-def test_notes_tell_speed_ups_failures_skips_and_where_the_law_is_from():
+def test_notes_name_speed_ups_failures_skips_and_where_the_law_is_from():
     notes = list(table.notes(RESULT))
     assert "async:1 is 1.60x over sync: generation overlapped 100 %" in notes
     assert "async:1: run 2 failed: EngineError: gone" in notes
@@ -127,7 +127,7 @@ def test_notes_tell_speed_ups_failures_skips_and_where_the_law_is_from():
     assert any("a chip, 2 CPUs, 8 GiB; Linux; Python 3.11, ray 2.60" in note for note in notes)
 
 
-def test_speed_ups_over_other_baselines_are_told_of_the_fastest_arm():
+def test_speed_ups_over_other_baselines_are_noted_for_the_fastest_arm():
     overlap = result(
         arm("sync", runs=runs(8.0)),
         arm("sync_colocated", runs=runs(6.0)),
@@ -135,18 +135,18 @@ def test_speed_ups_over_other_baselines_are_told_of_the_fastest_arm():
         arm("async:2", 2, runs=runs(4.5)),
     )
     assert fastest(compare(overlap)).name == "async:2"
-    told = [
+    noted = [
         note.partition(":")[0] + note.split(":")[1].partition(" ")[2]
         for note in table.notes(overlap)
         if "x over" in note
     ]
     words = " ".join(table.notes(overlap))
-    assert told and "async:2 is 1.33x over sync_colocated" in words
+    assert noted and "async:2 is 1.33x over sync_colocated" in words
     assert "async:1 is 1.20x over sync_colocated" not in words
     assert "sync_colocated is 1.33x over sync" in words
 
 
-def test_a_simulation_that_failed_is_told():
+def test_a_simulation_that_failed_is_reported():
     prediction = Prediction(times=StageTimes(1, 1, 1, 1), law_s=4.0, not_simulated="RuntimeError: no")
     overlap = result(arm("sync", runs=runs(8.0), prediction=prediction))
     assert "sync: not simulated: RuntimeError: no" in list(table.notes(overlap))
@@ -190,7 +190,7 @@ def test_numbers_have_three_digits(value, text):
     assert table.number(value) == text
 
 
-def test_the_picture_has_four_panels_with_every_measured_arm():
+def test_the_figure_has_four_panels_with_every_measured_arm():
     overlap = result(
         arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
     )
@@ -213,7 +213,7 @@ def test_the_picture_has_four_panels_with_every_measured_arm():
 
 
 @pytest.mark.parametrize("arms", [1, 9])
-def test_the_picture_is_a_file(tmp_path, arms):
+def test_the_figure_is_a_file(tmp_path, arms):
     draw(result(*(arm(f"async:{budget}", budget, runs=runs(5.0)) for budget in range(arms))), tmp_path / "overlap.png")
     with Image.open(tmp_path / "overlap.png") as image:
         assert image.format == "PNG" and image.width > image.height > 700

@@ -1,4 +1,4 @@
-"""A small recipe on disk, run folders as a real run leaves them, and results without a run."""
+"""Writes a small recipe to disk, run folders as a real run leaves them, and results without a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runtime.runtime_world import write_world
 
 
 def plan_in(folder: Path, **changes: Any) -> Plan:
-    """Over a recipe with 2 groups of 2 samples per update, and validation."""
+    """Plans over a recipe with 2 groups of 2 samples per update, and validation."""
     if not (folder / "recipe.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_world(folder, validation={"prompts": "prompts.txt"}, rollout={"num_inference_steps": 6})
@@ -28,7 +28,8 @@ def plan_in(folder: Path, **changes: Any) -> Plan:
 def record(
     config: Config, rewards: Sequence[float], *, status: Status = "done", metrics: Sequence[dict[str, Any]] = ()
 ) -> RunDirectory:
-    """A run folder in config.run.dir: two trained groups per update, and one rejected before the second update's."""
+    """Writes a run folder in config.run.dir: two trained groups per update, and one rejected before the second
+    update's."""
     run = RunDirectory.create(config, WallClock())
     groups = [(0, 1), (1, 1), (2, None), *((3 + n, 2 + n // 2) for n in range(2 * len(rewards) - 2))]
     for group, version in groups:

@@ -1,5 +1,5 @@
-"""The control-plane benchmark at a tiny size: it runs the real coordinator to the end and writes down what it
-measured."""
+"""Tests the control-plane benchmark at a tiny size: it runs the real coordinator to the end and writes down its
+measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The data-plane benchmark: what counts as a sample, how it is told, and all arms once at a tiny size on a real Ray."""
+"""Tests the data-plane benchmark: what counts as a sample, how results are printed, and all arms once at a tiny size
+on a real Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_batch_is_the_payloads_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_runs_fit_every_arm(nbytes: int) -> None:
-    """Ours trains whole updates, and TransferQueue is given batches of 32."""
+    """Checks that our arm trains whole updates, and that TransferQueue is given batches of 32."""
     samples, live = num_samples(nbytes), in_flight(nbytes)
     config = make_config(nbytes, samples)
     trainer = config.trainer

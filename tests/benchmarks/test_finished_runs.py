@@ -1,4 +1,4 @@
-"""When a cell counts as complete."""
+"""Tests when a cell counts as complete."""
 
 from __future__ import annotations
 

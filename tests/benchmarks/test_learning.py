@@ -1,4 +1,5 @@
-"""The learning benchmark: curves from run folders, the moment a reward was reached, and the table made of them."""
+"""Tests the learning benchmark: curves from run folders, the moment a reward was reached, and the table made of
+them."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_without_validation_nothing_is_claimed_about_it():
     assert table(found).splitlines()[2].endswith("| – | – |")
 
 
-def test_the_picture_is_drawn(tmp_path: Path):
+def test_the_figure_is_drawn(tmp_path: Path):
     found = [curve("sync", [(0.0, 0, 0.2), (40.0, 24, 0.8)]), curve("async:2", [(0.0, 0, 0.2), (20.0, 24, 0.6)])]
     draw(found, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,4 +1,4 @@
-"""The overlap of all shipped profiles in one table: of runs that take no time, and what the command refuses."""
+"""Tests the overlap of all shipped profiles in one table: of runs that take no time, and what the command refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of simulated recipes: its numbers are the simulator's, and it misses no target the documentation claims."""
+"""Tests the table of simulated recipes: its numbers are the simulator's, and it misses no target the documentation
+claims."""
 
 from __future__ import annotations
 

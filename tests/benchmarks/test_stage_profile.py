@@ -1,4 +1,5 @@
-"""The stage profile of a tiny Qwen-Image on the CPU, from end to end, and that the big one is the published model."""
+"""Tests the stage profile of a tiny Qwen-Image on the CPU, from end to end, and that the big one is the published
+model."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def adapter_parameters(transformer: torch.nn.Module, config: Config) -> int:
 
 
 class Small(RandomQwenImage):
-    """Has no memory for more than `most` samples of a batch: `most_trained` where gradients are kept."""
+    """A policy without memory for more than `most` samples of a batch: `most_trained` where gradients are kept."""
 
     most, most_trained = 2, 1
 
@@ -135,7 +136,7 @@ def test_a_batch_that_does_not_fit_ends_its_series(tmp_path: Path) -> None:
     assert "| train | 2 | out of memory |" in to_markdown(measured, empty_profile(), "", published=False)
 
 
-def test_a_device_with_room_for_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_device_without_memory_for_one_sample_is_an_error(tmp_path: Path) -> None:
     policy = Small(tiny_architecture(), CPU, prompt_tokens=8, negative_tokens=2, seed=0)
     policy.most = 0
     with pytest.raises(RuntimeError, match="generate: CPU has no memory for 1 samples"):
@@ -151,7 +152,7 @@ def test_published_throughput_stands_beside_a_model_of_the_published_size(out: P
     table = to_markdown(measured_in(out), profile, "", published=True)
     assert "| published: LoRA rank 64, guidance, 4 H800 | 0.305 |" in table
     assert "| published: all weights, no guidance, 4 H200 | 0.510 |" in table
-    # Of one GPU of four, one image at a time and two trained at a time, with the profile's own scoring and hand-overs.
+    # One GPU of four, one image at a time and two trained at a time, with the profile's own scoring and hand-overs.
     stages = 128 * (
         profile.generate.mean(2) / 2 + profile.proximal.unit_s + profile.train.unit_s + profile.score.unit_s
     )

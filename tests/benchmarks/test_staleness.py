@@ -1,4 +1,4 @@
-"""The command itself: what it runs, what it skips, how it is interrupted and continued."""
+"""Tests the command itself: what it runs, what it skips, how it is interrupted and continued."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an experiment whose runs are fakes."""
+    """Returns the folder of an experiment whose runs are fakes."""
     monkeypatch.setattr(staleness, "TRAIN", (sys.executable, "-m", "tests.benchmarks.fake_train"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return plan_in(tmp_path).out
 
 
 def command(out: Path, *more: str) -> list[str]:
-    """Four cells, two updates each."""
+    """Returns the command for four cells, two updates each."""
     short = ["--updates", "2", "--seeds", "1", "--corrections", "none", "bypass", "--staleness", "0", "1"]
     return ["--recipe", str(out.parent / "recipe.yaml"), "--out", str(out), *short, *more]
 
@@ -49,7 +49,7 @@ def is_free(out: Path) -> bool:
 
 
 def when(condition: Callable[[], object], act: Callable[[], None]) -> threading.Thread:
-    """Does it as soon as the condition holds, beside the test."""
+    """Acts as soon as the condition holds, beside the test."""
 
     def watch() -> None:
         for _ in range(4000):
@@ -65,15 +65,15 @@ def when(condition: Callable[[], object], act: Callable[[], None]) -> threading.
 
 def test_every_cell_is_run_once_and_reported(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert staleness.main(command(out, "--jobs", "2")) == 0
-    told = capsys.readouterr().out
-    for place, cell in enumerate(("s0-none-seed0", "s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0"), 1):
-        assert f"{cell}: done in" in told and f"{place}/4 " in told
+    printed = capsys.readouterr().out
+    for position, cell in enumerate(("s0-none-seed0", "s0-bypass-seed0", "s1-none-seed0", "s1-bypass-seed0"), 1):
+        assert f"{cell}: done in" in printed and f"{position}/4 " in printed
         assert attempts(out, cell) == 1
         log = (out / cell / "log.txt").read_text()
         assert "threads 1," in log
         assert "session of its own True" in log, "a terminal's Ctrl-C would reach it twice"
-    assert "| 1 | bypass | 1 | 0.750 | 0.500 | 0.500 | 1.000 |" in told
-    assert (out / "report.md").read_text() in told
+    assert "| 1 | bypass | 1 | 0.750 | 0.500 | 0.500 | 1.000 |" in printed
+    assert (out / "report.md").read_text() in printed
     assert (out / "reward.png").stat().st_size > 5000
     assert json.loads((out / "results.json").read_text())["missing"] == []
 
@@ -92,11 +92,11 @@ def test_what_is_complete_is_not_run_again(out: Path, capsys: pytest.CaptureFixt
 def test_a_failed_cell_is_shown_and_the_others_go_on(out: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FAKE_FAIL", "s0-none-seed0")
     assert staleness.main(command(out, "--jobs", "1")) == 1
-    told = capsys.readouterr().out
-    assert "1/4 s0-none-seed0: FAILED with exit code 3" in told
-    assert "| line 39" in told and "| line 25" in told and "line 24" not in told
-    assert told.count("done in") == 3
-    assert "1 of 4 cells are not complete: s0-none-seed0" in told
+    printed = capsys.readouterr().out
+    assert "1/4 s0-none-seed0: FAILED with exit code 3" in printed
+    assert "| line 39" in printed and "| line 25" in printed and "line 24" not in printed
+    assert printed.count("done in") == 3
+    assert "1 of 4 cells are not complete: s0-none-seed0" in printed
     monkeypatch.delenv("FAKE_FAIL")
     assert staleness.main(command(out)) == 0
     assert attempts(out, "s0-bypass-seed0") == 1
@@ -107,10 +107,10 @@ def test_ctrl_c_ends_the_runs_in_order_and_the_same_command_goes_on(out: Path, m
     thread = when(lambda: list(out.glob("s0-bypass-seed0/*/summary.json")), lambda: os.kill(os.getpid(), signal.SIGINT))
     assert staleness.main(command(out, "--jobs", "1")) == 130
     thread.join()
-    told = capsys.readouterr().out
-    assert "interrupted: waiting for 1 runs" in told and "s0-bypass-seed0: cut off" in told
+    printed = capsys.readouterr().out
+    assert "interrupted: waiting for 1 runs" in printed and "s0-bypass-seed0: cut off" in printed
     assert "heard SIGINT" in (out / "s0-bypass-seed0" / "log.txt").read_text()
-    assert "3 of 4 cells are not complete: s0-bypass-seed0, s1-none-seed0, s1-bypass-seed0" in told, (
+    assert "3 of 4 cells are not complete: s0-bypass-seed0, s1-none-seed0, s1-bypass-seed0" in printed, (
         "what is done is reported"
     )
     assert not (out / "s1-none-seed0").exists()
@@ -130,9 +130,9 @@ def test_a_second_ctrl_c_kills(out: Path, monkeypatch, capsys) -> None:
     thread = when(lambda: list(out.glob("s0-none-seed0/*/summary.json")), twice)
     assert staleness.main(command(out, "--jobs", "1")) == 130
     thread.join()
-    told = capsys.readouterr().out
-    assert "interrupted: killing 1 runs" in told
-    assert "nothing to report" in told
+    printed = capsys.readouterr().out
+    assert "interrupted: killing 1 runs" in printed
+    assert "nothing to report" in printed
 
 
 def test_no_more_than_jobs_run_at_a_time(out: Path, monkeypatch) -> None:
@@ -202,8 +202,9 @@ def test_report_starts_nothing(out: Path, capsys) -> None:
 )
 def test_a_wrong_configuration_is_one_line_and_starts_nothing(out: Path, capsys, more: list[str], message: str) -> None:
     assert staleness.main(command(out, *more)) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("staleness: ") and message in told.err and told.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("staleness: ") and printed.err.count("\n") == 1
+    assert message in printed.err
     assert not out.exists()
 
 
@@ -270,10 +271,10 @@ def test_real_runs_are_interrupted_and_continued(tmp_path: Path) -> None:
     first, second = "s1-bypass-seed0", "s1-decoupled_kappa_tempered-seed0"
     with subprocess.Popen(driver, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         thread = when(lambda: list(out.glob(f"{second}/*/config.yaml")), lambda: process.send_signal(signal.SIGINT))
-        told, _ = process.communicate(timeout=200)
+        printed, _ = process.communicate(timeout=200)
         thread.join()
-    assert process.returncode == 130, told
-    assert f"1/2 {first}: done in" in told and f"{second}: cut off" in told
+    assert process.returncode == 130, printed
+    assert f"1/2 {first}: done in" in printed and f"{second}: cut off" in printed
     done = subprocess.run(driver, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 cells, 1 of them complete" in done.stdout and f"2/2 {second}: done in" in done.stdout

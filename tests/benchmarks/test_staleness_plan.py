@@ -1,4 +1,4 @@
-"""Which runs the staleness experiment makes out of a recipe."""
+"""Tests which runs the staleness experiment makes out of a recipe."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_overrides_of_the_user_win_over_the_defaults_of_the_experiment(tmp_path:
     assert config.rollout.engine == "emulated"
     assert config.checkpoint.every == 7
     assert config.validation is not None and config.validation.every == 1
-    assert config.buffer.groups == 100, "more room than needed stays"
-    assert config.buffer.trajectories == 2 * 2 * 2, "less does not"
+    assert config.buffer.groups == 100, "more slots than needed stay"
+    assert config.buffer.trajectories == 2 * 2 * 2, "fewer do not"
 
 
 def test_a_recipe_without_validation_stays_without(tmp_path: Path) -> None:

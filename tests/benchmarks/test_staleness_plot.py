@@ -1,4 +1,4 @@
-"""The reward curves of the staleness experiment."""
+"""Tests the reward curves of the staleness experiment."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_panel_per_staleness_with_a_line_per_correction() -> None:
     assert validation == [(0, 0.25), (8, 0.5)]
 
 
-def test_the_picture_is_a_file(tmp_path: Path) -> None:
+def test_the_figure_is_a_file(tmp_path: Path) -> None:
     draw([result(Cell(0, "none", 0))], tmp_path / "reward.png")
     with Image.open(tmp_path / "reward.png") as image:
         assert image.format == "PNG" and image.width > image.height > 300

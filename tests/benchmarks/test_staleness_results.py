@@ -1,4 +1,4 @@
-"""From run folders to the numbers of the report."""
+"""Tests the way from run folders to the numbers of the report."""
 
 from __future__ import annotations
 

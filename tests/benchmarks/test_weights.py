@@ -1,4 +1,4 @@
-"""The weight benchmark on tiny models, and the transports between real Ray actors: one trainer, two engines."""
+"""Tests the weight benchmark on tiny models, and the transports between real Ray actors: one trainer, two engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_sized_model_has_about_its_size(megabytes: float) -> None:
 
 
 async def carry(trainer: Any, engines: dict[str, Any], payload: str) -> None:
-    """A changed version by every transport, and every engine computes with it."""
+    """Publishes a changed version by every transport, and checks that every engine computes with it."""
     await asyncio.gather(*(engine.start() for engine in engines.values()))
     await trainer.start()
     before = {await engine.digest() for engine in engines.values()}
@@ -105,7 +105,7 @@ def test_a_tiny_run_measures_every_arm_and_leaves_its_numbers(
 
 @pytest.fixture
 def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart with a random model of one layer."""
+    """Writes the quickstart with a random model of one layer."""
     folder = tmp_path_factory.mktemp("recipe")
     quickstart = weights.RECIPE.read_text().replace("path: checkpoint", f"path: {build(folder / 'tiny', layers=1)}")
     for name in ("prompts_train.jsonl", "prompts_validation.jsonl"):

@@ -1,4 +1,4 @@
-"""What the weight benchmark says of numbers: ratios within a repeat, missed targets marked, differences that can be
+"""Tests the weight benchmark's report: ratios within a repeat, missed targets marked, differences that can be
 applied."""
 
 from __future__ import annotations

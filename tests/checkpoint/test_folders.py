@@ -1,4 +1,4 @@
-"""Which checkpoints count: whole ones, newest first; what is wrong with the others is said in one line."""
+"""Tests which checkpoints count: whole ones, newest first; what is wrong with the others is reported in one line."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from omni_async.control.control_state import ControlState, LedgerState, Unfinish
 
 def make(checkpoints: Path, version: int, next_group: int = 9) -> Path:
     folder = checkpoints / folder_name(version)
-    place = partial(folder)
-    shutil.rmtree(place, ignore_errors=True)
-    (place / "tensors").mkdir(parents=True)
-    save_file({"model.x": np.arange(200, dtype=np.uint8)}, place / "tensors" / "shard.safetensors")
+    written = partial(folder)
+    shutil.rmtree(written, ignore_errors=True)
+    (written / "tensors").mkdir(parents=True)
+    save_file({"model.x": np.arange(200, dtype=np.uint8)}, written / "tensors" / "shard.safetensors")
     control = ControlState(version=version, next_group=next_group, unfinished=(Unfinished(7, 2),))
-    write_state(place, State(control, "qwen_image", "flow_grpo"))
-    write_manifest(place)
+    write_state(written, State(control, "qwen_image", "flow_grpo"))
+    write_manifest(written)
     finish(folder)
     return folder
 
@@ -54,9 +54,9 @@ def test_it_gets_its_name_when_every_file_and_every_name_in_it_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
     folder = make(tmp_path, 20)
     *before, last = synced
-    place = partial(folder)
-    assert {*before} == {place / path.relative_to(folder) for path in (folder, *folder.rglob("*"))}
-    assert before.index(place / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, (
+    written = partial(folder)
+    assert {*before} == {written / path.relative_to(folder) for path in (folder, *folder.rglob("*"))}
+    assert before.index(written / "manifest.json") == len([path for path in folder.rglob("*") if path.is_file()]) - 1, (
         "after what it names"
     )
     assert last == tmp_path, "its name is on the disk, too"
@@ -93,14 +93,14 @@ def test_they_are_found_newest_first(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_same_version_is_replaced(tmp_path: Path) -> None:
-    """A run that was resumed from it and stopped before its next update has finished groups since."""
+    """Covers a run that was resumed from it, stopped before its next update, and has finished groups since."""
     make(tmp_path, 3)
     assert read_state(make(tmp_path, 3, next_group=11)).control.next_group == 11
     assert [path.name for path in tmp_path.iterdir()] == ["update-000003"]
 
 
 class Killed(BaseException):
-    """Nothing of the process is done after this."""
+    """Raised where the process is killed: nothing of it is done after this."""
 
 
 @pytest.mark.parametrize("step", range(6))
@@ -156,15 +156,17 @@ def test_only_the_newest_stay_and_nothing_unfinished(tmp_path: Path) -> None:
     for version in (2, 1000000, 30):
         make(tmp_path, version)
     partial(tmp_path / folder_name(50)).mkdir()
-    (tmp_path / "update-best").mkdir()  # somebody's own
+    (tmp_path / "update-best").mkdir()  # made by a user
     rotate(tmp_path, 2, tmp_path / "update-1000000")
     assert [path.name for path in newest_first(tmp_path)] == ["update-1000000", "update-000030"]
     assert {path.name for path in tmp_path.iterdir()} == {"update-1000000", "update-000030", "update-best"}
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [40]), (2, [40, 20]), (3, [40, 20, 10]), (9, [40, 20, 10])])
-def test_those_of_a_course_that_was_left_take_no_places(tmp_path: Path, keep: int, kept: list[int]) -> None:
-    """Resumed from 20 because 60 and 80 are damaged."""
+def test_checkpoints_later_than_the_resumed_one_do_not_count_among_those_kept(
+    tmp_path: Path, keep: int, kept: list[int]
+) -> None:
+    """Resumes from 20 because 60 and 80 are damaged."""
     for version in (10, 20, 60, 80):
         make(tmp_path, version)
     for version in (60, 80):
@@ -173,7 +175,7 @@ def test_those_of_a_course_that_was_left_take_no_places(tmp_path: Path, keep: in
     assert [path.name for path in newest_first(tmp_path)] == [folder_name(version) for version in kept]
 
 
-def test_one_that_was_left_aside_keeps_its_place(tmp_path: Path) -> None:
+def test_one_that_was_left_aside_is_kept(tmp_path: Path) -> None:
     old = make(tmp_path, 20)
     old.rename(tmp_path / f".{old.name}.old")
     folder = make(tmp_path, 40)
@@ -259,7 +261,7 @@ def test_the_state_comes_back_as_it_was(
 
 
 def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
-    """An emulated trajectory has no names."""
+    """Covers an emulated trajectory, which has no names."""
     before = [np.arange(5, dtype=np.uint8), np.zeros((2, 3), np.float32)]
     write_group(tmp_path, 12, before)
     after = read_group(tmp_path, 12, 2)
@@ -288,12 +290,12 @@ def test_a_tensor_that_is_a_view_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_made_before_the_first_validation_round_was_over_counts(tmp_path: Path) -> None:
-    """What is validated then is the version before the first."""
+    """Covers the version before the first, which is validated at that time."""
     folder = tmp_path / folder_name(3)
-    place = partial(folder)
-    place.mkdir(parents=True)
-    write_state(place, State(ControlState(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
-    write_manifest(place)
+    written = partial(folder)
+    written.mkdir(parents=True)
+    write_state(written, State(ControlState(version=3, next_group=9, validated=-1), "qwen_image", "flow_grpo"))
+    write_manifest(written)
     finish(folder)
     require_whole(folder)
     assert read_state(folder).control.validated == -1

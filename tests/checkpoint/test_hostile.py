@@ -1,5 +1,5 @@
-"""Checkpoints from elsewhere: whatever is in one, it is usable or refused in one line, and nothing outside of it is
-read."""
+"""Tests checkpoints from elsewhere: whatever is in one, it is usable or refused in one line, and nothing outside of it
+is read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_state(folder: Path, control: ControlState, **engine: object) -> Path:
 
 
 def vouched(folder: Path) -> Path:
-    """With a manifest of what lies there now."""
+    """Writes a manifest of what is there now."""
     (folder / "manifest.json").unlink(missing_ok=True)
     write_manifest(folder)
     return folder
@@ -123,7 +123,7 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(folder: Path, name: s
 
 @pytest.mark.parametrize("name", ["README", ".DS_Store", "tensors/.nfs00000001"])
 def test_what_people_and_file_systems_leave_behind_costs_no_checkpoint(folder: Path, name: str) -> None:
-    (folder / name).write_text("read by nobody")
+    (folder / name).write_text("not read")
     require_whole(folder)
 
 

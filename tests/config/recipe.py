@@ -1,4 +1,4 @@
-"""A recipe to spoil: the smallest valid file, and what `load` says about a changed one."""
+"""Provides the smallest valid recipe, and the message of `load` about a changed one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_text(text: str, *overrides: str) -> Config:
 
 
 def complaint(text: str, *overrides: str) -> str:
-    """The message for a configuration that must be refused: one line, and short enough to read."""
+    """Returns the message for a configuration that must be refused: one line, and short enough to read."""
     with pytest.raises(ConfigError) as caught:
         load_text(text, *overrides)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Mode `auto` of the off-policy correction: the staleness budget decides, an explicit mode wins."""
+"""Tests mode `auto` of the off-policy correction: the staleness budget decides, an explicit mode wins."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No number of a recipe is too large to be a slip of the finger, and no name or path is more than a line: both are
-refused at once."""
+"""Tests that numbers of a recipe so large that they must be typing errors, and names or paths of more than one line,
+are refused at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omni_async.config.describe import walk
 def numbers_in(
     annotation: Any, metas: tuple[msgspec.Meta, ...] = ()
 ) -> Iterator[tuple[type, tuple[msgspec.Meta, ...]]]:
-    """The number types a field may hold, at any depth, each with the bounds around it."""
+    """Returns the number types a field may hold, at any depth, each with the bounds around it."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         yield from numbers_in(inner, (*metas, *(m for m in more if isinstance(m, msgspec.Meta))))
@@ -89,7 +89,7 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
         ("reward.scorers.0.weight=1e30", "reward.scorers.0.weight: expected float >= -1000000, <= 1000000, got 1e+30"),
     ],
 )
-def test_the_bound_and_its_reason_are_said_to_whoever_is_above_it(override: str, said: str) -> None:
+def test_the_bound_and_its_reason_are_named_for_a_value_above_it(override: str, said: str) -> None:
     assert said in complaint(MINIMAL, override)
 
 
@@ -131,7 +131,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
         "validation.prompts",
         "checkpoint.resume",
     ):
-        return  # the recipe's folder, which whoever reads it refuses
+        return  # the recipe's folder, which its reader refuses
     with pytest.raises(ConfigError) as refused:
         load_text(MINIMAL, *needed, f"{path}={value}")
     message = str(refused.value)

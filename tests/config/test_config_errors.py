@@ -1,4 +1,4 @@
-"""Every bad input ends in one ConfigError whose line names the place and what is allowed there."""
+"""Tests that every bad input ends in one ConfigError whose line names the key and its allowed values."""
 
 from __future__ import annotations
 

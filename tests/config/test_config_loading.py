@@ -1,4 +1,4 @@
-"""What a good file and good overrides come to: values, paths, and a resolved file that says the same."""
+"""Tests what a good file and good overrides resolve to: values, paths, and a resolved file that says the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`extends`: a recipe that says only what it does otherwise."""
+"""Tests `extends`: a recipe that gives only its differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni_async.config import ConfigError, load, resolved_yaml
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Files by stem; returns the path of the one called `own`."""
+    """Writes files by stem; returns the path of the one called `own`."""
     folder.mkdir(parents=True, exist_ok=True)
     for stem, text in files.items():
         (folder / f"{stem}.yaml").write_text(text)
@@ -128,5 +128,5 @@ def test_a_chain_without_end_is_refused(tmp_path: Path) -> None:
     assert "more than 8 deep" in refusal(write(tmp_path, own="extends: link0.yaml\n", **links, link12=MINIMAL))
 
 
-def test_it_is_the_recipes_to_say_and_not_an_overrides(tmp_path: Path) -> None:
+def test_only_a_recipe_and_no_override_may_extend(tmp_path: Path) -> None:
     assert "extends: unknown key" in refusal(write(tmp_path, own=MINIMAL), "extends=base.yaml")

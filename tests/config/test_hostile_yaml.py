@@ -1,4 +1,4 @@
-"""Recipes made to exhaust whoever reads them: each ends in one line, soon."""
+"""Tests recipes made to exhaust their reader: each ends in one line, soon."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What stands where a file should be: every reader of a user's files refuses it at once, in one line, instead of
-waiting for it."""
+"""Tests that every reader of a user's files refuses a path that is not a file at once, in one line, instead of waiting
+for it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _READERS = {
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("make", "kind"), _KINDS)
 @pytest.mark.parametrize("name", _READERS)
-def test_what_is_no_file_is_refused_at_once_with_what_it_is(
+def test_a_path_that_is_no_file_is_refused_at_once_with_its_kind(
     tmp_path: Path, name: str, make: Callable[[Path], None], kind: str
 ) -> None:
     make(tmp_path / name)
@@ -68,7 +68,7 @@ def test_what_is_no_file_is_refused_at_once_with_what_it_is(
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("read", [read_lines, read_summary, read_trace, read_overlap])
-def test_what_a_run_left_behind_is_not_waited_for_either(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_files_of_a_run_are_not_waited_for_either(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "left.json")
     with pytest.raises((OSError, ConfigError), match="it is a named pipe, not a file"):
         read(tmp_path / "left.json")

@@ -1,5 +1,5 @@
-"""Every recipe is accepted, says where its numbers come from, and needs nothing that it does not name; so are the pages
-on algorithms."""
+"""Tests that every recipe is accepted, says where its numbers come from, and needs nothing that it does not name; so do
+the pages on algorithms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name_of(path: Path) -> str:
 
 
 def header_of(path: Path) -> str:
-    """The comment that the file opens with, as one text."""
+    """Returns the comment that the file opens with, as one text."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(lines[:end])
@@ -102,8 +102,8 @@ def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> Non
 
 
 def test_the_readmes_list_every_recipe() -> None:
-    """Each by itself, the emulated ones in a page of their own, and the ones of every objective by their folder, which
-    the project's front page names."""
+    """Checks that each recipe is listed by itself, the emulated ones in a page of their own, and the ones of every
+    objective by their folder, which the project's front page names."""
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     listed = [path for path in REAL if path.parent != QUICKSTART / "algorithms"]
     assert [path.name for path in listed if f"({path.relative_to(ROOT / 'recipes')})" not in text] == []
@@ -137,7 +137,7 @@ def test_yaml_of_the_pages_is_accepted(fragment: str) -> None:
     assert list(problems(load_text("\n".join([fragment, *rest])))) == []
 
 
-def picture(*lines: str) -> np.ndarray:
+def image(*lines: str) -> np.ndarray:
     image = Image.new("RGB", (512, 512), (90, 120, 160))
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(48)
     for row, line in enumerate(lines):
@@ -145,15 +145,15 @@ def picture(*lines: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def test_the_scene_text_scorer_finds_words_anywhere_in_a_picture() -> None:
+def test_the_scene_text_scorer_finds_words_anywhere_in_an_image() -> None:
     from recipes.qwen_image_ocr.scene_text import SceneTextScorer
 
     scorer = SceneTextScorer()
-    images = [picture("GRAND", "OPENING"), picture("GRAND", "OPENING"), picture("GRAND"), picture()]
+    images = [image("GRAND", "OPENING"), image("GRAND", "OPENING"), image("GRAND"), image()]
     wanted = ["Grand opening", "open", "grandeur", "ab"]
     scores = scorer.score(images, [Prompt(i, "", text, {}) for i, text in enumerate(wanted)])
     assert [score.value for score in scores] == pytest.approx([1.0, 1.0, 1 - 3 / 8, 0.0])
     assert [score.parts["exact"] for score in scores] == [1.0, 1.0, 0.0, 0.0]
     assert [score.parts["lines"] for score in scores] == [2.0, 2.0, 1.0, 0.0]
-    quoted = scorer.score([picture("GRAND")], [Prompt(0, 'a sign that says "grand"', None, {})])
+    quoted = scorer.score([image("GRAND")], [Prompt(0, 'a sign that says "grand"', None, {})])
     assert quoted[0].value == 1.0

@@ -1,4 +1,4 @@
-"""What is shown of configurations and texts holds no credential, and is otherwise what it was."""
+"""Tests that configurations and texts are shown without credentials, and otherwise unchanged."""
 
 from __future__ import annotations
 

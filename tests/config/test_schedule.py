@@ -1,4 +1,4 @@
-"""Schedules are arrangements of ordinary keys: what each sets, what it leaves alone, and what contradicts it."""
+"""Tests schedules as arrangements of ordinary keys: the keys each sets and leaves alone, and contradictions."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_colocated_roles_share_accelerators_and_leave_those_beside_them_alone(re
 
 
 def test_colocated_ranks_are_as_many_as_a_group_can_be_dealt_over(recipe):
-    """A baseline with ranks that no trainer accepts would be faster than it can be."""
+    """Checks the ranks: a baseline with ranks that no trainer accepts would be faster than it can be."""
     config = load(recipe, ["rollout.workers=5", "schedule=sync_colocated"])
     assert (config.rollout.workers, config.trainer.workers, config.rollout.group_size) == (7, 4, 8)
     assert num_devices(config) == 7

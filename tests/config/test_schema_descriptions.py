@@ -1,4 +1,4 @@
-"""The schema documents itself: every field has a description, and its bounds can be put in words."""
+"""Tests that the schema documents itself: every field has a description, and its bounds can be put in words."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A known secret is found in every form that libraries give it, at any place in whatever was encoded, and nothing else
-is masked."""
+"""Tests that a known secret is found in every form that libraries give it, at any offset of the encoded text, and
+nothing else is masked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_percent(text: str) -> str:
 
 
 def all_escaped(text: str) -> str:
-    """As UTF-16 code units, which is how JSON has them."""
+    """Escapes all characters as UTF-16 code units, as JSON does."""
     units = text.encode("utf-16-be")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
@@ -90,7 +90,7 @@ def test_a_secret_is_masked_in_every_form_wherever_it_stands(secret: str, before
 def test_a_secret_is_masked_in_what_was_encoded_together_with_other_text(
     secret: str, user: str, rest: str, form: str
 ) -> None:
-    """`Basic base64(user:password)`: it begins at any byte of the encoded ones, and ends at any."""
+    """Masks as in `Basic base64(user:password)`, where the secret begins and ends at any of the encoded bytes."""
     encoded = ENCODERS[form](f"{user}:{secret}@{rest}")
     shown = redact_text(f"refused: {encoded}", [secret])
     assert MASK in shown and encoded not in shown
@@ -115,7 +115,7 @@ def test_forms_within_escapes_are_masked(secret: str, inner: str, outer: str) ->
 
 @given(text=st.text(max_size=200))
 @example(text='{"a": "\\u00e9\\/", "b": "%20&amp;AAAA"} 0xdead beef')
-def test_what_holds_no_secret_stays_as_it_is(text: str) -> None:
+def test_a_text_without_secrets_stays_as_it_is(text: str) -> None:
     assert find(text, ["Zq7hV-unlikely-secret"]) == []
 
 

@@ -1,4 +1,4 @@
-"""A random Qwen-Image of one layer, and a recipe around it."""
+"""Provides a random Qwen-Image of one layer, and a recipe around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated jobs: a small recipe, a profile, and whole runs of the one-process runtime in virtual time."""
+"""Runs emulated jobs: a small recipe, a profile, and whole runs of the one-process runtime in virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROFILE = Profile(
 
 
 def write_recipe(folder: Path, profile: Profile = PROFILE) -> Path:
-    """A recipe whose model, prompts and scorers exist nowhere."""
+    """Writes a recipe whose model, prompts and scorers exist nowhere."""
     write_profile(folder / "profile.json", profile)
     recipe = {
         "run": {"name": "emulated", "dir": str(folder / "runs"), "runtime": "inprocess"},
@@ -86,14 +86,14 @@ class Emulated:
         return ended
 
     def steps(self, first: int, last: int) -> list[float]:
-        """Virtual seconds of updates `first` + 1 to `last`."""
+        """Returns the virtual seconds of updates `first` + 1 to `last`."""
         finished = [update["finished"] for update in self.updates]
         return [after - before for before, after in pairwise(finished[first - 1 : last])]
 
 
 def emulate(recipe: Path, *overrides: str, folder: Path | None = None) -> Emulated:
-    """The run, in virtual time; wall-clock seconds are only what its messages cost. What it leaves goes to `folder` or
-    beside the recipe."""
+    """Runs a job in virtual time; wall-clock seconds are only what its messages cost. What it leaves goes to `folder`
+    or beside the recipe."""
     inputs = preflight(load(recipe, overrides))
     folder = folder or recipe.parent / f"run-{len(list(recipe.parent.iterdir()))}"
     folder.mkdir(exist_ok=True)

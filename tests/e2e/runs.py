@@ -1,4 +1,4 @@
-"""Small whole runs: a recipe file on disk, the run it makes, and what that run left behind."""
+"""Makes small whole runs: a recipe file on disk, the run it makes, and what that run left behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _PROMPTS = (
 
 
 def write_recipe(folder: Path, checkpoint: str, *, prompts: tuple[str, ...] = _PROMPTS) -> Path:
-    """`folder/recipe.yaml`, its prompt file beside it and `folder/runs` as run.dir."""
+    """Writes `folder/recipe.yaml`, its prompt file beside it and `folder/runs` as run.dir."""
     recipe = {**_SMALL, "model": {"path": checkpoint}, "run": {**_SMALL["run"], "dir": str(folder / "runs")}}
     (folder / "prompts.txt").write_text("".join(f"{prompt}\n" for prompt in prompts))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A line per update; validation lines are in `validation`."""
+        """Returns a line per update; validation lines are in `validation`."""
         return [line for line in _lines(self.path / "metrics.jsonl") if "reward" in line]
 
     @property
@@ -102,7 +102,7 @@ def run(recipe: Path, *overrides: str) -> Run:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `omni-async train` said."""
+    """The result of `omni-async train`: its exit code and output."""
 
     code: int
     stdout: str
@@ -111,7 +111,7 @@ class Answer:
 
     @property
     def line(self) -> str:
-        """The only line on stderr."""
+        """Returns the only line on stderr."""
         lines = self.stderr.splitlines()
         assert len(lines) == 1, self.stderr
         return lines[0]
@@ -126,7 +126,7 @@ def command_line(*arguments: str | Path, timeout: float = 120) -> Answer:
 
 
 def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
-    """The command line in a session of its own, so that its process group can be signalled."""
+    """Starts the command line in a session of its own, so that its process group can be signalled."""
     return subprocess.Popen(
         [*COMMAND, str(recipe), *settings],
         stdout=subprocess.PIPE,
@@ -138,14 +138,14 @@ def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
 
 
 def left_behind(recipe: Path, overrides: Sequence[str]) -> Run:
-    """The one run that the command line made in the recipe's folder."""
+    """Finds the one run that the command line made in the recipe's folder."""
     config = load(recipe, overrides)
     (path,) = (path for path in Path(config.run.dir).iterdir() if (path / "config.yaml").exists())
     return Run(config, path, read_summary(path / "summary.json"))
 
 
 def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The trained parameters in a checkpoint folder, by diffusers name."""
+    """Reads the trained parameters in a checkpoint folder, by diffusers name."""
     reader = HuggingFaceStorageReader(str(folder / "tensors"))
     stored = reader.read_metadata().state_dict_metadata
     tensors = {
@@ -159,7 +159,7 @@ def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_every_group_ended_once(run: Run) -> None:
-    """The conservation law, from the ledger file itself and not from the run's own counters."""
+    """Checks the conservation law, from the ledger file itself and not from the run's own counters."""
     counters, ledger = run.summary.counters, run.ledger
     groups = [line["group"] for line in ledger]
     assert len(groups) == len(set(groups)) == counters.admitted

@@ -1,4 +1,4 @@
-"""Rewards that go wrong, named in recipes as `tests.e2e.scorers:Constant` and so on."""
+"""Defines rewards that go wrong, named in recipes as `tests.e2e.scorers:Constant` and so on."""
 
 from __future__ import annotations
 

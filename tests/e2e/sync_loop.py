@@ -1,5 +1,5 @@
-"""FlowGRPO as a plain synchronous loop, top to bottom: what an asynchronous run with `staleness.max_updates: 0` must
-equal bit for bit.
+"""Implements FlowGRPO as a plain synchronous loop, top to bottom: what an asynchronous run with `staleness.max_updates:
+0` must equal bit for bit.
 
 No engine, no coordinator, no roles. One model samples and is trained. What must be shared to the bit is written the
 same way: which samples share a forward pass (matrix products round by batch size), and the order in which gradients are
@@ -24,8 +24,8 @@ from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
-    """The transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one optimizer
-    step per update."""
+    """Returns the transformer's parameters after `trainer.updates` updates. Full fine-tuning, float32, no KL, one
+    optimizer step per update."""
     r, t, a = config.rollout, config.trainer, config.algorithm
     sde, prompt_file = r.sde, config.data.prompts
     assert sde is not None and prompt_file is not None

@@ -1,4 +1,4 @@
-"""Every objective as a whole run: it trains, moves the weights, keeps the staleness budget and accounts for every
+"""Tests every objective as a whole run: it trains, moves the weights, keeps the staleness budget and accounts for every
 group."""
 
 from __future__ import annotations

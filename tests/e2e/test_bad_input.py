@@ -1,5 +1,5 @@
-"""What a user gets to see of wrong input: one line that names the key, and the right exit code, from the real command
-line."""
+"""Tests what a user gets to see of wrong input: one line that names the key, and the right exit code, from the real
+command line."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_reward_without_signal_ends_the_run_and_says_so(
     assert sum(finished.summary.reject_reasons.values()) == len(finished.ledger)
 
 
-def test_a_wrong_scorer_is_told_in_its_own_words_before_anything_is_drawn(
+def test_a_wrong_scorer_is_reported_in_its_own_words_before_anything_is_drawn(
     recipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["reward.scorers=[{name: 'tests.e2e.scorers:NotANumber'}]"]
@@ -262,7 +262,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     folder = interrupted.path / "checkpoints" / f"update-{version:06d}"
     state = read_state(folder)
     assert state.version == version and state.engine == {"optimizer_steps": version}
-    assert str(interrupted.path) in rest, "a user is told where everything is"
+    assert str(interrupted.path) in rest, "a user learns where everything is"
     assert "checkpoint.resume=auto goes on with it" in rest
 
     copy = shutil.copytree(folder, recipe.parent / "copy")

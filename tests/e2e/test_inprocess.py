@@ -1,5 +1,5 @@
-"""Whole runs in one process, each with one setting away from the defaults: they end, and every admitted group ends
-once."""
+"""Tests whole runs in one process, each with one setting away from the defaults: they end, and every admitted group
+ends once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_lora_gives_the_same_policy_whatever_travels(recipe: Path) -> None:
     assert [line["reward"] for line in untrained.metrics] != [line["reward"] for line in full.metrics]
 
 
-def test_validation_curve_and_pictures(recipe: Path) -> None:
+def test_validation_curve_and_images(recipe: Path) -> None:
     (recipe.parent / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
     validation = "validation={every: 2, prompts: %s, samples_per_prompt: 2, num_inference_steps: 5}" % (
         recipe.parent / "held_out.txt"
@@ -131,8 +131,8 @@ def test_validation_curve_and_pictures(recipe: Path) -> None:
     assert [line["update"] for line in finished.validation] == [0, 2, 3]
     first, *_, last = finished.summary.validation
     assert first.value == -first.parts["jpeg_kb"] != last.value
-    pictures = {path.stem: Image.open(path) for path in (finished.path / "samples").iterdir()}
-    assert {"train-000001", "train-000002", "train-000003", "validation-000000", "validation-000003"} <= pictures.keys()
-    for picture in pictures.values():
-        picture.load()
-        assert min(picture.size) >= 32
+    images = {path.stem: Image.open(path) for path in (finished.path / "samples").iterdir()}
+    assert {"train-000001", "train-000002", "train-000003", "validation-000000", "validation-000003"} <= images.keys()
+    for image in images.values():
+        image.load()
+        assert min(image.size) >= 32

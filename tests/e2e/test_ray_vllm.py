@@ -1,5 +1,5 @@
-"""The real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks. Two runs, because each takes most of a minute
-to come up."""
+"""Tests the real thing, as a user starts it: Ray actors, vLLM-Omni, gloo ranks. Two runs, because each takes most of a
+minute to come up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: P
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> Run:
-    """S = 2 with two engines and two trainer ranks, everything switched on."""
+    """Runs S = 2 with two engines and two trainer ranks, everything switched on."""
     folder = tmp_path_factory.mktemp("asynchronous")
     recipe = write_recipe(folder, checkpoint)
     (folder / "held_out.txt").write_text("a blue digit\nthe digit 9\n")
@@ -82,7 +82,7 @@ def test_roles_worked_at_the_same_time_and_the_trace_shows_it(asynchronous: Run)
     assert kinds >= {"generate", "score", "train", "publish", "stage", "swap", "export", "checkpoint"}
 
 
-def test_metrics_validation_and_pictures(asynchronous: Run) -> None:
+def test_metrics_validation_and_images(asynchronous: Run) -> None:
     assert [line["update"] for line in asynchronous.metrics] == list(range(1, 7))
     assert all(
         line["conservation"]["admitted"] >= line["conservation"]["trained"] == 2 * line["update"]
@@ -90,16 +90,16 @@ def test_metrics_validation_and_pictures(asynchronous: Run) -> None:
     )
     versions = [point.version for point in asynchronous.summary.validation]
     assert versions[0] == 0 and versions[-1] == 6
-    pictures = list((asynchronous.path / "samples").iterdir())
+    images = list((asynchronous.path / "samples").iterdir())
     assert {"train-000001", "train-000003", "train-000006", "validation-000000", "validation-000006"} <= {
-        p.stem for p in pictures
+        p.stem for p in images
     }
-    for path in pictures:
-        with Image.open(path) as picture:
-            picture.load()
+    for path in images:
+        with Image.open(path) as image:
+            image.load()
 
 
-def test_mlflow_has_parameters_metrics_and_pictures(asynchronous: Run) -> None:
+def test_mlflow_has_parameters_metrics_and_images(asynchronous: Run) -> None:
     client = MlflowClient(tracking_uri=f"sqlite:///{asynchronous.path.parent / 'mlflow.db'}")
     (experiment,) = client.search_experiments(filter_string="name = 'omni_async'")
     (run,) = client.search_runs([experiment.experiment_id])

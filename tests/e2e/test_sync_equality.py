@@ -1,5 +1,5 @@
-"""`staleness.max_updates: 0` is the synchronous trainer: the whole machine of roles gives the weights of a plain loop,
-bit for bit."""
+"""Tests that `staleness.max_updates: 0` is the synchronous trainer: all roles together give the weights of a plain
+loop, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny model of the end-to-end tests."""
+"""Provides the tiny model of the end-to-end tests."""
 
 from tests.e2e.conftest import checkpoint
 

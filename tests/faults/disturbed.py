@@ -1,5 +1,5 @@
-"""Emulated jobs on real Ray actors whose processes are killed or stopped while they do what the profile makes them do
-nearly all of the time."""
+"""Runs emulated jobs on real Ray actors whose processes are killed or stopped while they do what the profile makes them
+do nearly all of the time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = Payload(trajectory=20_000, media=3_000, weights=100_000)
 
 
 def profile(slow: str, seconds: float, payload: Payload = SMALL) -> Profile:
-    """Everything is quick but for one stage."""
+    """Returns a profile in which everything is quick but for one stage."""
     stages = ("generate", "score", "proximal", "train", "step", "export", "publish", "swap", "switch")
     return Profile(
         name="small",
@@ -72,7 +72,7 @@ class Disturbed:
 
     @classmethod
     def of(cls, recipe: Path, *overrides: str) -> Disturbed:
-        """Any job."""
+        """Makes one of any recipe."""
         run = cls.__new__(cls)
         run._begin(recipe, overrides)
         return run
@@ -111,7 +111,7 @@ class Disturbed:
             time.sleep(0.02)
 
     def updated(self, number: int, timeout_s: float = 60.0) -> None:
-        """Until that many updates are made, in this life or before."""
+        """Waits until that many updates are made, in this attempt or before."""
         self.wait_for(lambda: any(update["update"] >= number for update in self.console.updates), timeout_s)
 
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -122,7 +122,7 @@ class Disturbed:
         os.kill(self.parts()[part]["pid"], number)
 
     def stop(self) -> None:
-        """As Ctrl-C would, after two more updates."""
+        """Stops the run as Ctrl-C would, after two more updates."""
         self.updated(self.console.updates[-1]["update"] + 2)
         ask(self.job.run / "control.sock", Request(stop=True), timeout_s=60)
 
@@ -134,7 +134,8 @@ class Disturbed:
         return read_faults(self.job.run / "faults.jsonl")
 
     def require_whole(self, summary: Summary) -> None:
-        """It ended as it was told to, with every group in exactly one line and every update made of its groups."""
+        """Requires that the run ended on request, with every group in exactly one line and every update made of its
+        groups."""
         assert summary.status == "interrupted" and summary.reason == "on request", summary.reason
         assert summary.conserved
         ledger = self.ledger()

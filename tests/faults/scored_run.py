@@ -1,5 +1,5 @@
-"""The coordinator with real reward workers around it: engines, trainer and publisher are those of the control plane's
-tests."""
+"""Runs the coordinator with real reward workers around it: engines, trainer and publisher are those of the control
+plane's tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.control.control_world import Run
 
 
 def sample_of(image: np.ndarray) -> tuple[int, int]:
-    """The group and the number of the sample that a picture is of."""
+    """Returns the group and the number of the sample that an image is of."""
     high, low, sample = (int(value) for value in image[0, 0])
     return 256 * high + low, sample
 
 
-class Pictures(LocalStore):
-    """Draws the picture of `media g3.s1` when it is asked for."""
+class Images(LocalStore):
+    """A store that draws the image of `media g3.s1` when it is asked for."""
 
     async def get(self, reference: str) -> np.ndarray:
         group, _, sample = reference.removeprefix("media g").partition(".s")
@@ -34,7 +34,8 @@ class Pictures(LocalStore):
 
 
 class ScoredRun(Run):
-    """`scorers()` are a reward worker's, built for each by itself; `tried`: they score a synthetic picture first."""
+    """A run with real reward workers. `scorers()` are a reward worker's, built for each by itself; `tried`: they score
+    a synthetic image first."""
 
     def __init__(
         self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any
@@ -47,10 +48,10 @@ class ScoredRun(Run):
     async def rewarder(self, worker: str) -> None:
         reward = WeightedScorer.alone(self._scorers())
         probe = Probe.of(self.config, [Prompt(0, "a synthetic cat")]) if self._tried else None
-        rewarder = Rewarder(worker, self.config, reward, self.coordinator, Pictures(), self._clock, probe)
+        rewarder = Rewarder(worker, self.config, reward, self.coordinator, Images(), self._clock, probe)
         await rewarder.start()
         await rewarder.run()
 
     @property
-    def told(self) -> list[str]:
+    def logged(self) -> list[str]:
         return [data["text"] for data in self.of_kind("phase")]

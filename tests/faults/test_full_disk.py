@@ -1,4 +1,4 @@
-"""No space left on the device: the run ends soon, says so in one line, and keeps the checkpoint it has."""
+"""Tests that a run without space left on the device ends soon, says so in one line, and keeps the checkpoint it has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = ["emulation.time_scale=0.001", "trainer.updates=400", "checkpoint.every=
 
 
 def fill(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """These files of the run folder are on a device that is full."""
+    """Puts these files of the run folder on a device that is full."""
     create = RunDirectory.create.__func__  # type: ignore[attr-defined]
 
     def on_a_full_disk(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
@@ -45,7 +45,7 @@ def fill(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def obstruct(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """These files of the run folder cannot be put in their place."""
+    """Makes it impossible to rename these files of the run folder to their final path."""
     create = RunDirectory.create.__func__  # type: ignore[attr-defined]
 
     def obstructed(cls: type[RunDirectory], config: Config, clock: Clock) -> RunDirectory:
@@ -62,7 +62,7 @@ RESULTS = {"summary.json", "profile.json", "trace.json", "attempts.jsonl"}
 
 
 @pytest.mark.parametrize("lost", sorted(RESULTS))
-def test_one_result_that_cannot_be_written_costs_no_other_and_is_told(
+def test_one_result_that_cannot_be_written_costs_no_other_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: str
 ) -> None:
     obstruct(monkeypatch, lost)
@@ -92,10 +92,11 @@ def test_the_summary_gets_the_room_of_what_is_in_memory(tmp_path: Path, monkeypa
     assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
 
 
-def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(
+def test_a_folder_that_becomes_read_only_costs_the_results_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the kernel remounts a file system after an error: there even removing a file that is not there fails."""
+    """Covers a file system that the kernel remounts after an error: there even removing a file that is not there
+    fails."""
 
     def refused(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -119,7 +120,7 @@ def test_a_folder_that_becomes_read_only_costs_the_results_and_is_told(
 
 
 def test_no_file_can_grow_any_more_and_the_run_ends_in_order(tmp_path: Path) -> None:
-    """The limit of the operating system on a file's size, which any of the files that grow may meet."""
+    """Covers the limit of the operating system on a file's size, which any of the files that grow may meet."""
     limit = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); from omni_async.cli import"
         " main; sys.exit(main())"
@@ -192,10 +193,10 @@ def test_a_summary_counts_what_the_ledger_has_though_another_file_cannot_grow(
     assert counters.trained == sum(summary.staleness.values()) == 8 * summary.updates
 
 
-def test_checkpoints_that_cannot_be_written_are_told_of_and_the_last_one_is_a_failure(
+def test_checkpoints_that_cannot_be_written_are_reported_and_the_last_one_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Space may come back while the run goes on, so only the last one ends it."""
+    """Ends the run only at the last one, because space may come back while the run goes on."""
     from omni_async.actors import checkpointer
 
     written = 0

@@ -1,5 +1,5 @@
-"""kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job, with
-nothing lost or done twice."""
+"""Tests kill -9 of a whole job, at random moments and at chosen ones: what goes on from the checkpoint is the same job,
+with nothing lost or done twice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_job_that_is_killed_again_and_again_trains_every_group_once(
 
 @pytest.mark.slow
 def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkpoint: str, tmp_path: Path) -> None:
-    """To the bit, with AdamW and an average."""
+    """Compares to the bit, with AdamW and an average."""
     settings = [
         "trainer.updates=6",
         "trainer.optimizer.name=adamw",
@@ -67,8 +67,8 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
     whole = left_behind(recipe, settings)
 
     recipe = write_recipe(tmp_path / "killed", checkpoint)
-    for last in ("update 2/", "update 4/"):
-        killed_at([recipe, *settings, "checkpoint.resume=auto"], last)
+    for update in (2, 4):
+        kill_at([recipe, *settings, "checkpoint.resume=auto"], tmp_path / "killed" / "runs", update)
     answer = command_line(recipe, *settings, "checkpoint.resume=auto")
     assert answer.code == 0 and "going on with" in answer.stdout, answer
     killed = left_behind(recipe, settings)
@@ -79,8 +79,9 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
     assert [line["reward"] for line in killed.metrics] == [line["reward"] for line in whole.metrics]
 
 
-def killed_at(arguments: list[str | Path], line: str) -> None:
-    """In a session of its own, so that all of it can be killed at once."""
+def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
+    """Runs the command and kills its whole session after that update, or the first later one at which a checkpoint is
+    written: without one there would be nothing to go on from."""
     command = [*COMMAND, *map(str, arguments)]
     job = subprocess.Popen(
         command,
@@ -92,8 +93,11 @@ def killed_at(arguments: list[str | Path], line: str) -> None:
         start_new_session=True,
     )
     assert job.stdout is not None
-    for said in job.stdout:
-        if said.startswith(line):
+    reached = tuple(f"update {number}/" for number in range(update, 100))
+    for line in job.stdout:
+        if line.startswith(reached) and any(runs.glob("*/checkpoints/update-*")):
             break
+    else:
+        raise AssertionError(f"the job ended before update {update}: {job.communicate(timeout=30)}")
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)

@@ -1,5 +1,5 @@
-"""Trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, and later another
-number of ranks goes on."""
+"""Tests trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, and later
+another number of ranks goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = (
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_a_life_and_another_number_of_ranks_goes_on(
+def test_a_rank_that_is_killed_costs_an_attempt_and_another_number_of_ranks_goes_on(
     checkpoint: str, tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path, checkpoint)

@@ -1,5 +1,5 @@
-"""SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint within 30 seconds, whatever was under
-way."""
+"""Tests SIGTERM, as a cluster sends it before it takes a machine away: a checkpoint within 30 seconds, whatever was
+under way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 30.0
 
 
 def until(process: subprocess.Popen[str], beginning: str) -> None:
-    """It has said a line that begins so."""
+    """Reads the output up to a line that begins so."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(beginning):
@@ -34,16 +34,16 @@ def until(process: subprocess.Popen[str], beginning: str) -> None:
 
 
 def preempt(process: subprocess.Popen[str], line: str, after_s: float) -> None:
-    """SIGTERM for its process group, as `timeout`, SLURM and systemd send it, `after_s` after it has said a line that
-    begins so; it ends in time."""
+    """Sends SIGTERM to the process group, as `timeout`, SLURM and systemd do, `after_s` after a line that begins so;
+    the process ends in time."""
     try:
         until(process, line)
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGTERM)
-        told = time.monotonic()
+        signalled = time.monotonic()
         said = process.communicate(timeout=DEADLINE_S)[0]
         assert process.returncode == 130, said
-        assert time.monotonic() - told < DEADLINE_S
+        assert time.monotonic() - signalled < DEADLINE_S
     finally:
         process.kill()
         process.wait()
@@ -51,8 +51,8 @@ def preempt(process: subprocess.Popen[str], line: str, after_s: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["ray", "inprocess"])
-def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, runtime: str) -> None:
-    """In the middle of an update of 8 groups that takes 80 s to compute."""
+def test_a_run_that_is_preempted_leaves_a_checkpoint_in_time(tmp_path: Path, runtime: str) -> None:
+    """Stops the run in the middle of an update of 8 groups that takes 80 s to compute."""
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 10.0))
     settings = [f"run.runtime={runtime}", "trainer.streaming=off", "trainer.updates=50", "checkpoint.every=50"]
@@ -69,8 +69,9 @@ def test_a_run_that_is_told_to_go_leaves_a_checkpoint_in_time(tmp_path: Path, ru
 
 
 @pytest.mark.slow
-def test_a_run_that_is_told_to_go_while_it_loads_ends_in_order(checkpoint: str, tmp_path: Path) -> None:
-    """Ray has started by then, and would take the signal for itself, and its processes would die of it."""
+def test_a_run_that_is_preempted_while_it_loads_ends_in_order(checkpoint: str, tmp_path: Path) -> None:
+    """Stops the run once Ray has started, which would take the signal for itself, and whose processes would die of
+    it."""
     preempt(start(write_small_recipe(tmp_path, checkpoint), "run.runtime=ray"), "loading engines", 1)
     (run,) = (tmp_path / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())

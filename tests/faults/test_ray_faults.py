@@ -1,8 +1,8 @@
-"""kill -9 and SIGSTOP of every kind of process, in the middle of everything it does, on real Ray actors: the run goes
-on and nothing is lost.
+"""Tests kill -9 and SIGSTOP of every kind of process, in the middle of everything it does, on real Ray actors: the run
+goes on and nothing is lost.
 
-What is in the middle of what is a matter of the profile: a process is nearly always in the stage that takes nearly all
-of the time.
+The profile decides what a process is in the middle of: it is nearly always in the stage that takes nearly all of the
+time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def local_ray() -> Iterator[None]:
 
 
 def strike(run: Disturbed, blows: Sequence[tuple[str, int]]) -> None:
-    """One after the other, each when the one before is mended and the run has moved on."""
-    for mended, (place, number) in enumerate(blows, start=1):
-        part = max((name for name in run.parts() if name.partition(".")[0] == place), default=place)
+    """Strikes one after the other, each when the one before is mended and the run has moved on."""
+    for mended, (slot, number) in enumerate(blows, start=1):
+        part = max((name for name in run.parts() if name.partition(".")[0] == slot), default=slot)
         pid = run.parts()[part]["pid"]
         os.kill(pid, number)
         run.wait_for(lambda mended=mended: len(run.faults) == mended)  # type: ignore[misc]
@@ -66,7 +66,7 @@ def test_workers_that_die_or_hang_at_work_are_replaced_and_nothing_is_lost(
 
 @pytest.mark.parametrize("transport", ["object_store", "collective"])
 def test_engines_that_die_in_the_middle_of_a_broadcast_are_replaced(tmp_path: Path, transport: str) -> None:
-    """Weights that take longer to carry than everything else together."""
+    """Transfers weights that take longer than everything else together."""
 
     def disturb(run: Disturbed) -> None:
         run.updated(2)
@@ -102,8 +102,8 @@ def test_all_engines_at_once(tmp_path: Path) -> None:
     run.require_whole(run.run(disturb))
 
 
-def test_a_run_that_loses_its_heart_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    """The trainer (rank 0 and the publisher live in its process) and the coordinator."""
+def test_a_run_that_loses_its_trainer_or_coordinator_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """Kills the trainer (rank 0 and the publisher run in its process) and the coordinator."""
 
     def disturb(run: Disturbed) -> None:
         run.updated(8)
@@ -116,7 +116,7 @@ def test_a_run_that_loses_its_heart_goes_on_from_its_last_checkpoint(tmp_path: P
 
 
 def test_a_trainer_that_dies_while_it_writes_a_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    """With large groups in the replay buffer, whose trajectories are written too."""
+    """Keeps large groups in the replay buffer, whose trajectories are written too."""
 
     def disturb(run: Disturbed) -> None:
         run.updated(5)

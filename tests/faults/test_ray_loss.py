@@ -1,4 +1,4 @@
-"""Runs with a Ray of their own: its loss, a driver that goes without a word, a node that is lost, a store that is too
+"""Tests runs with a Ray of their own: its loss, a driver that ends silently, a node that is lost, a store that is too
 small."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def server(name: str) -> psutil.Process:
-    """Of the Ray that this process has started."""
+    """Finds a server of the Ray that this process has started."""
     (found,) = (child for child in psutil.Process().children(recursive=True) if child.name() == name)
     return found
 
 
 def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_more(tmp_path: Path) -> None:
-    """The first Ray loses its global store, the second one its node's daemon."""
+    """Kills the first Ray's global store and the second one's node daemon."""
 
     def disturb(run: Disturbed) -> None:
         run.updated(4)
@@ -56,10 +56,10 @@ def test_a_run_goes_on_with_another_ray_and_says_so_when_it_may_not_have_one_mor
     assert not [child for child in psutil.Process().children(recursive=True) if "ray" in child.name()]
 
 
-def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_while_ray_starts_ends_in_order(
+def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_while_ray_starts_ends_in_order(
     tmp_path: Path,
 ) -> None:
-    """The signal goes to the whole process group, as from `timeout`, SLURM and systemd."""
+    """Sends the signal to the whole process group, as `timeout`, SLURM and systemd do."""
     recipe = write_recipe(tmp_path)
     write_profile(tmp_path / "profile.json", profile("train", 0.05))
     settings = ["run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto"]
@@ -76,7 +76,7 @@ def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_told_to_go_wh
 
 
 def until(settings: list[str], recipe: Path, beginning: str, number: int) -> list[psutil.Process]:
-    """Train until a line begins so, and signal the process group. What was running then."""
+    """Trains until a line begins so, and signals the process group. Returns the processes that ran then."""
     job = start(recipe, *settings)
     assert job.stdout is not None
     try:
@@ -97,7 +97,7 @@ def until(settings: list[str], recipe: Path, beginning: str, number: int) -> lis
 
 @pytest.mark.thorough
 def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
-    """More than fits is alive: 32 samples of 6 MB, for a store of 80 MB."""
+    """Keeps more alive than fits: 32 samples of 6 MB, for a store of 80 MB."""
     reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
     ray.init(
         num_cpus=4,
@@ -129,8 +129,8 @@ PORT_RANGES = {"127.0.0.2": (21000, 21999), "127.0.0.3": (22000, 22999)}
 
 @contextlib.contextmanager
 def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil.Process]:
-    """A Ray node of this machine with an address of its own, as it would be started by hand. With `head` it joins that
-    one."""
+    """Starts a Ray node of this machine with an address of its own, as it would be started by hand. With `head` it
+    joins that one."""
     low, high = PORT_RANGES[address]
     role = (
         ["--address", head]
@@ -176,7 +176,7 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
 def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_second_node_and_of_the_head_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second node takes whatever Ray put there along, and the run goes on; the loss of the head ends it in
+    """Loses the second node with everything that Ray put there, and the run goes on; the loss of the head ends it in
     order."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)

@@ -1,5 +1,5 @@
-"""Scorers that fail under a whole control plane: every group ends trained or rejected with its reason, and the run
-ends."""
+"""Tests scorers that fail under a whole control plane: every group ends trained or rejected with its reason, and the
+run ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_reward(config: Config, **reward: Any) -> Config:
 
 
 def events(played: ScoredRun) -> dict[str, set[int]]:
-    """Groups by how they ended; each ended once."""
+    """Returns the groups by how they ended, and requires that each ended once."""
     assert len({entry.group for entry in played.entries}) == len(played.entries)
     ended: dict[str, set[int]] = {"trained": set(), "rejected": set(), "dropped": set()}
     for entry in played.entries:
@@ -46,7 +46,8 @@ def events(played: ScoredRun) -> dict[str, set[int]]:
 
 
 class Judge:
-    """A sample's number is its reward. It is down at some times, and cannot score some samples; `asked` counts."""
+    """A scorer whose reward is the sample's number. It is down at some times, and cannot score some samples; `asked`
+    counts."""
 
     name = "judge"
 
@@ -67,7 +68,7 @@ class Judge:
 
 
 class Paced(ScoredRun):
-    """Roles take tenths of a second for what they do."""
+    """A run whose roles take tenths of a second for what they do."""
 
     async def turns(self, kind: str) -> None:
         await asyncio.sleep(0.1 * self._random.randint(0, self._pause[kind]))
@@ -104,9 +105,9 @@ def test_an_outage_of_a_minute_costs_no_group(streaming: bool, workers: int) -> 
     assert played.outcome == ("done", None)
     assert events(played) == {"trained": set(range(12)), "rejected": set(), "dropped": set()}
     assert 64 <= seconds < 120
-    assert judge.asked < 300, "nobody asked all the time"
-    assert len([text for text in played.told if text.startswith("warning: scorer 'judge' fails (")]) <= workers
-    assert len(played.told) % 2 == 0 and 2 <= len(played.told) <= 2 * workers
+    assert judge.asked < 300, "it was not asked all the time"
+    assert len([text for text in played.logged if text.startswith("warning: scorer 'judge' fails (")]) <= workers
+    assert len(played.logged) % 2 == 0 and 2 <= len(played.logged) <= 2 * workers
     outages = [span for data in played.of_kind("spans") for span in data["spans"] if span.kind == "outage"]
     assert outages and 55 <= max(span.end - span.start for span in outages) <= 95
 
@@ -127,8 +128,8 @@ def test_a_scorer_that_never_comes_back_ends_the_run_with_its_reason() -> None:
 
 
 class Whimsical(Judge):
-    """Tells pictures of size 2 from the synthetic one, which is larger; what it says of those is up to `drawn`, and of
-    the other to `synthetic`."""
+    """A scorer that distinguishes images of size 2 from the synthetic one, which is larger; what it says of those is up
+    to `drawn`, and of the other to `synthetic`."""
 
     def __init__(self, drawn: Callable[[int, int], float], synthetic: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(up=lambda t: True)
@@ -229,7 +230,7 @@ def test_a_run_that_is_stopped_in_an_outage_ends_at_once() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
 def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
-    """Whatever the arrangement, once the scorer has answered each worker. Some try their scorer before the first
+    """Varies the arrangement, once the scorer has answered each worker. Some try their scorer before the first
     sample."""
     dice = random.Random(seed)
     bad = {group for group in range(1, 40) if dice.random() < 0.2}
@@ -266,8 +267,8 @@ def test_outages_cost_no_group_and_bad_samples_only_theirs(seed: int) -> None:
 
 
 class Server:
-    """Answers with the number of the sample; `mood` is what is wrong with it. It can go away, and come back on the same
-    port."""
+    """A server that answers with the number of the sample; `mood` is what is wrong with it. It can go away, and come
+    back on the same port."""
 
     def __init__(self) -> None:
         self.mood = "well"
@@ -289,13 +290,13 @@ class Server:
                 self.wfile.write(answer)
 
             def log_message(self, *_: Any) -> None:
-                """Quietly."""
+                """Logs nothing."""
 
         class Http(ThreadingHTTPServer):
             daemon_threads = True
 
             def handle_error(self, *_: Any) -> None:
-                """Clients that do not wait are what this is about."""
+                """Ignores clients that do not wait, which the test is about."""
 
         self._http = Http(("127.0.0.1", self.port), Handler)
         self.port = self._http.server_port
@@ -325,7 +326,7 @@ class Server:
 
 
 class HttpJudge:
-    """What a user's client of a judge server would be."""
+    """A scorer as a user would write the client of a judge server."""
 
     name = "http_judge"
     concurrent = True
@@ -353,7 +354,7 @@ def test_a_run_outlives_everything_its_judge_server_does() -> None:
         played = ScoredRun(config, lambda: HttpJudge(server.port), WallClock(), reward_workers=2)
 
         async def trained(count: int) -> None:
-            while len(played.taken) < count:  # noqa: ASYNC110 (the run tells nobody when its trainer takes a group)
+            while len(played.taken) < count:  # noqa: ASYNC110 (the run does not report when its trainer takes a group)
                 await asyncio.sleep(0.005)
 
         async def trouble() -> None:
@@ -380,8 +381,8 @@ def test_a_run_outlives_everything_its_judge_server_does() -> None:
     ended = events(played)
     assert len(ended["trained"]) == 120 and not ended["dropped"]
     assert not ended["rejected"], "no sample was to blame"
-    told = [text.split(" (")[0].split(" after")[0] for text in played.told]
-    assert told.count("warning: scorer 'http_judge' fails") == told.count("scorer 'http_judge' answers again") >= 6
+    logged = [text.split(" (")[0].split(" after")[0] for text in played.logged]
+    assert logged.count("warning: scorer 'http_judge' fails") == logged.count("scorer 'http_judge' answers again") >= 6
 
 
 def test_a_server_that_answers_every_tenth_call_late_is_hedged() -> None:
@@ -409,4 +410,4 @@ def test_a_server_that_answers_every_tenth_call_late_is_hedged() -> None:
     assert calls["all"] > 80 and time.monotonic() - began < 4.0, (
         "eight late answers of a second each were not waited for"
     )
-    assert played.told == []
+    assert played.logged == []

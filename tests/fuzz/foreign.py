@@ -1,5 +1,4 @@
-"""Strategies for foreign input: any plain value, valid values of a struct, and valid things that somebody has
-changed."""
+"""Provides strategies for foreign input: any plain value, valid values of a struct, and valid files with changes."""
 
 from __future__ import annotations
 
@@ -52,13 +51,13 @@ plain = st.recursive(
 
 
 def few(examples: int) -> Callable[[Any], Any]:
-    """Settings: so many examples, each as slow as it needs to be, with fixtures of the whole test."""
+    """Sets the number of examples, each as slow as it needs to be, with fixtures of the whole test."""
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @cache
 def of(annotation: Any) -> st.SearchStrategy[Any]:
-    """Valid values of a type of our messages."""
+    """Generates valid values of a type of our messages."""
     origin, args = get_origin(annotation), get_args(annotation)
     simple = {
         int: st.integers(-(2**63), 2**63 - 1),
@@ -95,7 +94,7 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def changed(draw: st.DrawFn, content: bytes) -> bytes:
-    """A few bytes replaced, removed, inserted or doubled; or the end cut off."""
+    """Replaces, removes, inserts or doubles a few bytes; or cuts off the end."""
     for _ in range(draw(st.integers(1, 3))):
         start = draw(st.integers(0, len(content)))
         end = min(len(content), start + draw(st.integers(0, 8)))
@@ -111,7 +110,7 @@ def changed(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def altered(draw: st.DrawFn, tree: Any) -> Any:
-    """Plain data with one to three places replaced, removed or added to."""
+    """Replaces, removes or adds one to three values of plain data."""
     tree = msgspec.json.decode(msgspec.json.encode(tree))
     for _ in range(draw(st.integers(1, 3))):
         here, key = tree, None
@@ -132,5 +131,5 @@ def altered(draw: st.DrawFn, tree: Any) -> Any:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    """Everything below a folder with its content, so that what somebody wrote there shows."""
+    """Lists all files and folders below a folder with their content, so that any write there shows."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}

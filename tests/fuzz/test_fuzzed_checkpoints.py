@@ -1,5 +1,5 @@
-"""Whatever somebody did to a checkpoint, it is usable or refused in one line, the run goes on with the one before it,
-and nothing is written."""
+"""Tests that a changed checkpoint is usable or refused in one line, that the run goes on with the one before it, and
+that nothing is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.runtime.runtime_world import write_ledger
 
 
 def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None:
-    """A checkpoint as an emulated run writes it: two groups unfinished, one that waits with its trajectories."""
+    """Writes a checkpoint as an emulated run does: two groups unfinished, one ready with its trajectories."""
     (folder / "tensors").mkdir(parents=True)
     save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
     samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), (version, version)) for n in range(2))
@@ -42,7 +42,7 @@ def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
-    """A run that was killed, with a checkpoint that is never touched and one that is."""
+    """Makes a run that was killed, with a checkpoint that stays intact and one that is changed."""
     recipe = write_recipe(tmp_path_factory.mktemp("fuzz"))
     run = recipe.parent / "runs" / "emulated-20270101-000000"
     config = load(recipe, [f"checkpoint.resume={run}"])
@@ -65,7 +65,7 @@ def _spoil(folder: Path, data: st.DataObject) -> None:
         )
     else:
         (folder / name).write_bytes(data.draw(changed(content) | st.binary(max_size=40)))
-    if name != "manifest.json" and data.draw(st.booleans()):  # somebody who means it
+    if name != "manifest.json" and data.draw(st.booleans()):  # a deliberate change
         (folder / "manifest.json").unlink()
         write_manifest(folder)
 

@@ -1,4 +1,4 @@
-"""Data from elsewhere: prompt files, preference files, profiles and what runs left behind. Read, or refused in one
+"""Tests that data from elsewhere (prompt files, preference files, profiles, files of runs) are read, or refused in one
 line."""
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def test_prompt_files(tmp_path: Path, content: bytes, suffix: str) -> None:
 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    picture = io.BytesIO()
-    Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(picture, "PNG")
-    table = {"prompt": ["a", "b"], "chosen": [picture.getvalue()] * 2, "rejected": [picture.getvalue()] * 2}
+    png = io.BytesIO()
+    Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).save(png, "PNG")
+    table = {"prompt": ["a", "b"], "chosen": [png.getvalue()] * 2, "rejected": [png.getvalue()] * 2}
     file = tmp_path_factory.mktemp("parquet") / "pairs.parquet"
     pq.write_table(pa.table(table), file, compression="snappy")
     return file.read_bytes()
@@ -78,8 +78,8 @@ def _pairs_or_refusal(folder: Path, content: bytes) -> None:
     try:
         pairs = PreferencePairs(str(folder / "pairs.parquet"))
         pairs.prompts(100)
-        for picture in pairs.images(0):
-            assert picture.dtype == np.uint8 and picture.ndim == 3
+        for image in pairs.images(0):
+            assert image.dtype == np.uint8 and image.ndim == 3
     except ConfigError as error:
         refused(error)
     assert listing(folder) == {"pairs.parquet": content}
@@ -94,15 +94,13 @@ def test_preference_files(tmp_path: Path, parquet: bytes, data: st.DataObject) -
 
 
 @few(60)
-@given(
-    picture=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60)
-)
-def test_what_preference_files_name(tmp_path: Path, picture: str | bytes) -> None:
+@given(image=st.sampled_from(["../private.png", "/etc/passwd", *TEXTS]) | st.text(max_size=20) | st.binary(max_size=60))
+def test_files_that_preference_files_name(tmp_path: Path, image: str | bytes) -> None:
     folder = tmp_path / "data"
     folder.mkdir(exist_ok=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "private.png")
     try:
-        table = pa.table({"prompt": ["a"], "chosen": [picture], "rejected": [picture]})
+        table = pa.table({"prompt": ["a"], "chosen": [image], "rejected": [image]})
     except (pa.ArrowException, UnicodeEncodeError):
         return
     pq.write_table(table, folder / "pairs.parquet")
@@ -111,7 +109,7 @@ def test_what_preference_files_name(tmp_path: Path, picture: str | bytes) -> Non
     refused(error.value)
 
 
-# ---- profiles and what runs leave behind -----------------------------------------------------------------------------
+# ---- profiles and files of runs --------------------------------------------------------------------------------------
 
 
 def _profile_or_refusal(path: Path) -> None:
@@ -155,7 +153,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @few(40)
 @given(data=st.data())
 @example(data=None)
-def test_what_a_run_left_behind(finished: Finished, data: st.DataObject | None) -> None:
+def test_files_of_a_run(finished: Finished, data: st.DataObject | None) -> None:
     config, run, files = finished.config, finished.run, finished.files
     for name, content in files.items():
         (run / name).write_bytes(content)

@@ -1,5 +1,5 @@
-"""Every message and file format of ours: what is written comes back, and anything else is refused by the decoder's own
-errors."""
+"""Tests every message and file format of ours: a written one comes back, and anything else is refused by the decoder's
+own errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from omni_async import types
 from omni_async.benchmark.result import Overlap
 from omni_async.checkpoint.manifest import Manifest
 from omni_async.checkpoint.state import State
-from omni_async.control import continuation, events
+from omni_async.control import control_state, events
 from omni_async.performance.profile import Profile
 from omni_async.tracking.summary import Summary
 
 MESSAGES = [
     found
-    for module in (types, events, continuation)
+    for module in (types, events, control_state)
     for _, found in inspect.getmembers(module, inspect.isclass)
     if issubclass(found, msgspec.Struct) and found.__module__ == module.__name__
 ] + [Overlap, Manifest, State, Profile, Summary]

@@ -1,5 +1,5 @@
-"""Any recipe and any override is a configuration or one line of refusal: no traceback, nothing written, exit code 0 or
-2."""
+"""Tests that any recipe and any override is a configuration or one line of refusal: no traceback, nothing written, exit
+code 0 or 2."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_path() -> Iterator[None]:
-    """The command line puts the working directory on Python's path."""
+    """Restores Python's path, on which the command line puts the working directory."""
     before = list(sys.path)
     yield
     sys.path[:] = before
 
 
 def full(recipe: Path) -> dict[str, Any]:
-    """With every default filled in, so that every key is there to be changed."""
+    """Fills in every default, so that every key is there to be changed."""
     tree = msgspec.to_builtins(load(recipe))
     return {section: value for section, value in tree.items() if value is not None}
 

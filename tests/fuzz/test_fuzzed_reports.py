@@ -1,5 +1,5 @@
-"""A benchmark's result from elsewhere: shown, or refused in one line; nothing is written but the report, in its own
-folder."""
+"""Tests that a benchmark's result from elsewhere is shown, or refused in one line; nothing is written but the report,
+in its own folder."""
 
 from __future__ import annotations
 

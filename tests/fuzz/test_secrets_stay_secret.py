@@ -1,5 +1,5 @@
-"""A random secret, wherever a recipe may hold one, is in no byte that a run leaves behind: not in its folder, not in
-MLflow, not on the terminal."""
+"""Tests that a random secret, wherever a recipe may hold one, is in no byte that a run leaves behind: not in its
+folder, not in MLflow, not on the terminal."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ URLS += (
 
 
 def recipe_with(folder: Path, secret: str) -> Path:
-    """One scorer that gets the secret in every way."""
+    """Writes a recipe with one scorer that gets the secret in every way."""
     recipe = write_recipe(folder)
     tree = yaml.safe_load(recipe.read_text())
     params: dict[str, Any] = dict.fromkeys(KEYS, secret)
     params |= {f"url{n}": url.format(quote(secret, safe="")) for n, url in enumerate(URLS)}
     params |= {"headers": {"Authorization": f"Bearer {secret}"}, "judges": [{"password": secret}, {"secret": [secret]}]}
-    tree["reward"]["scorers"] = [{"name": f"{__name__}:Blabber", "params": {"given": params, "api_key": secret}}]
+    tree["reward"]["scorers"] = [{"name": f"{__name__}:LeakingScorer", "params": {"given": params, "api_key": secret}}]
     tree["tracking"] = {"mlflow": {"enabled": True, "tracking_uri": None}}
     tree["trainer"] = {"updates": 1, "groups_per_update": 2}
     recipe.write_text(yaml.safe_dump(tree))
     return recipe
 
 
-class Blabber:
-    """Raises what it was given."""
+class LeakingScorer:
+    """A scorer that quotes all its options in an error."""
 
-    name = "blabber"
+    name = "leaking"
 
     def __init__(self, given: dict[str, Any], api_key: str) -> None:
         self._given = given
@@ -78,7 +78,7 @@ class Blabber:
 
 
 def holds(folder: Path, secret: str) -> list[str]:
-    """Files with the secret in them, however it is encoded there."""
+    """Returns the files with the secret in them, however it is encoded there."""
     forms = {form.encode() for form in (secret, quote(secret, safe=""), quote(secret), secret.replace("/", "\\/"))}
     return [
         str(path) for path in folder.rglob("*") if path.is_file() and any(form in path.read_bytes() for form in forms)

@@ -1,4 +1,4 @@
-"""An emulated device in virtual time, and on a loop that is late."""
+"""Tests an emulated device in virtual time, and on a loop that is late."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_job_that_came_while_the_device_was_busy_is_planned_from_its_end() -> 
 
 
 class LateLoop(VirtualTimeLoop):
-    """Every timer fires 30 ms late."""
+    """An event loop on which every timer fires 30 ms late."""
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         return super().call_later(delay + 0.03, callback, *args, context=context)

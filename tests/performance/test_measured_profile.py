@@ -1,4 +1,4 @@
-"""From spans back to the service times that made them."""
+"""Tests that the spans of a run give back the service times that made them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measured(spans: list[Span], **rollout: Any) -> Profile:
 
 
 def trained(*ends: float) -> list[Span]:
-    """An optimizer step of 0.5 s at the end of every update."""
+    """Returns spans with an optimizer step of 0.5 s at the end of every update."""
     return [
         Span("trainer", "train", end - 0.5, end, {"version": version, "step": 0}) for version, end in enumerate(ends)
     ]
@@ -41,15 +41,15 @@ def generated(engine: str, begin: float, end: float, samples: int, **args: Any) 
 
 
 def test_batches_are_found_behind_samples_that_wait_inside_the_engine() -> None:
-    """Every engine holds two batches of four; a sample's span begins when it was handed over, a whole batch before it
-    is computed."""
+    """Holds two batches of four in every engine; a sample's span begins when it was handed over, a whole batch
+    before it is computed."""
     spans: list[Span] = []
     for engine in ("rollout-0", "rollout-1"):
         handed_over = 100.0
         for job in range(6):
             end = 100.0 + 3.0 * (job + 1)
             spans += generated(engine, handed_over, end, 4)
-            handed_over = end - 3.0  # the places that the batch before freed
+            handed_over = end - 3.0  # the slots that the batch before freed
     assert measured(spans).generate == ServiceTime(unit_s=0.75)
 
 
@@ -64,7 +64,7 @@ def test_two_sizes_of_batches_tell_fixed_from_unit_time() -> None:
 
 
 def test_an_engine_that_finishes_samples_one_by_one_keeps_its_throughput() -> None:
-    """Continuous batching: four in flight, one done every second."""
+    """Batches continuously: four in flight, one done every second."""
     spans = [Span("rollout-0", "generate", float(i), float(i + 4), {"sample": f"g0.s{i}"}) for i in range(40)]
     assert measured(spans).generate.mean(4) == pytest.approx(
         4.0, rel=0.08

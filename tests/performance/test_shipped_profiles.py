@@ -1,5 +1,5 @@
-"""Shipped profiles give back the published steps they are built from, by the law and in virtual time, and say what is
-assumed in them."""
+"""Tests that shipped profiles give back the published steps they are built from, by the law and in virtual time, and
+name what is assumed in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_the_law_gives_back_a_published_step(arrangement: Reproduced) -> None:
 
 
 def test_virtual_time_gives_back_the_published_step_of_gpus_that_take_turns() -> None:
-    """512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and simulation agree."""
+    """Simulates 512 images one by one on 4 GPUs, every stage on all of them: no job is left over, so law and
+    simulation agree."""
     arrangement = REPRODUCED[0]
     simulated = simulate(
         recipe(arrangement.profile, *arrangement.overrides), load_profile(arrangement.profile), updates=8
@@ -98,7 +99,8 @@ def test_a_recipe_deals_its_devices_as_the_law_likes_best(name: str) -> None:
 
 
 def splits(config: Config) -> list[Config]:
-    """Every way to deal as many devices to the roles, where ranks divide a group; reward workers on no device stay."""
+    """Yields every way to split as many devices between the roles, where ranks divide a group; reward workers on no
+    device stay."""
     size, beside = config.placement.trainer.gpus, not config.placement.reward.gpus
     devices = int(num_devices(config) / size)
     found = []
@@ -123,14 +125,14 @@ def step_s(config: Config, profile: Profile) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_updates_of_staleness_keep_the_bottleneck_busy(name: str) -> None:
-    """With the recipe's own buffers."""
+    """Uses the recipe's own buffers."""
     simulated = simulate(recipe(name), load_profile(name), updates=40)
     assert simulated.bound_fraction >= 0.95
     assert simulated.staleness_max == 2
 
 
 def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
-    """As an attempt that made no update would have measured it."""
+    """Reads the profile that an attempt without an update would have measured."""
     nothing = ServiceTime()
     write_profile(
         tmp_path / "empty.json", Profile(name="x", source="made up", generate=nothing, score=nothing, train=nothing)

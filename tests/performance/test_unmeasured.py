@@ -1,5 +1,5 @@
-"""What a profile has no time for is estimated where it can be, and said either way; nothing is priced zero in
-silence."""
+"""Tests that a stage without a time in the profile is estimated where it can be, and reported either way; no stage
+counts as zero in silence."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_job_that_needs_the_pass_pays_for_it_by_the_law_and_in_simulation():
     assert found.step_s == pytest.approx(seconds + PROFILE.export.mean()), "the trainer is the bottleneck"
 
 
-def test_it_is_said_only_where_the_job_needs_it():
+def test_the_estimate_is_reported_only_where_the_job_needs_it():
     [said] = not_measured(job(), PROFILE)
     assert said.startswith(
         "profile run has no time for proximal, the pass that recomputes log-probs for the correction: estimated as 1/3"

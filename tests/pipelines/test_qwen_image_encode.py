@@ -1,4 +1,4 @@
-"""Images to latents: what diffusers' encoder says, and the way back from `decode`."""
+"""Tests images to latents: what diffusers' encoder says, and the way back from `decode`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def codec(policy: QwenImagePolicy) -> QwenImageCodec:
     return policy.load_codec(torch.float32)
 
 
-def pictures(count: int, height: int = 64, width: int = 32, seed: int = 0) -> torch.Tensor:
+def random_images(count: int, height: int = 64, width: int = 32, seed: int = 0) -> torch.Tensor:
     return torch.randint(
         0, 256, (count, 3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
 
 
 def by_diffusers(path: str, images: torch.Tensor) -> torch.Tensor:
-    """An untouched VAE on a video of one frame, in float64, and diffusers' own packing."""
+    """Encodes with an untouched VAE on a video of one frame, in float64, and diffusers' own packing."""
     vae = AutoencoderKLQwenImage.from_pretrained(path, subfolder="vae").double()
     mean, std = (
         torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1, 1)
@@ -52,7 +52,7 @@ def by_diffusers(path: str, images: torch.Tensor) -> torch.Tensor:
 
 
 def test_encoding_is_diffusers_encoding(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
-    images = pictures(3)
+    images = random_images(3)
     latents = codec.encode_images(images)
     assert latents.dtype == torch.float32
     assert latents.shape == (3, *policy.latent_shape(QwenImageSampling(height=64, width=32)))
@@ -60,7 +60,7 @@ def test_encoding_is_diffusers_encoding(policy: QwenImagePolicy, codec: QwenImag
 
 
 def test_a_specialised_vae_still_encodes_as_diffusers_calls_it(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
-    frames = pictures(2)[:, :, None].float() / 127.5 - 1
+    frames = random_images(2)[:, :, None].float() / 127.5 - 1
     with torch.no_grad():
         expected = (
             AutoencoderKLQwenImage.from_pretrained(policy.path, subfolder="vae").encode(frames).latent_dist.mode()
@@ -69,7 +69,7 @@ def test_a_specialised_vae_still_encodes_as_diffusers_calls_it(policy: QwenImage
 
 
 def test_packing_is_undone_by_decode(codec: QwenImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a VAE that changes nothing, what decode hands to it is what encode_images took from it."""
+    """Uses a VAE that changes nothing: decode hands to it what encode_images took from it."""
     maps = torch.randn(2, 16, 1, 8, 4, generator=torch.Generator().manual_seed(0))
     seen: list[torch.Tensor] = []
 
@@ -79,7 +79,7 @@ def test_packing_is_undone_by_decode(codec: QwenImageCodec, monkeypatch: pytest.
 
     monkeypatch.setattr(policy_module.single_frame, "encode", lambda vae, pixels: maps)
     monkeypatch.setattr(policy_module.single_frame, "decode", decode)
-    codec.decode(codec.encode_images(pictures(2)), QwenImageSampling(height=64, width=32))
+    codec.decode(codec.encode_images(random_images(2)), QwenImageSampling(height=64, width=32))
     assert_close(torch.cat(seen), maps, rtol=0, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_pixels_reach_the_vae_as_they_left_it(codec: QwenImageCodec, monkeypatch
 
 
 def test_an_image_always_has_the_same_latents(codec: QwenImageCodec) -> None:
-    images = pictures(2)
+    images = random_images(2)
     torch.manual_seed(1)
     first = codec.encode_images(images)
     torch.manual_seed(2)
@@ -109,21 +109,21 @@ def test_an_image_always_has_the_same_latents(codec: QwenImageCodec) -> None:
 
 
 def test_large_batches_are_cut_and_keep_their_order(codec: QwenImageCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = pictures(5)
+    images = random_images(5)
     whole = codec.encode_images(images)
     monkeypatch.setattr(policy_module, "_PIXELS_AT_ONCE", 2 * 64 * 32)
     assert_close(codec.encode_images(images), whole, rtol=0, atol=1e-5)
 
 
 def test_decoding_what_was_encoded_gives_images_of_the_same_size(codec: QwenImageCodec) -> None:
-    images = pictures(2)
+    images = random_images(2)
     again = codec.decode(codec.encode_images(images), QwenImageSampling(height=64, width=32))
     assert again.shape == images.shape
     assert again.dtype == torch.uint8
 
 
 def test_bfloat16_weights_give_float32_latents(policy: QwenImagePolicy) -> None:
-    images = pictures(1)
+    images = random_images(1)
     latents = policy.load_codec(torch.bfloat16).encode_images(images)
     assert latents.dtype == torch.float32
     expected = by_diffusers(policy.path, images)

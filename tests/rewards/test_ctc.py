@@ -11,7 +11,7 @@ from omni_async.rewards.ctc import text_probability
 
 
 def by_enumeration(frames: np.ndarray, text: tuple[int, ...]) -> float:
-    """Sum over every path whose collapse (repeats merged, blank 0 removed) is the text."""
+    """Sums over every path whose collapse (repeats merged, blank 0 removed) is the text."""
     total = 0.0
     for path in product(range(frames.shape[1]), repeat=len(frames)):
         if tuple(k for k, _ in groupby(path) if k != 0) == text:

@@ -1,5 +1,5 @@
-"""A scorer that fails in every way it can, on virtual time: what is held against a sample, what against the scorer, and
-when it is asked again."""
+"""Tests a scorer that fails in every way it can, on virtual time: what counts against a sample, what against the
+scorer, and when it is asked again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def now() -> float:
 
 
 class Judge:
-    """Scores an image by its first pixel. `up` says whether it works at a time, `seconds` how long its next call takes;
-    it dislikes `bad` pixels."""
+    """A scorer that scores an image by its first pixel. `up` says whether it works at a time, `seconds` how long its
+    next call takes; it fails for `bad` pixels."""
 
     name = "judge"
     concurrent = False
@@ -54,7 +54,7 @@ class Judge:
 
 
 class VirtualThreads(Threads):
-    """Calls begin at once and take the judge's seconds of virtual time."""
+    """Threads whose calls begin at once and take the judge's seconds of virtual time."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__("virtual")
@@ -76,20 +76,20 @@ class VirtualThreads(Threads):
 
 
 class Stage:
-    """A panel of judges, and what was told of them."""
+    """A panel of judges, and the reports about them."""
 
     def __init__(self, *judges: Judge, **reward: Any) -> None:
-        self.told: list[tuple[float, str]] = []
+        self.reports: list[tuple[float, str]] = []
         self.threads = {f"p/{number}": VirtualThreads(judge) for number, judge in enumerate(judges)}
         weighted = WeightedScorer.alone(judges[0])
         weighted.members = [Member(str(number), 1.0, judge) for number, judge in enumerate(judges)]
-        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.tell, self.threads.__getitem__)
+        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.report, self.threads.__getitem__)
 
-    async def tell(self, text: str) -> None:
-        self.told.append((now(), text))
+    async def report(self, text: str) -> None:
+        self.reports.append((now(), text))
 
     async def score(self, *pixels: int) -> list[float | str | None]:
-        """Values, reasons, and None for what is postponed."""
+        """Returns values, reasons, and None for postponed samples."""
         images = [np.full((2, 2, 3), pixel, np.uint8) for pixel in pixels]
         outcomes = await self.panel.score(images, [Prompt(pixel, "a cat") for pixel in pixels])
         return [(None if o.postponed else o.reason) if isinstance(o, Failure) else o.value for o in outcomes]
@@ -120,7 +120,7 @@ def test_an_outage_is_held_against_no_sample_and_ends_with_the_first_answer() ->
         assert {tuple(pixels) for _, pixels in judge.calls[4:]} == {(1,)}
         assert not stage.panel.down
         assert await stage.score(3, 4, 5) == [3.0, 4.0, 5.0]
-        assert stage.told == [
+        assert stage.reports == [
             (6, "warning: scorer '0' fails (scorer '0': ConnectionRefusedError: nobody listens); its samples wait"),
             (66, "scorer '0' answers again after 61 s"),
         ]
@@ -148,7 +148,7 @@ def test_an_outage_that_is_over_after_the_first_pause_is_not_worth_a_word() -> N
         assert await stage.score(2) == [None]
         await stage.panel.recover()
         assert await stage.score(2) == [2.0]
-        assert now() == 6 and stage.told == []
+        assert now() == 6 and stage.reports == []
 
     play(main())
 
@@ -161,7 +161,7 @@ def test_a_bad_sample_alone_opens_nothing() -> None:
         for _ in range(10):
             assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
             assert await stage.score(7, 8) == ["scorer '0': ValueError: unreadable"] * 2
-        assert not stage.panel.down and stage.told == []
+        assert not stage.panel.down and stage.reports == []
         assert await stage.score(7, 2, 8) == [
             "scorer '0': ValueError: unreadable",
             2.0,
@@ -174,9 +174,9 @@ def test_a_bad_sample_alone_opens_nothing() -> None:
 def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else() -> None:
     async def main() -> None:
         stage = Stage(judge := Judge(bad=(7,)))
-        picture = np.full((2, 2, 3), 1, np.uint8)
-        await stage.panel.score([picture], [Prompt(1, "a cat")])
-        picture[:] = 7
+        image = np.full((2, 2, 3), 1, np.uint8)
+        await stage.panel.score([image], [Prompt(1, "a cat")])
+        image[:] = 7
         assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
         assert judge.calls[-1][1] == [1] and not stage.panel.down
 
@@ -184,7 +184,7 @@ def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_f
 
 
 def test_the_first_samples_ever_may_be_bad_ones() -> None:
-    """Nothing tells them from an outage but the next sample."""
+    """Starts with bad samples: only the next sample distinguishes them from an outage."""
 
     async def main() -> None:
         stage = Stage(Judge(bad=(7, 8, 9)))
@@ -239,7 +239,7 @@ def test_a_scorer_that_stays_down_is_given_up_with_its_reason_and_still_asked_no
         await asyncio.sleep(1000)
         await stage.panel.recover()
         assert await stage.score(2, 3) == [2.0, 3.0]
-        assert [text.split(" (")[0] for _, text in stage.told] == [
+        assert [text.split(" (")[0] for _, text in stage.reports] == [
             "warning: scorer '0' fails",
             "warning: scorer '0' has been failing for 121 s; its samples fail now",
             "scorer '0' answers again after 1182 s",
@@ -273,7 +273,7 @@ def test_a_sample_that_one_scorer_fails_is_not_shown_to_the_next() -> None:
     play(main())
 
 
-def test_a_picture_that_is_none_is_not_the_scorers_failure() -> None:
+def test_an_image_that_is_none_is_not_the_scorers_failure() -> None:
     async def main() -> None:
         judge = Judge()
         stage = Stage(judge)
@@ -289,7 +289,7 @@ def test_a_picture_that_is_none_is_not_the_scorers_failure() -> None:
 
 
 def slow(*seconds: float) -> Judge:
-    """Its calls take these seconds, in the order they begin, and then none."""
+    """Makes a judge whose calls take these seconds, in the order they begin, and then none."""
     left = list(seconds)
     return Judge(seconds=lambda t: left.pop(0) if left else 0.0)
 

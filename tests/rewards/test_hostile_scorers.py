@@ -1,5 +1,5 @@
-"""Whatever a scorer does or returns, in a real thread: a reason for every sample it fails, and never a number that is
-none."""
+"""Tests hostile scorers in a real thread: every sample that fails gets a reason, and no invalid number becomes a
+score."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = [Prompt(i, f"prompt {i}") for i in range(3)]
 
 
 class Says:
-    """What `answer` makes of the number of images."""
+    """A scorer that returns the result of `answer` for the number of images."""
 
     name = "hostile"
 
@@ -60,10 +60,10 @@ def each(*args: Any, **kwargs: Any) -> Callable[[int], Any]:
 
 def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Failure]:
     async def main() -> list[Score | Failure]:
-        async def tell(text: str) -> None:
-            """Nobody listens."""
+        async def report(text: str) -> None:
+            """Ignores the report."""
 
-        panel = Panel("reward-0", WeightedScorer.alone(Says(answer)), Reward(**reward), WallClock(), tell)
+        panel = Panel("reward-0", WeightedScorer.alone(Says(answer)), Reward(**reward), WallClock(), report)
         try:
             return await panel.score(IMAGES, PROMPTS)
         finally:
@@ -136,7 +136,7 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
 def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str) -> None:
     for outcome in outcomes_of(answer):
         assert isinstance(outcome, Failure)
-        assert outcome.postponed, "nothing tells a scorer that never worked from one that is not there yet"
+        assert outcome.postponed, "a scorer that never worked looks like one that is not there yet"
     for outcome in outcomes_of(answer, outage_s=0.0):
         assert isinstance(outcome, Failure) and not outcome.postponed
         assert re.search(reason, outcome.reason), outcome.reason
@@ -155,7 +155,7 @@ def test_numbers_of_any_real_type_become_floats_that_can_be_written() -> None:
 
 
 class Words(str):
-    """Not what it looks like."""
+    """A text that is no plain str."""
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_part_names_of_any_kind_of_str_are_plain() -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
-def test_an_asynchronous_scorer_is_told_in_one_line() -> None:
+def test_an_asynchronous_scorer_is_reported_in_one_line() -> None:
     async def score() -> list[Score]:
         return []
 

@@ -114,7 +114,7 @@ def test_what_cannot_be_read_of_a_prompt_is_known_before_there_is_an_image(asked
 
 
 def test_every_ascii_character_can_be_read() -> None:
-    """`check_prompt` relies on it."""
+    """Checks an assumption of `check_prompt`."""
     text = "".join(map(chr, range(33, 127)))
     image = draw("1")
     assert len(scorer().score([image], [prompt(text)])) == 1

@@ -1,5 +1,5 @@
-"""A scorer is tried before any sample is drawn, on virtual time: one that is wrong is told at once, one that is down is
-waited for."""
+"""Tests that a scorer is tried before any sample is drawn, on virtual time: a wrong one is reported at once, one that
+is down is waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBE = Probe.of(with_spec(make_config()), [Prompt(0, "a cat", metadata={"colour
 
 
 class Scripted(Judge):
-    """Call number n does what `says(n)` does; the first call is number 1."""
+    """A scorer whose call number n does what `says(n)` does; the first call is number 1."""
 
     def __init__(self, says: Callable[[int], Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -48,14 +48,14 @@ class Trial:
     """A panel with a probe."""
 
     def __init__(self, *judges: Judge, **reward: Any) -> None:
-        self.told: list[str] = []
+        self.reports: list[str] = []
         threads = {f"p/{number}": VirtualThreads(judge) for number, judge in enumerate(judges)}
         weighted = WeightedScorer.alone(judges[0])
         weighted.members = [Member(str(number), 1.0, judge) for number, judge in enumerate(judges)]
-        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.tell, threads.__getitem__, PROBE)
+        self.panel = Panel("p", weighted, Reward(**reward), VirtualClock(), self.report, threads.__getitem__, PROBE)
 
-    async def tell(self, text: str) -> None:
-        self.told.append(text)
+    async def report(self, text: str) -> None:
+        self.reports.append(text)
 
     async def score(self, *pixels: int) -> list[Score | Failure]:
         images = [np.full((2, 2, 3), pixel, np.uint8) for pixel in pixels]
@@ -69,7 +69,7 @@ def typo(call: int) -> AttributeError:
 # ---- the synthetic sample --------------------------------------------------------------------------------------------
 
 
-def test_it_is_two_pictures_of_the_runs_size_with_its_first_prompts() -> None:
+def test_it_is_two_images_of_the_runs_size_with_its_first_prompts() -> None:
     assert PROBE is not None
     assert [(image.dtype, image.shape, image.flags.c_contiguous) for image in PROBE.images] == [
         (np.uint8, (512, 512, 3), True)
@@ -150,7 +150,7 @@ def test_a_single_failure_is_forgiven() -> None:
     async def main() -> None:
         trial = Trial(Scripted(lambda call: typo(call) if call == 1 else 2.0))
         assert await trial.panel.try_out() is None
-        assert not trial.panel.down and trial.told == []
+        assert not trial.panel.down and trial.reports == []
 
     play(main())
 
@@ -193,7 +193,7 @@ def test_one_that_was_down_for_the_trial_and_then_fails_drawn_samples_the_same_w
     play(main())
 
 
-def test_once_a_drawn_sample_is_scored_nobody_doubts_the_scorer_any_more() -> None:
+def test_once_a_drawn_sample_is_scored_the_scorer_is_not_doubted_any_more() -> None:
     async def main() -> None:
         trial = Trial(judge := Judge(bad=(9,)))
         assert await trial.panel.try_out() is None
@@ -211,7 +211,7 @@ def test_once_a_drawn_sample_is_scored_nobody_doubts_the_scorer_any_more() -> No
 
 
 class ConnectTimeout(Exception):
-    """As an HTTP library calls it."""
+    """An exception named as in an HTTP library."""
 
 
 class Response:
@@ -226,7 +226,7 @@ class HTTPStatusError(Exception):
 
 
 class Wrapped(Exception):
-    """A scorer's own."""
+    """An exception class of a scorer."""
 
 
 class Prickly(Exception):

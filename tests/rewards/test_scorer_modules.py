@@ -1,5 +1,4 @@
-"""A scorer's module is somebody else's code: whatever is wrong with it is one line that says where, before anything is
-started."""
+"""Tests foreign scorer modules: any mistake in one becomes one line with its location, before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _CLASS = "class Own:\n    name = 'own'\n    def score(self, images, prompts): re
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """First on the Python path, as the working directory is for the command line."""
+    """Puts a folder first on the Python path, as the working directory is for the command line."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path

@@ -1,4 +1,4 @@
-"""Credentials of scorers: taken from the environment, and in nothing that a scorer's failure says."""
+"""Tests credentials of scorers: taken from the environment, and in no message about a scorer's failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGES, PROMPTS = [np.zeros((4, 4, 3), np.uint8)], [Prompt(0, "x")]
 
 
 class Judge:
-    """A scorer that cannot keep a secret."""
+    """A scorer that shows its secret in errors."""
 
     name = "judge"
 
@@ -85,7 +85,7 @@ def test_what_a_scorer_raises_shows_none_of_its_credentials(
     monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
     said = failure(config(**params, broken=broken))
     assert "sk-42424242" not in said and "***" in said
-    assert ("OSError" if broken else "ConnectionError") in said, "what went wrong is still told"
+    assert ("OSError" if broken else "ConnectionError") in said, "the cause is still reported"
 
 
 def test_what_has_no_secret_is_raised_as_it_is() -> None:
@@ -93,7 +93,7 @@ def test_what_has_no_secret_is_raised_as_it_is() -> None:
 
 
 class Encodes(Judge):
-    """Says its key in the way that it is told."""
+    """A scorer that shows its key in an encoding of the test's choice."""
 
     def __init__(self, api_key: str, how: str) -> None:
         self._said = ENCODERS[how](f"key:{api_key}")

@@ -1,4 +1,4 @@
-"""What must hold for a trajectory, whichever engine made it."""
+"""Checks the properties of a trajectory that hold for every engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_against_policy(
 
 
 def assert_same(a: Trajectory, b: Trajectory, tolerance: float) -> None:
-    """Same fields and values to `tolerance`; a pixel may round to its neighbour."""
+    """Asserts same fields and values to `tolerance`; a pixel may round to its neighbour."""
     assert set(a.tensors.keys()) == set(b.tensors.keys())
     flat_a, flat_b = (t.tensors.flatten_keys(".") for t in (a, b))
     for key in flat_a.keys():  # noqa: SIM118

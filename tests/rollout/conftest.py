@@ -1,4 +1,4 @@
-"""A tiny random Qwen-Image, requests for it, and published versions of its weights."""
+"""Provides a tiny random Qwen-Image, requests for it, and published versions of its weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec(**changes: Any) -> QwenImageSampling:
 
 
 def make_request(number: int = 0, **changes: Any) -> SampleRequest:
-    """Window of three steps out of six, starting at 0, 1 or 2; prompts of different lengths."""
+    """Makes a request with a window of three steps out of six, starting at 0, 1 or 2; prompts of different lengths."""
     words = ("the digit 7", "a photo of a red circle on a white background", "7")
     fields: dict[str, Any] = {
         "sample_id": f"s{number}",
@@ -55,14 +55,14 @@ def make_request(number: int = 0, **changes: Any) -> SampleRequest:
 
 
 def new_weights(policy: QwenImagePolicy, seed: int) -> dict[str, torch.Tensor]:
-    """The checkpoint's transformer with noise on every weight."""
+    """Returns the checkpoint's transformer with noise on every weight."""
     generator = torch.Generator().manual_seed(seed)
     weights = policy.load_transformer(torch.float32).state_dict()
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 
 def adapters(policy: QwenImagePolicy, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
-    """LoRA matrices for the attention of every block, large enough to matter."""
+    """Returns LoRA matrices for the attention of every block, large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, weight in policy.load_transformer(torch.float32).state_dict().items():

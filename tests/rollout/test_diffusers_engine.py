@@ -59,7 +59,7 @@ def test_trajectories_agree_with_the_policy_contract(policy: QwenImagePolicy) ->
         assert one.image.dtype == torch.uint8
 
 
-def test_ode_sample_is_the_picture_of_diffusers_own_pipeline(policy: QwenImagePolicy, checkpoint: str) -> None:
+def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePolicy, checkpoint: str) -> None:
     request = make_request(window=None, noise_level=0.0, true_cfg_scale=2.5, fields=("final", "latents", "log_probs"))
     [made] = with_engine(policy, lambda e: together(e, [request]))
     assert made.tensors["log_probs"].shape == (0,)
@@ -75,8 +75,8 @@ def test_ode_sample_is_the_picture_of_diffusers_own_pipeline(policy: QwenImagePo
         "latents": initial_noise(request.seed, policy.latent_shape(request.spec))[None],
     }
     assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
-    picture = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
-    assert (made.image - picture).abs().max() <= 1
+    expected = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
+    assert (made.image - expected).abs().max() <= 1
 
 
 def test_only_the_requested_fields_come_back(policy: QwenImagePolicy) -> None:
@@ -85,7 +85,7 @@ def test_only_the_requested_fields_come_back(policy: QwenImagePolicy) -> None:
 
 
 def test_batches_depend_on_call_order_alone(policy: QwenImagePolicy) -> None:
-    """Five calls of one tick: the first four that fit together, then the odd size, then the rest."""
+    """Makes five calls in one tick: the first four that fit together, then the odd size, then the rest."""
     batches: list[list[int]] = []
 
     class Watched(QwenImagePolicy):
@@ -99,7 +99,7 @@ def test_batches_depend_on_call_order_alone(policy: QwenImagePolicy) -> None:
 
 
 class Pausing(QwenImagePolicy):
-    """Stops before the velocity number `at` until told to go on."""
+    """A policy that stops before the velocity number `at` until it may go on."""
 
     at = 3
 

@@ -1,4 +1,4 @@
-"""The task of an engine that lives on an event loop."""
+"""Tests the task of an engine that lives on an event loop."""
 
 from __future__ import annotations
 

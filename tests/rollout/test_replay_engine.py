@@ -1,4 +1,4 @@
-"""An engine that replays a profile, in virtual time."""
+"""Tests an engine that replays a profile, in virtual time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def weights(version: int) -> tuple[WeightManifest, list[np.ndarray]]:
 
 
 def play(work: Any, profile: Profile = PROFILE, **options: Any) -> Any:
-    """`work(engine)` on a started engine of at most four samples a job, which is closed afterwards."""
+    """Runs `work(engine)` on a started engine of at most four samples a job, and closes it afterwards."""
 
     async def main() -> Any:
         engine = ReplayEngine("rollout-0", profile, **{"max_batch": 4, "seed": 1} | options)
@@ -73,7 +73,7 @@ def play(work: Any, profile: Profile = PROFILE, **options: Any) -> Any:
 
 
 async def ends(*works: Coroutine[Any, Any, Any]) -> list[float]:
-    """When each of them was done."""
+    """Returns the time when each of them was done."""
 
     async def end(work: Coroutine[Any, Any, Any]) -> float:
         await work
@@ -216,7 +216,7 @@ def test_closing_fails_what_waits_and_what_runs() -> None:
     assert [type(outcome) for outcome in play(work)] == [EngineError] * 7
 
 
-def test_a_failure_of_the_engine_is_told_to_who_waits_and_to_who_asks_later() -> None:
+def test_a_failure_of_the_engine_is_reported_to_waiters_and_to_later_callers() -> None:
     async def work(engine: ReplayEngine) -> list[str]:
         def broken(*_: Any, **__: Any) -> float:
             raise OSError("the device fell off the bus")
@@ -234,7 +234,7 @@ def test_a_failure_of_the_engine_is_told_to_who_waits_and_to_who_asks_later() ->
     assert asks.endswith("is not running: OSError: the device fell off the bus")
 
 
-def test_samples_nobody_waits_for_any_more_do_not_hold_others_up() -> None:
+def test_samples_without_a_waiter_do_not_hold_others_up() -> None:
     async def work(engine: ReplayEngine) -> list[float]:
         forsaken = asyncio.create_task(engine.generate(request(0)))
         await asyncio.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What every engine does with a version that it has taken in."""
+"""Tests what every engine does with a version that it has taken in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples in flight: what is added to each, and what their prompts are encoded to."""
+"""Tests samples in flight: what is added to each, and what their prompts are encoded to."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def test_a_steps_noise_is_that_of_its_number_wherever_the_window_begins() -> Non
         while not sample.done:
             take_steps([sample], torch.zeros(1, *shape), version=0)
         tensors = sample.tensors()
-        for place, step in enumerate(range(start, start + 3)):
-            added = tensors["latents"][place + 1] - tensors["means"][place]
+        for position, step in enumerate(range(start, start + 3)):
+            added = tensors["latents"][position + 1] - tensors["means"][position]
             assert_close(
                 added, 0.7 * (1 / 6) ** 0.5 * step_noise(sample.request.seed, step, shape), rtol=1e-4, atol=1e-5
             )
 
 
 class Codec:
-    """Says what it was asked to encode."""
+    """A codec that records what it encodes."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []

@@ -1,5 +1,5 @@
-"""The production engine against the policy contract and the reference engine. One engine, in a child process, serves
-every test here."""
+"""Tests the production engine against the policy contract and the reference engine. One engine, in a child process,
+serves every test here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def remote(checkpoint: str) -> Iterator[RemoteEngine]:
 
 @pytest.fixture
 def engine(remote: RemoteEngine, policy: QwenImagePolicy) -> Iterator[RemoteEngine]:
-    """The engine with the checkpoint's weights, which it gets back afterwards."""
+    """Provides the engine with the checkpoint's weights, and restores them afterwards."""
     yield remote
     remote("stage", *publish(0, policy.load_transformer(torch.float32).state_dict()))
     remote("swap", 0)
@@ -56,7 +56,7 @@ def reference(policy: QwenImagePolicy, requests: list[SampleRequest], published:
 def test_alone_in_a_batch_and_in_the_reference_engine_a_sample_is_the_same(
     engine: RemoteEngine, policy: QwenImagePolicy
 ) -> None:
-    """Different prompts, lengths, windows, kinds and step counts, guided and not, of two sizes."""
+    """Uses different prompts, lengths, windows, kinds and step counts, guided and not, of two sizes."""
     requests = [make_request(i) for i in range(4)]
     requests += [make_request(4, sde_kind="cps"), make_request(5, sde_kind="dance"), make_request(6, initial_seed=3)]
     requests += [

@@ -1,5 +1,5 @@
-"""A vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would disturb
-other tests."""
+"""Runs a vLLM-Omni engine in a process of its own, driven through a pipe: it initialises torch.distributed and would
+disturb other tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTENSION = "tests.rollout.vllm_extension.CountingExtension"
 
 
 class RemoteEngine:
-    """Commands are methods of `_Server`; what they raise is raised here."""
+    """An engine in a child process. Commands are methods of `_Server`; what they raise is raised here."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -63,7 +63,7 @@ class _Server:
         return report, await running
 
     async def is_grad_ready(self, request: SampleRequest) -> bool:
-        """Whether a trainer in this process could differentiate through the trajectory's tensors."""
+        """Returns whether a trainer in this process could differentiate through the trajectory's tensors."""
         made = await self.engine.generate(request)
         return not any(t.is_inference() for t in made.tensors.flatten_keys().values())
 
@@ -94,7 +94,7 @@ def _main(connection: Connection, checkpoint: str, options: dict[str, Any]) -> N
 
 @contextlib.contextmanager
 def running_engine(checkpoint: str, **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
-    """The engine and its first report."""
+    """Starts the engine and yields it with its first report."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, checkpoint, options))

@@ -1,4 +1,4 @@
-"""Tiny roles for the tests of the Ray shell. They know no Ray."""
+"""Provides tiny roles for the tests of the Ray shell, which use no Ray themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BulkyError(RuntimeError):
 
 
 class Meeting:
-    """Waiters on one side, somebody who ends the wait on the other; all on the loop that it was made on."""
+    """A role on which some wait and another ends the wait; all on the loop that it was made on."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A recipe's world on disk without a model in it, a console that remembers, and a cluster whose roles a test writes
+"""Provides a recipe's files on disk without a model, a console that remembers, and a cluster whose roles a test writes
 itself."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from omni_async.types import LedgerEntry
 
 
 def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:
-    """The configuration of a recipe in `folder`, with the smallest checkpoint and prompt files that preflight
-    accepts."""
+    """Writes a recipe into `folder` and returns its configuration, with the smallest checkpoint and prompt files that
+    preflight accepts."""
     write_checkpoint(folder / "model")
     (folder / "prompts.txt").write_text("a cat\na dog\n")
     recipe: dict[str, Any] = {
@@ -47,7 +47,8 @@ def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> Non
 
 
 def write_ledger(run: Path, groups: int) -> list[LedgerState]:
-    """Ledger lines of that many trained groups, and what was known of them before the first and after each."""
+    """Writes ledger lines of that many trained groups and returns the ledger's state before the first and after
+    each."""
     ledger = Ledger(JsonlSink(run / "ledger.jsonl"))
     states = [ledger.state()]
     for group in range(groups):
@@ -84,8 +85,8 @@ class RememberingConsole:
         self.closed = True
 
 
-class PictureStore(LocalStore):
-    """Every reference is a small grey picture, except `gone`."""
+class ImageStore(LocalStore):
+    """A store in which every reference is a small grey image, except `gone`."""
 
     async def get(self, reference: Any) -> Any:
         if reference == "gone":
@@ -94,7 +95,7 @@ class PictureStore(LocalStore):
 
 
 class Control:
-    """What the driver asks of a coordinator: events, and an end."""
+    """The part of a coordinator that the driver uses: events, and an end."""
 
     def __init__(self) -> None:
         self.log = EventLog()
@@ -143,10 +144,10 @@ class HandCluster:
         self._work, self._services = work, services or {}
 
     async def connect(self) -> None:
-        """There is nothing to reach."""
+        """Does nothing: there is nothing to reach."""
 
     async def start(self) -> None:
-        """Nothing has to be loaded."""
+        """Does nothing: nothing has to be loaded."""
 
     def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
         return {name: role(self.coordinator) for name, role in self._workers.items()}
@@ -158,10 +159,10 @@ class HandCluster:
         return self._workers[name.partition(".")[0]](self.coordinator)
 
     async def drain_worker(self, name: str) -> None:
-        """Nobody listens."""
+        """Does nothing: no worker listens."""
 
     async def preempt(self) -> None:
-        """No role has anything to give up."""
+        """Does nothing: no role has anything to give up."""
 
     async def find_lost(self) -> str | None:
         return self.gone

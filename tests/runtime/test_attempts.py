@@ -1,4 +1,5 @@
-"""A run that loses a part it cannot do without goes on from its last checkpoint; any other failure ends it."""
+"""Tests that a run that loses a part it cannot do without goes on from its last checkpoint; any other failure ends
+it."""
 
 from __future__ import annotations
 
@@ -35,23 +36,23 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save(run: Path, version: int) -> Path:
     folder = run / "checkpoints" / folder_name(version)
-    place = partial(folder)
-    place.mkdir(parents=True)
+    written = partial(folder)
+    written.mkdir(parents=True)
     (run / "ledger.jsonl").unlink(missing_ok=True)
     ledger = write_ledger(run, 2 * version)[-1]
     write_state(
-        place,
+        written,
         State(
             ControlState(version, 2 * version, ledger=ledger), "qwen_image", "flow_grpo", {"optimizer_steps": version}
         ),
     )
-    write_manifest(place)
+    write_manifest(written)
     finish(folder)
     return folder
 
 
-class Lives:
-    """A run of several clusters, one for each life; `inputs` are what each was built from."""
+class Attempts:
+    """A run of several clusters, one for each attempt; `inputs` are what each was built from."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *clusters: HandCluster, **sections: Any) -> None:
         self.folder, self.clusters, self.inputs = folder, clusters, list[RunInputs]()
@@ -61,10 +62,10 @@ class Lives:
         self.run = RunDirectory(folder / "runs" / self.summary.run)
         assert all(cluster.closed for cluster in clusters[: len(self.inputs)])
 
-    def build(self, inputs: RunInputs, run: RunDirectory, life: int) -> HandCluster:
+    def build(self, inputs: RunInputs, run: RunDirectory, attempt: int) -> HandCluster:
         self.inputs.append(inputs)
-        assert life == len(self.inputs)
-        return self.clusters[life - 1]
+        assert attempt == len(self.inputs)
+        return self.clusters[attempt - 1]
 
 
 def trainer(role: Role, workers: dict[str, Role] | None = None) -> HandCluster:
@@ -90,15 +91,15 @@ def dies_after(folder: Path, *versions: int) -> Role:
 
 
 def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp_path, monkeypatch):
-    lives = Lives(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2)), trainer(ends_well))
-    assert (lives.summary.status, lives.summary.faults) == ("done", 1)
-    _, second = lives.inputs
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2)), trainer(ends_well))
+    assert (attempts.summary.status, attempts.summary.faults) == ("done", 1)
+    _, second = attempts.inputs
     assert second.start.version == 2 and second.start.ledger.events["trained"] == 4
-    assert second.config.checkpoint.resume == str(lives.run.checkpoints / folder_name(2))
-    assert second.run == lives.run.path
-    (fault,) = read_faults(lives.run.faults)
-    assert (fault.part, fault.replacement) == ("trainer", "life 2, again from update 2") and fault.seconds >= 0
-    assert "trainer is gone: killed; again from update 2" in lives.console.notes
+    assert second.config.checkpoint.resume == str(attempts.run.checkpoints / folder_name(2))
+    assert second.run == attempts.run.path
+    (fault,) = read_faults(attempts.run.faults)
+    assert (fault.part, fault.replacement) == ("trainer", "attempt 2, again from update 2") and fault.seconds >= 0
+    assert "trainer is gone: killed; again from update 2" in attempts.console.notes
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
@@ -108,13 +109,13 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
         (save(run, 2) / "state.json").write_text("{}")
         raise PeerLost("trainer is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
-    assert lives.inputs[1].start.version == 1
-    assert any(note.startswith("warning: not resumed from update-000002") for note in lives.console.notes)
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert attempts.inputs[1].start.version == 1
+    assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
 
 
 def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, monkeypatch):
-    """To begin again from the start in its folder would remove them."""
+    """Keeps the checkpoints: to begin again from the start in the run's folder would remove them."""
 
     async def dies(control: Control) -> None:
         (run,) = (tmp_path / "runs").iterdir()
@@ -122,11 +123,11 @@ def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, 
         (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
         raise PeerLost("trainer is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
-    assert (lives.summary.status, len(lives.inputs)) == ("failed", 1)
-    assert "has no checkpoint to go on from" in (lives.summary.reason or "")
-    assert any("line 1 is blank" in note for note in lives.console.notes)
-    assert (lives.run.checkpoints / folder_name(1)).is_dir() and lives.run.ledger.read_bytes().startswith(b"\n")
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
+    assert "has no checkpoint to go on from" in (attempts.summary.reason or "")
+    assert any("line 1 is blank" in note for note in attempts.console.notes)
+    assert (attempts.run.checkpoints / folder_name(1)).is_dir() and attempts.run.ledger.read_bytes().startswith(b"\n")
 
 
 def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
@@ -135,11 +136,11 @@ def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_p
         RunDirectory(run).append_metrics(1, {"reward": 0.5, "finished": 3.0})
         raise PeerLost("coordinator is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
-    assert lives.summary.status == "done"
-    assert lives.inputs[1].start == ControlState() and lives.inputs[1].config.checkpoint.resume is None
-    assert lives.run.metrics.read_bytes() == b""
-    assert json.loads(lives.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert attempts.summary.status == "done"
+    assert attempts.inputs[1].start == ControlState() and attempts.inputs[1].config.checkpoint.resume is None
+    assert attempts.run.metrics.read_bytes() == b""
+    assert json.loads(attempts.run.metrics.with_name("metrics.jsonl.void").read_text())["update"] == 1
 
 
 def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monkeypatch):
@@ -148,47 +149,49 @@ def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monk
 
     first = trainer(complains)
     first.gone = "trainer-1 is gone"
-    lives = Lives(tmp_path, monkeypatch, first, trainer(ends_well))
-    assert lives.summary.status == "done"
-    assert read_faults(lives.run.faults)[0].reason == "trainer-1 is gone"
+    attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
+    assert attempts.summary.status == "done"
+    assert read_faults(attempts.run.faults)[0].reason == "trainer-1 is gone"
 
 
 def test_a_mistake_is_not_tried_again(tmp_path, monkeypatch):
     async def fails(control: Control) -> None:
         raise ValueError("loss is not finite")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(fails))
-    assert (lives.summary.status, lives.summary.reason) == ("failed", "ValueError: loss is not finite")
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails))
+    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "ValueError: loss is not finite")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
     clusters = [trainer(dies_after(tmp_path)) for _ in range(restarts + 1)]
-    lives = Lives(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
-    assert len(lives.inputs) == restarts + 1
-    assert lives.summary.status == "failed"
-    assert "trainer is gone: killed" in lives.summary.reason and "run.restarts" in lives.summary.reason
+    attempts = Attempts(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
+    assert len(attempts.inputs) == restarts + 1
+    assert attempts.summary.status == "failed"
+    assert "trainer is gone: killed" in attempts.summary.reason and "run.restarts" in attempts.summary.reason
 
 
-def test_a_life_that_does_not_come_up_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
+def test_an_attempt_that_does_not_start_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
     class Broken(HandCluster):
         async def start(self) -> None:
             raise RuntimeError("no room")
 
-    lives = Lives(tmp_path / "a", monkeypatch, trainer(dies_after(tmp_path / "a")), Broken({}), trainer(ends_well))
-    assert lives.summary.status == "done" and len(lives.inputs) == 3
-    lives = Lives(tmp_path / "b", monkeypatch, Broken({}))
-    assert lives.summary.reason == "RuntimeError: no room"
+    attempts = Attempts(
+        tmp_path / "a", monkeypatch, trainer(dies_after(tmp_path / "a")), Broken({}), trainer(ends_well)
+    )
+    assert attempts.summary.status == "done" and len(attempts.inputs) == 3
+    attempts = Attempts(tmp_path / "b", monkeypatch, Broken({}))
+    assert attempts.summary.reason == "RuntimeError: no room"
 
 
-def test_a_scorer_that_is_wrong_is_so_in_every_life(tmp_path, monkeypatch):
+def test_a_scorer_that_is_wrong_is_so_in_every_attempt(tmp_path, monkeypatch):
     class Wrong(HandCluster):
         async def start(self) -> None:
             raise WrongScorer("scorer 'x': AttributeError: y")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies_after(tmp_path)), Wrong({}), trainer(ends_well))
-    assert (lives.summary.status, lives.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
-    assert len(lives.inputs) == 2
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path)), Wrong({}), trainer(ends_well))
+    assert (attempts.summary.status, attempts.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
+    assert len(attempts.inputs) == 2
 
 
 def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
@@ -196,8 +199,8 @@ def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         raise PeerLost("trainer is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
-    assert lives.summary.status in ("failed", "interrupted") and len(lives.inputs) == 1
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    assert attempts.summary.status in ("failed", "interrupted") and len(attempts.inputs) == 1
 
 
 def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
@@ -207,11 +210,11 @@ def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp
             await asyncio.sleep(0)
         raise PeerLost("trainer is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(dies_late), trainer(ends_well))
-    assert lives.summary.status == "done" and len(lives.inputs) == 2
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_late), trainer(ends_well))
+    assert attempts.summary.status == "done" and len(attempts.inputs) == 2
 
 
-def test_a_lost_engine_does_not_end_the_life(tmp_path, monkeypatch):
+def test_a_lost_engine_does_not_end_the_attempt(tmp_path, monkeypatch):
     born: list[int] = []
 
     async def engine(control: Control) -> None:
@@ -220,10 +223,10 @@ def test_a_lost_engine_does_not_end_the_life(tmp_path, monkeypatch):
             raise PeerLost("rollout-0 is gone: killed")
         control.end("done")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(until_the_end, workers={"rollout-0": engine}))
-    assert lives.summary.status == "done" and lives.summary.faults == 1
-    assert lives.clusters[0].lost == ["rollout-0"]
-    assert read_faults(lives.run.faults)[0].replacement == "rollout-0.2"
+    attempts = Attempts(tmp_path, monkeypatch, trainer(until_the_end, workers={"rollout-0": engine}))
+    assert attempts.summary.status == "done" and attempts.summary.faults == 1
+    assert attempts.clusters[0].lost == ["rollout-0"]
+    assert read_faults(attempts.run.faults)[0].replacement == "rollout-0.2"
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypatch):
@@ -236,6 +239,6 @@ def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypat
     async def engine(control: Control) -> None:
         raise PeerLost("rollout-0 is gone: killed")
 
-    lives = Lives(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
-    assert lives.summary.status == "failed" and "run.restarts" in lives.summary.reason
-    assert saved == ["checkpoint"] and len(lives.inputs) == 1
+    attempts = Attempts(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
+    assert attempts.summary.status == "failed" and "run.restarts" in attempts.summary.reason
+    assert saved == ["checkpoint"] and len(attempts.inputs) == 1

@@ -1,4 +1,4 @@
-"""A running job's door: who may use it, what it answers, and that nonsense does not disturb the run."""
+"""Tests a running job's socket: who may use it, what it answers, and that nonsense does not disturb the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def serve(
     answer: Callable[[Request, Callable[[str], None]], Awaitable[dict[str, Any]]] | None,
     talk: Callable[[], Any],
 ) -> Any:
-    """What `talk` comes to, in a thread, while the socket is served."""
+    """Runs `talk` in a thread while the socket is served, and returns its result."""
 
     async def main() -> Any:
         async with ControlSocket(path) as control:
@@ -42,22 +42,22 @@ def test_a_request_is_answered(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_takes_a_while_says_what_it_waits_for(tmp_path: Path) -> None:
-    path, told, heard = tmp_path / "control.sock", [], threading.Event()
+    path, received, heard = tmp_path / "control.sock", [], threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
         tell("rollout-1: loading")
-        assert await asyncio.to_thread(heard.wait, 10), "it is told while the answer is being waited for"
+        assert await asyncio.to_thread(heard.wait, 10), "it arrives while the answer is being waited for"
         tell("rollout-1: at work")
         return {"done": True}
 
     def talk() -> dict[str, Any]:
-        return ask(path, Request({"rollout": 2}), tell=lambda text: (told.append(text), heard.set()))
+        return ask(path, Request({"rollout": 2}), tell=lambda text: (received.append(text), heard.set()))
 
     assert serve(path, slow, talk) == {"done": True}
-    assert told == ["rollout-1: loading", "rollout-1: at work"]
+    assert received == ["rollout-1: loading", "rollout-1: at work"]
 
 
-def test_who_asked_and_went_does_not_disturb_what_is_done(tmp_path: Path) -> None:
+def test_a_client_that_went_away_does_not_disturb_what_is_done(tmp_path: Path) -> None:
     path, gone, done = tmp_path / "control.sock", threading.Event(), threading.Event()
 
     async def slow(request: Request, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Children that a scorer or a library leaves behind hold nothing of a run that was killed."""
+"""Tests that children that a scorer or a library leaves behind hold nothing of a run that was killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 @contextmanager
 def killed_run(folder: Path) -> Iterator[list[int]]:
-    """It was killed, and its children live."""
+    """Kills a run and yields its children, which live."""
     run = subprocess.Popen([sys.executable, "-c", RUN, str(folder)], stdout=subprocess.PIPE, text=True)
     children: list[int] = []
     try:
@@ -71,8 +71,8 @@ def test_a_run_that_was_killed_is_free_though_its_children_live(tmp_path: Path) 
             ask(run.control, Request(), timeout_s=5.0)
 
 
-def test_a_forked_child_gives_the_lock_of_its_parent_back_to_nobody(tmp_path: Path) -> None:
-    """Also if it unwinds what its parent would unwind."""
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """Keeps the lock also if the child unwinds what its parent would unwind."""
     run = RunDirectory(tmp_path)
     run._claim()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""Who is lost is replaced, not too often, and not when the run is over."""
+"""Tests that lost workers are replaced, not too often, and not when the run is over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omni_async.tracking.faults import Fault
 
 
 class Team:
-    """A Workforce whose members work until they are told to fail, to go home, or to leave."""
+    """A Workforce whose workers work until they are lines to fail, to end, or to leave."""
 
     def __init__(self, start_s: float = 5.0) -> None:
         self.start_s = start_s
@@ -24,11 +24,11 @@ class Team:
         self.lost: list[tuple[str, str]] = []
         self.started: list[str] = []
         self.refuse: list[Exception] = []
-        self.linger: set[str] = set()  # those that do not go at once
-        self.dismissed: set[str] = set()
+        self.linger: set[str] = set()  # those that do not end at once
+        self.drained: set[str] = set()
 
     async def work(self, name: str) -> None:
-        if name in self.dismissed:
+        if name in self.drained:
             return
         self.at_work[name] = asyncio.get_running_loop().create_future()
         try:
@@ -55,7 +55,7 @@ class Team:
     async def drain_worker(self, name: str) -> None:
         if name not in self.linger:
             self.at_work.get(name, asyncio.get_running_loop().create_future()).set_result(None)
-            self.dismissed.add(name)
+            self.drained.add(name)
 
 
 class World:
@@ -66,7 +66,7 @@ class World:
         self.restarts, self.workers = restarts, workers
 
     def play(self, story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-        """The story, while the workers are kept; then the run closes."""
+        """Runs the story while the workers are kept; then the run closes."""
 
         async def main() -> None:
             clock = VirtualClock()
@@ -91,11 +91,11 @@ class World:
         run(main())
 
 
-def test_a_place_is_the_name_without_its_number() -> None:
+def test_a_slot_id_is_the_name_without_its_number() -> None:
     assert [place_of(name) for name in ("rollout-0", "rollout-12.3")] == ["rollout-0", "rollout-12"]
 
 
-def test_who_is_lost_is_replaced_under_another_name() -> None:
+def test_a_lost_worker_is_replaced_under_another_name() -> None:
     async def story(world: World) -> None:
         world.team.kill("rollout-1", "end of file")
         await asyncio.sleep(10)
@@ -114,7 +114,7 @@ def test_who_is_lost_is_replaced_under_another_name() -> None:
     assert "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2" in world.said
 
 
-def test_who_is_given_up_by_others_is_ended_and_replaced() -> None:
+def test_a_worker_that_is_given_up_is_ended_and_replaced() -> None:
     async def story(world: World) -> None:
         world.keeper.give_up("rollout-0", "it did not take version 3")
         await asyncio.sleep(10)
@@ -125,8 +125,8 @@ def test_who_is_given_up_by_others_is_ended_and_replaced() -> None:
     assert world.team.lost == [("rollout-0", "it did not take version 3")]
 
 
-def test_who_was_sent_home_and_then_given_up_is_replaced() -> None:
-    """The coordinator sends an engine home the moment the publisher gives it up; the driver hears of it later."""
+def test_a_worker_that_was_evicted_and_then_given_up_is_replaced() -> None:
+    """Covers the coordinator's eviction of an engine that the publisher gives up, of which the driver learns later."""
 
     async def story(world: World) -> None:
         world.team.evict("rollout-0")
@@ -171,7 +171,7 @@ def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
     assert not world.team.started
 
 
-def test_too_many_losses_of_one_place_within_an_hour_end_the_run() -> None:
+def test_too_many_losses_in_one_slot_within_an_hour_end_the_run() -> None:
     async def story(world: World) -> None:
         for name in ("rollout-0", "rollout-0.2", "rollout-0.3"):
             await asyncio.sleep(100)
@@ -185,7 +185,7 @@ def test_too_many_losses_of_one_place_within_an_hour_end_the_run() -> None:
         World(restarts=2).play(story)
 
 
-def test_losses_an_hour_apart_are_forgotten_and_every_place_counts_for_itself() -> None:
+def test_losses_an_hour_apart_are_forgotten_and_every_slot_counts_for_itself() -> None:
     async def story(world: World) -> None:
         for number in range(1, 6):
             await asyncio.sleep(3601)
@@ -239,21 +239,21 @@ def test_workers_are_added_and_leave_when_they_have_finished() -> None:
     assert not world.faults
 
 
-def test_who_asks_for_workers_is_told_what_is_waited_for() -> None:
+def test_a_request_for_workers_reports_what_it_waits_for() -> None:
     async def story(world: World) -> None:
-        told: list[tuple[float, str]] = []
+        lines: list[tuple[float, str]] = []
         clock = asyncio.get_running_loop().time
         began = clock()
 
         def tell(text: str) -> None:
-            told.append((clock() - began, text))
+            lines.append((clock() - began, text))
 
         await world.keeper.scale("rollout", 3, tell)
         await world.keeper.scale("rollout", 3, tell)
         await asyncio.sleep(1)
         await world.keeper.scale("rollout", 2, tell)
         await world.keeper.scale("reward", 2, tell)
-        assert told == [
+        assert lines == [
             (0.0, "rollout-2: loading its model; it gets work once it holds the newest weights"),
             (5.0, "rollout-2: at work"),
             (5.0, "rollout: there are 3 already"),
@@ -265,11 +265,11 @@ def test_who_asks_for_workers_is_told_what_is_waited_for() -> None:
     World().play(story)
 
 
-def test_who_asks_while_workers_are_being_added_is_told_to_wait() -> None:
+def test_a_request_while_workers_are_being_added_reports_that_it_waits() -> None:
     async def story(world: World) -> None:
-        told: list[str] = []
-        await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, told.append))
-        assert told == [
+        lines: list[str] = []
+        await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, lines.append))
+        assert lines == [
             "rollout: waiting for a change of workers that was asked for before",
             "rollout-2: gets no more work, and leaves when it has finished what it has",
         ]
@@ -323,7 +323,7 @@ def test_a_leaving_worker_that_is_given_up_is_not_replaced() -> None:
 
 @pytest.mark.parametrize("after", [0.5, 3.0, 7.0])
 def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
-    """In the pause before, while it starts, and when it has started."""
+    """Covers the pause before the start, the start itself, and the time after it."""
 
     async def story(world: World) -> None:
         world.team.kill("rollout-1")
@@ -342,7 +342,7 @@ def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay
 
 
 def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> None:
-    """What was found about it may be told late."""
+    """Covers a late report about the first worker of that slot."""
 
     async def story(world: World) -> None:
         world.team.refuse = [ValueError("it did not join")]
@@ -356,7 +356,7 @@ def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> Non
     World().play(story)
 
 
-def test_two_who_scale_at_once_take_turns() -> None:
+def test_two_requests_to_scale_at_once_take_turns() -> None:
     async def story(world: World) -> None:
         await asyncio.gather(world.keeper.scale("rollout", 4), world.keeper.scale("rollout", 1))
         await asyncio.sleep(1)
@@ -378,7 +378,7 @@ def test_replacements_that_never_start_end_the_run() -> None:
 
 
 def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> None:
-    """The trainer is lost while an engine starts: nobody is there to hear that it did not join."""
+    """Covers the loss of the trainer while an engine starts: it cannot be notified that the engine did not join."""
 
     class Complaining(Team):
         async def start_worker(self, name: str) -> Work:

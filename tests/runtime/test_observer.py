@@ -1,4 +1,4 @@
-"""The driver's eyes: a real coordinator's events in, files and console lines out."""
+"""Tests the driver's observer: a real coordinator's events in, files and console lines out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from PIL import Image
-from runtime_world import Control, PictureStore, RememberingConsole, write_world
+from runtime_world import Control, ImageStore, RememberingConsole, write_world
 
 from omni_async.config import Config
 from omni_async.control.clock import ManualClock
@@ -35,7 +35,7 @@ class Watched(control_world.Run):
         self.observer = Observer(config, self.run, self.console, None, self.clock)
 
     async def driver(self) -> None:
-        store = PictureStore()
+        store = ImageStore()
         await self.coordinator.phase("generating the first samples")
         watching = asyncio.create_task(self.observer.watch(self.coordinator, store))
         await self.observer.closing.wait()
@@ -68,7 +68,7 @@ def observer(folder: Path, **sections: Any) -> tuple[Observer, RunDirectory, Rem
 
 
 def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
-    """These events, then the end."""
+    """Makes the observer watch these events, then the end."""
 
     async def main() -> None:
         control = Control()
@@ -78,7 +78,7 @@ def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
         control.end(status)
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
-        await watcher.watch(control, PictureStore())
+        await watcher.watch(control, ImageStore())
         await watcher.pictures_drawn(10.0)
 
     asyncio.run(main())
@@ -110,12 +110,12 @@ def test_validation_rounds_are_lines_of_their_own(tmp_path):
     assert rounds[-1]["update"] == 4
 
 
-def test_pictures_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path):
+def test_images_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path):
     watched = watch(tmp_path)
     drawn = {path.name for path in watched.run.samples.iterdir()}
     assert {"train-000001.png", "train-000004.png", "validation-000000.png", "validation-000004.png"} <= drawn
-    with Image.open(watched.run.samples / "train-000001.png") as picture:
-        assert picture.width > 64
+    with Image.open(watched.run.samples / "train-000001.png") as image:
+        assert image.width > 64
 
 
 def test_emulated_media_are_not_drawn(tmp_path):
@@ -155,8 +155,8 @@ def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tm
     assert watched.observer.summary("done", None, None, 1001.0, watched.observer.spans.all()).validation == ()
 
 
-def test_a_life_that_ends_without_a_word_is_told_by_its_last_update(tmp_path):
-    """As when the coordinator itself is lost and no other life follows."""
+def test_a_run_without_a_last_event_is_summarised_by_its_last_update(tmp_path):
+    """Covers the loss of the coordinator itself with no other attempt after it."""
     ended = watch(tmp_path / "ended")
     updates = [line for line in ended.metrics() if "finished" in line]
     ended.observer.ended = None
@@ -201,8 +201,8 @@ def _changed(line: dict[str, Any], **values: Any) -> bytes:
         (None, "has no line of update 1, 2, 3 and 1 more and no line of validation of version 0, 2, 4;"),
     ],
 )
-def test_what_is_told_of_earlier_attempts_does_not_come_from_the_metrics_file(tmp_path, damage, said):
-    """It may have been removed or edited; what it lacks is said."""
+def test_what_is_reported_of_earlier_attempts_does_not_come_from_the_metrics_file(tmp_path, damage, said):
+    """Covers a file that was removed or edited; what it lacks is reported."""
     watched = watch(tmp_path)
     before = watched.observer.summary("done", None, None, 1008.0, [])
     kept = msgspec.json.decode(msgspec.json.encode(asyncio.run(watched.coordinator.continuation())), type=ControlState)
@@ -240,7 +240,7 @@ def test_spans_become_busy_fractions(tmp_path):
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
 
-def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
+def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
     watcher, run, console, _ = observer(tmp_path)
     lost: list[Any] = []
 
@@ -253,7 +253,7 @@ def test_a_picture_that_is_gone_costs_the_picture_and_nothing_else(tmp_path):
         control.end("done")
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
-        await watcher.watch(control, PictureStore())
+        await watcher.watch(control, ImageStore())
         await watcher.pictures_drawn(10.0)
 
     asyncio.run(main())
@@ -291,7 +291,7 @@ def test_cpus_that_the_machine_does_not_have_are_not_counted(tmp_path, monkeypat
     assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices
 
 
-def test_how_far_the_run_is_for_who_asks(tmp_path):
+def test_how_far_the_run_is_for_the_status_command(tmp_path):
     watched = watch(tmp_path)
     found = watched.observer.progress()
     assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
@@ -301,7 +301,7 @@ def test_how_far_the_run_is_for_who_asks(tmp_path):
 
 
 def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:
-    places = {"capacity": 8, "reserved": 0, "ready": 0}
+    buffer = {"capacity": 8, "reserved": 0, "ready": 0}
     data = {
         "version": version,
         "started": started,
@@ -314,22 +314,22 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
         "conservation": dict.fromkeys(("admitted", "trained", "rejected", "dropped", "live"), 0),
         "buffers": {
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
-            "trajectories": places,
-            "replay": places,
+            "trajectories": buffer,
+            "replay": buffer,
         },
     }
     return RunEvent("update", data)
 
 
 def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_its_first_update(tmp_path):
-    """The validation round is made again from the same checkpoint then; the fault stays."""
+    """Makes the validation round again from the same checkpoint; the fault stays."""
     config, clock, console = write_world(tmp_path), ManualClock(1000.0), RememberingConsole()
     run, start = RunDirectory.create(config, clock), ControlState(version=60, validated=59)
     watcher = Observer(config, run, console, None, clock, start, owns=False)
     validated = RunEvent("validation", {"version": 60, "parts": {"reward": 0.5}})
     show(watcher, validated, status="failed")
     watcher.recall(start)
-    watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "life 2", 3.0))
+    watcher.fault(Fault(1001.0, "trainer", "trainer is gone", "attempt 2", 3.0))
     assert not run.metrics.exists() and not run.faults.exists()
     show(watcher, validated, update(61, 5000.0, 5004.0))
     assert [line["update"] for line in run.read_metrics()] == [60, 61]
@@ -337,7 +337,7 @@ def test_what_was_held_is_written_once_also_if_the_attempt_lost_a_part_before_it
 
 
 def test_the_time_left_is_that_at_the_pace_of_this_attempt(tmp_path):
-    """Neither what earlier attempts took nor how long this one took to load."""
+    """Counts neither what earlier attempts took nor how long this one took to load."""
     watcher, *_ = observer(tmp_path, trainer={"updates": 100})
     assert watcher.progress()["eta_s"] is None
     watcher.recall(ControlState(version=60))

@@ -1,4 +1,4 @@
-"""`omni-async status`, `scale` and `stop`: what they print, and what they refuse in one line."""
+"""Tests `omni-async status`, `scale` and `stop`: what they print, and what they refuse in one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATUS: dict[str, Any] = {
 
 @contextmanager
 def running(run: Path) -> Iterator[list[Request]]:
-    """A run that answers, and what it was asked."""
+    """Serves a run that answers, and yields what it was asked."""
     run.mkdir()
     (run / "config.yaml").write_text("")
     asked: list[Request] = []
@@ -127,7 +127,7 @@ def test_a_run_without_an_update_yet_has_a_status(tmp_path, capsys, monkeypatch)
 def left(
     folder: Path, *, updates: int = 2, summary: Summary | None = None, checkpoint: bool = True, **numbers: float
 ) -> Path:
-    """What a run of that many updates leaves."""
+    """Writes what a run of that many updates leaves."""
     folder.mkdir()
     (folder / "config.yaml").write_text("")
     run = RunDirectory(folder)
@@ -161,7 +161,7 @@ def over(status: Status, reason: str | None = None) -> Summary:
     )
 
 
-def test_a_run_that_is_over_is_told_from_its_summary(tmp_path, capsys):
+def test_a_run_that_is_over_is_shown_from_its_summary(tmp_path, capsys):
     folder = left(tmp_path / "run", summary=over("done"))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -193,7 +193,7 @@ def test_a_run_that_failed_says_why(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("numbers", "shown"), [({}, "reward 0.2"), ({"accuracy": 0.9375, "margin": 24.7}, "accuracy 0.938, margin 24.7")]
 )
-def test_a_run_that_was_killed_is_told_from_its_metrics(tmp_path, capsys, numbers, shown):
+def test_a_run_that_was_killed_is_shown_from_its_metrics(tmp_path, capsys, numbers, shown):
     folder = left(tmp_path / "run", **numbers)
     assert main(["status", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -203,7 +203,7 @@ def test_a_run_that_was_killed_is_told_from_its_metrics(tmp_path, capsys, number
     assert lines[3].endswith(f"checkpoint.resume={folder} goes on with it")
 
 
-def test_metrics_that_somebody_has_edited_tell_what_numbers_they_still_have(tmp_path, capsys):
+def test_edited_metrics_show_what_numbers_they_still_have(tmp_path, capsys):
     folder = left(tmp_path / "run")
     (folder / "metrics.jsonl").write_text(
         '{"update":1,"reward":"high","finished":1e300,"staleness/mean":0.5}\n'
@@ -229,7 +229,7 @@ def test_a_run_that_another_process_has_is_running_all_the_same(tmp_path, capsys
 def test_a_folder_whose_summary_is_damaged_is_refused_in_one_line(tmp_path, capsys, content):
     folder = left(tmp_path / "run")
     if content is None:
-        os.mkfifo(folder / "summary.json")  # nobody will ever write to it
+        os.mkfifo(folder / "summary.json")  # it has no writer
     else:
         (folder / "summary.json").write_bytes(content)
     assert main(["status", str(folder)]) == 2

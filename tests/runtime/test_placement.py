@@ -1,4 +1,4 @@
-"""Which bundle every actor sits in, and what it asks of it."""
+"""Tests which bundle every actor is placed in, and what it asks of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The preference file: every pair as it was stored, whatever the order, and one line for whatever is wrong with it."""
+"""Tests the preference file: every pair as it was stored, whatever the order, and one line for anything that is wrong
+with it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from omni_async.runtime.preferences import PreferencePairs
 from omni_async.types import Prompt
 
 
-def picture(seed: int, height: int = 6, width: int = 9) -> np.ndarray:
+def random_image(seed: int, height: int = 6, width: int = 9) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
@@ -40,8 +41,8 @@ def write(folder: Path, columns: dict[str, Any], **how: Any) -> str:
 
 
 def one_pair(folder: Path, chosen: Any, rejected: Any = None) -> PreferencePairs:
-    """A file of one pair; None stands for a good image of the same type."""
-    good = encoded(picture(0))
+    """Writes a file of one pair; None stands for a good image of the same type."""
+    good = encoded(random_image(0))
     if isinstance(chosen, str):
         (folder / "good.png").write_bytes(good)
         good = "good.png"
@@ -63,7 +64,7 @@ def refusal(folder: Path, chosen: Any) -> str:
 
 
 def of_header(width: int, height: int) -> bytes:
-    """A PNG that promises so many pixels and holds none."""
+    """Makes a PNG that promises so many pixels and holds none."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
@@ -75,7 +76,7 @@ def of_header(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("as_dictionary", [False, True])
 def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_dictionary, monkeypatch):
     monkeypatch.setattr("omni_async.runtime.preferences._DICTIONARY_ROWS", 4)
-    chosen, rejected = [picture(i) for i in range(10)], [picture(100 + i, 4, 4) for i in range(10)]
+    chosen, rejected = [random_image(i) for i in range(10)], [random_image(100 + i, 4, 4) for i in range(10)]
     columns = {
         "prompt": [f"prompt {i}" for i in range(10)],
         "chosen": [*map(encoded, chosen)],
@@ -96,14 +97,14 @@ def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_diction
 
 
 def test_a_number_outside_the_file_is_an_index_error(tmp_path):
-    pairs = one_pair(tmp_path, encoded(picture(0)))
+    pairs = one_pair(tmp_path, encoded(random_image(0)))
     for number in (-1, 1):
         with pytest.raises(IndexError, match=rf"pair {number}: .* has pairs 0\.\.0"):
             pairs.images(number)
 
 
 def test_images_may_be_structs_or_paths(tmp_path):
-    image = encoded(picture(1))
+    image = encoded(random_image(1))
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "one.png").write_bytes(image)
     for cell in (
@@ -113,12 +114,12 @@ def test_images_may_be_structs_or_paths(tmp_path):
         "below/one.png",
         "./below/../below/one.png",
     ):
-        assert np.array_equal(one_pair(tmp_path, cell).images(0)[0], picture(1))
+        assert np.array_equal(one_pair(tmp_path, cell).images(0)[0], random_image(1))
 
 
 @pytest.mark.parametrize("kind", [pa.large_binary(), pa.binary_view(), pa.struct([("bytes", pa.large_binary())])])
 def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
-    image = {"bytes": encoded(picture(2))} if pa.types.is_struct(kind) else encoded(picture(2))
+    image = {"bytes": encoded(random_image(2))} if pa.types.is_struct(kind) else encoded(random_image(2))
     images = pa.array([image], kind)
     pairs = PreferencePairs(
         write(
@@ -127,7 +128,7 @@ def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
         )
     )
     assert pairs.prompts() == [Prompt(0, "x")]
-    assert np.array_equal(pairs.images(0)[1], picture(2))
+    assert np.array_equal(pairs.images(0)[1], random_image(2))
 
 
 @pytest.mark.parametrize(
@@ -153,27 +154,27 @@ def test_more_than_eight_bits_are_refused_and_not_cut_off(tmp_path):
 
 
 def test_a_photo_stands_upright(tmp_path):
-    sideways = Image.fromarray(picture(3))
+    sideways = Image.fromarray(random_image(3))
     exif = sideways.getexif()
     exif[0x0112] = 6  # the camera was turned: to be shown a quarter turn clockwise
     found, _ = one_pair(tmp_path, encoded(sideways, exif=exif)).images(0)
-    assert np.array_equal(found, np.rot90(picture(3), -1))
+    assert np.array_equal(found, np.rot90(random_image(3), -1))
 
 
 def test_the_first_frame_of_an_animation_counts(tmp_path):
-    frames = [Image.fromarray(picture(i)) for i in range(3)]
+    frames = [Image.fromarray(random_image(i)) for i in range(3)]
     found, _ = one_pair(tmp_path, encoded(frames[0], save_all=True, append_images=frames[1:])).images(0)
-    assert np.array_equal(found, picture(0))
+    assert np.array_equal(found, random_image(0))
 
 
 @pytest.mark.parametrize(
     ("image", "why"),
     [
         (b"no image", "not a PNG, JPEG or WebP image"),
-        (encoded(picture(0), "GIF"), "not a PNG, JPEG or WebP image"),
-        (encoded(picture(0), "BMP"), "not a PNG, JPEG or WebP image"),
-        (encoded(picture(0, 64, 64))[:-200], "cannot be decoded"),
-        (encoded(picture(0, 64, 64), "JPEG")[:-200], "cannot be decoded"),
+        (encoded(random_image(0), "GIF"), "not a PNG, JPEG or WebP image"),
+        (encoded(random_image(0), "BMP"), "not a PNG, JPEG or WebP image"),
+        (encoded(random_image(0, 64, 64))[:-200], "cannot be decoded"),
+        (encoded(random_image(0, 64, 64), "JPEG")[:-200], "cannot be decoded"),
         (b"", "there is no image"),
         ({"bytes": b"", "path": None}, "there is no image"),
         ({"bytes": None, "path": None}, "there is no image"),
@@ -185,7 +186,7 @@ def test_what_is_no_image_is_refused_with_its_row_and_column(tmp_path, image, wh
 
 
 def test_a_missing_image_is_refused(tmp_path):
-    image = encoded(picture(0))
+    image = encoded(random_image(0))
     pairs = PreferencePairs(
         write(tmp_path, {"prompt": ["a", "b"], "chosen": [image, image], "rejected": [image, None]})
     )
@@ -231,7 +232,7 @@ def test_the_largest_image_is_not_refused_for_its_size(tmp_path):
 def test_a_path_must_stay_in_the_folder_and_name_a_file(tmp_path, path, why):
     folder = tmp_path / "data"
     (folder / "below").mkdir(parents=True)
-    (tmp_path / "outside.png").write_bytes(encoded(picture(0)))
+    (tmp_path / "outside.png").write_bytes(encoded(random_image(0)))
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     (folder / "circle.png").symlink_to(folder / "circle.png")
     path = path.format(outside=tmp_path / "outside.png", inside=folder / "good.png")
@@ -243,10 +244,10 @@ def test_a_folder_may_itself_be_a_link(tmp_path):
     one_pair(tmp_path, "good.png")
     (tmp_path / "linked").symlink_to(tmp_path)
     found, _ = PreferencePairs(str(tmp_path / "linked" / "pairs.parquet")).images(0)
-    assert np.array_equal(found, picture(0))
+    assert np.array_equal(found, random_image(0))
 
 
-IMAGES = [encoded(picture(0))]
+IMAGES = [encoded(random_image(0))]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +350,7 @@ def test_a_path_that_is_not_utf8_is_refused(tmp_path):
 
 
 def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
-    images = [encoded(picture(i)) for i in range(6)]
+    images = [encoded(random_image(i)) for i in range(6)]
     path = write(
         tmp_path,
         {"prompt": list("abcdef"), "chosen": images, "rejected": images},
@@ -367,7 +368,7 @@ def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
             with pytest.raises(ConfigError, match=r"row 2 and those after it cannot be read: [^\n]+$"):
                 pairs.images(row)
         for row in (0, 1, 4, 5):
-            assert np.array_equal(pairs.images(row)[0], picture(row))
+            assert np.array_equal(pairs.images(row)[0], random_image(row))
 
 
 # Its peak can be asked for. Never freed: what was read through it frees its memory there when it is collected, be that
@@ -387,9 +388,9 @@ def counted():
 
 @pytest.mark.parametrize("how", [{"row_group_size": 4}, {"write_batch_size": 1, "data_page_size": 1}])
 def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
-    """In many row groups, or in one of many pages."""
+    """Covers many row groups, and one of many pages."""
     monkeypatch.setattr("omni_async.runtime.preferences._BUFFER_BYTES", 2**16)
-    image = encoded(picture(0))
+    image = encoded(random_image(0))
     padded = [image + os.urandom(2**17) for _ in range(128)]  # 32 MiB with both columns
     columns = {"prompt": ["x"] * 128, "chosen": padded, "rejected": padded[::-1]}
     path = write(tmp_path, columns, use_dictionary=False, compression="none", **how)
@@ -398,14 +399,14 @@ def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
     pairs = PreferencePairs(path)
     pairs.prompts()
     for row in (0, 1, 90, 127, 5):
-        assert np.array_equal(pairs.images(row)[0], picture(0))
+        assert np.array_equal(pairs.images(row)[0], random_image(0))
         assert pa.total_allocated_bytes() - before < 4 * 2**20
 
 
 @pytest.mark.parametrize("as_dictionary", [False, True])
 def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_dictionary):
-    """64 MiB of each column, were it written out."""
-    image, prompt = encoded(picture(0)) + os.urandom(2**18), "x" * 2**18
+    """Reads 64 MiB of each column, were it written out."""
+    image, prompt = encoded(random_image(0)) + os.urandom(2**18), "x" * 2**18
     columns = {"prompt": [prompt], "chosen": [image], "rejected": [image]}
     indices = pa.array([0] * 256, pa.int32())
     table = {name: pa.DictionaryArray.from_arrays(indices, pa.array(values)) for name, values in columns.items()}
@@ -418,7 +419,7 @@ def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_
     assert (tmp_path / "pairs.parquet").stat().st_size < 2**21
     with counted():
         pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
-        assert np.array_equal(pairs.images(200)[1], picture(0))
+        assert np.array_equal(pairs.images(200)[1], random_image(0))
         with pytest.raises(
             ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"
         ):
@@ -437,7 +438,9 @@ def test_prompts_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
 
 def test_an_encoded_image_and_a_path_of_any_length_are_refused_unread(tmp_path, monkeypatch):
     monkeypatch.setattr("omni_async.runtime.preferences._MAX_IMAGE_BYTES", 100)
-    assert "the image has 101 bytes, at most 100 are decoded" in refusal(tmp_path, encoded(picture(0))[:101].ljust(101))
+    assert "the image has 101 bytes, at most 100 are decoded" in refusal(
+        tmp_path, encoded(random_image(0))[:101].ljust(101)
+    )
     assert "the path has 65537 bytes, at most 65536 are taken" in refusal(tmp_path, "x" * 65537)
 
 
@@ -456,9 +459,9 @@ def test_a_missing_prompt_or_image_of_a_dictionary_is_refused(tmp_path):
 @given(st.sampled_from(["PNG", "JPEG", "WEBP"]), st.integers(0, 400), st.binary(max_size=12))
 @example("PNG", 0, b"")
 @example("PNG", 16, b"\0\0\0\0")
-def test_damaged_images_are_pictures_or_a_refusal(tmp_path, kind, place, damage):
-    content = encoded(picture(7, 12, 12), kind)
-    content = content[:place] + damage + content[place + len(damage) :]
+def test_damaged_images_are_decoded_or_refused(tmp_path, kind, position, damage):
+    content = encoded(random_image(7, 12, 12), kind)
+    content = content[:position] + damage + content[position + len(damage) :]
     try:
         found, _ = one_pair(tmp_path, content).images(0)
     except ConfigError as error:

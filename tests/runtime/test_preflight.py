@@ -1,4 +1,4 @@
-"""What is found wrong before anything heavy starts."""
+"""Tests what is found wrong before anything heavy starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt files: what is read, and that whatever else is in one is refused in one line that says where."""
+"""Tests prompt files: what is read, and that anything else in one is refused in one line that says where."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal(folder: Path, content: str | bytes, name: str = "prompts.txt", max_c
 
 
 def nested(levels: int) -> str:
-    """A line whose object is the first of so many levels."""
+    """Makes a line whose object is the first of so many levels."""
     return '{"prompt": "x", "note": ' + "[" * (levels - 1) + "{}" + "]" * (levels - 1) + "}"
 
 
@@ -140,7 +140,7 @@ def test_a_million_prompts_are_read_in_seconds(tmp_path):
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0c", "\x1c"])
 def test_only_a_line_feed_ends_a_line(tmp_path, separator):
-    """Python's splitlines knows more line ends than editors and JSON do."""
+    """Covers the line ends that Python's splitlines knows and editors and JSON do not."""
     assert len(read(tmp_path, f"a{separator}b\nc")) == 2
     line = msgspec.json.encode({"prompt": f"a{separator}b"})
     assert read(tmp_path, line, "p.jsonl")[0].text == f"a{separator}b"

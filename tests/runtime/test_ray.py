@@ -1,4 +1,4 @@
-"""The Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves,
+"""Tests the Ray shell with a real local Ray: calls that wait do not hold up others, exceptions arrive as themselves,
 references travel."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture
 def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
-    """`host(build)`: the role in an actor of its own."""
+    """Provides `host(build)`, which starts the role in an actor of its own."""
     actors: list[Any] = []
 
     def start(build: Callable[[], Any]) -> Proxy:
@@ -199,10 +199,10 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
             assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
         assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
-        picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
-        reference = await store.put(picture)
-        assert np.array_equal(await store.get(reference), picture)
-        assert np.array_equal(await store.get(reference), picture)  # reading takes nothing away
+        image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+        reference = await store.put(image)
+        assert np.array_equal(await store.get(reference), image)
+        assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
 
     asyncio.run(main())
 
@@ -231,12 +231,12 @@ def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_no
     async def main() -> None:
         store = RayStore()
         small = [np.full(1000, number, np.uint8) for number in range(5)]
-        places = await store.put_all(small)
-        assert len({place.object for place in places}) == 1
+        references = await store.put_all(small)
+        assert len({reference.object for reference in references}) == 1
         large = [np.full(9 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(9 * 2**20, 9, np.uint8)]
-        places += await store.put_all(large)
-        assert len({place.object for place in places[5:]}) == 3
-        back = await asyncio.gather(*(store.get(place) for place in reversed(places)))
+        references += await store.put_all(large)
+        assert len({reference.object for reference in references[5:]}) == 3
+        back = await asyncio.gather(*(store.get(reference) for reference in reversed(references)))
         assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
         assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
         assert await store.put_all([]) == []
@@ -248,7 +248,7 @@ def test_what_is_neither_array_nor_tensor_is_stored_too(local_ray):
     async def main() -> None:
         store = RayStore()
         values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
-        assert [await store.get(place) for place in await store.put_all(values)] == values
+        assert [await store.get(reference) for reference in await store.put_all(values)] == values
 
     asyncio.run(main())
 
@@ -286,7 +286,7 @@ def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_pa
 
 
 def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
-    """Two runs one after the other: neither leaves an actor or a placement group behind."""
+    """Runs two jobs one after the other: neither leaves an actor or a placement group behind."""
     write_profile(tmp_path / "profile.json", _QUICK)
 
     async def main(number: int) -> None:
@@ -318,7 +318,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
 
 
 def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
-    """Ray grants every share that `placements` gives out."""
+    """Requires that Ray grants every share that `placements` gives out."""
     placement = {"colocated": True, "rollout": {"cpus": 1}, "reward": {"cpus": 1}, "trainer": {"cpus": 1}}
     cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
 

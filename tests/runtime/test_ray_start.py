@@ -1,5 +1,5 @@
-"""Starting a local Ray: how often it is tried, what is said when it does not come up. What stands for Ray are scripts
-of a few lines."""
+"""Tests starting a local Ray: how often it is tried, what is reported when it does not come up. Scripts of a few lines
+stand for Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
-    """Run `script` where Ray would be started. A file with a line for each start."""
+    """Runs `script` where Ray would be started. Returns a file with a line for each start."""
     starts = folder / "starts"
     (folder / "fake.py").write_text(
         f"import json, sys, time\nprint(file=open({str(starts)!r}, 'a'))\n{script}\nsys.stdout.flush()\n"
@@ -45,7 +45,7 @@ def instead(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:
 
 @pytest.fixture
 def ten_seconds_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that only a failed start moves, as a busy machine would starts of very different lengths."""
+    """Sets a clock that only a failed start moves, as a busy machine would starts of very different lengths."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
     def leave() -> None:
@@ -62,7 +62,7 @@ def no_process_stays() -> Iterator[None]:
     assert [one for one in psutil.Process().children() if one not in before] == []
 
 
-def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then_told_in_one_line(
+def test_a_start_that_timed_out_is_tried_again_as_long_as_there_is_time_and_then_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ten_seconds_a_try: None
 ) -> None:
     starts = instead(monkeypatch, tmp_path, f"print(json.dumps({{'error': {TIMED_OUT!r}, 'final': False}}))")
@@ -86,7 +86,7 @@ def test_a_start_that_hangs_ends_when_the_time_is_over(
         connect(None, 1, 0.3)
 
 
-def test_what_another_try_would_not_change_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_try_would_not_change_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = instead(monkeypatch, tmp_path, "print(json.dumps({'error': 'no room in /dev/shm', 'final': True}))")
     with pytest.raises(
         StartError, match=r"^Ray cannot be started on this machine: no room in /dev/shm; its logs: "
@@ -94,7 +94,7 @@ def test_what_another_try_would_not_change_is_told_at_once(tmp_path: Path, monke
         connect(None, 1, 60.0)
     assert len(starts.read_text().splitlines()) == 1
     folder = Path(str(failed.value).rpartition(" ")[2])
-    assert folder.stat().st_mode & 0o777 == 0o700, "nobody else may look into it"
+    assert folder.stat().st_mode & 0o777 == 0o700, "no other user may look into it"
 
 
 def test_a_start_that_is_not_wanted_any_more_ends_soon(
@@ -115,11 +115,11 @@ def test_a_start_that_is_not_wanted_any_more_ends_soon(
 def test_what_is_started_is_in_a_session_of_its_own_and_its_token_stands_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = (
+    address = (
         "import os\nprint(json.dumps({'address': os.environ['RAY_AUTH_MODE'] + ' ' +"
         " os.environ['RAY_AUTH_TOKEN']}))\nsys.stdin.read()"
     )
-    instead(monkeypatch, tmp_path, told + "\nprint(json.dumps({'lost': 'its raylet ended'}))")
+    instead(monkeypatch, tmp_path, address + "\nprint(json.dumps({'lost': 'its raylet ended'}))")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     local = LocalRay(1)
     mode, token = local.address(10.0, threading.Event()).split()
@@ -140,7 +140,7 @@ def test_a_token_of_the_users_own_and_doing_without_are_respected(monkeypatch: p
     assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
-def test_the_loss_is_told_with_its_reason_and_a_process_that_went_without_a_word_is_a_loss_too(
+def test_the_loss_is_reported_with_its_reason_and_a_process_that_ends_silently_is_a_loss_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for last, reason in (
@@ -157,7 +157,7 @@ def test_the_loss_is_told_with_its_reason_and_a_process_that_went_without_a_word
         LocalRay(1).address(10.0, threading.Event())
 
 
-def test_an_address_where_nobody_listens_is_refused_at_once(unused_port: int) -> None:
+def test_an_address_without_a_listener_is_refused_at_once(unused_port: int) -> None:
     began = time.monotonic()
     with pytest.raises(
         StartError, match=rf"^run\.ray_address: nobody answers at 127\.0\.0\.1:{unused_port}: .*refused"
@@ -179,7 +179,7 @@ def unused_port() -> int:
 @pytest.mark.parametrize(
     ("mode", "said"), [("", "joined with RAY_AUTH_MODE=token"), ("token", "the token in RAY_AUTH_TOKEN")]
 )
-def test_a_cluster_that_cannot_be_joined_is_told_with_what_a_token_asks_for(
+def test_a_cluster_that_cannot_be_joined_is_reported_with_what_a_token_asks_for(
     monkeypatch: pytest.MonkeyPatch, mode: str, said: str
 ) -> None:
     def refuse(**_: object) -> None:

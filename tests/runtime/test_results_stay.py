@@ -1,5 +1,5 @@
-"""What a run has left is changed only by an attempt that has something to record: emulated runs in this process,
-resumed."""
+"""Tests that what a run has left is changed only by an attempt that has something to record: emulated runs in this
+process, resumed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InterruptingConsole(RememberingConsole):
 
 
 class Job:
-    """One recipe, attempt after attempt."""
+    """A recipe that is run attempt after attempt."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe, self.overrides = write_recipe(folder), (*QUICK, *overrides)
@@ -72,7 +72,7 @@ class Job:
         return RunDirectory(path)
 
     def files(self) -> dict[str, bytes]:
-        """Everything but the line that says who was there."""
+        """Reads every file but the list of attempts."""
         found = {path: path.read_bytes() for path in self.run.path.rglob("*") if path.is_file()}
         return {
             str(path.relative_to(self.run.path)): content
@@ -84,8 +84,8 @@ class Job:
         return [json.loads(line) for line in (self.run.path / name).read_bytes().splitlines()]
 
     def require_whole(self, updates: int, groups: int = 8) -> None:
-        """Every group ended in one line, every update was made once of its groups, and the metrics have a line of
-        each."""
+        """Requires that every group ended in one line, every update was made once of its groups, and the metrics have a
+        line of each."""
         ledger = self.lines("ledger.jsonl")
         assert sorted(line["group"] for line in ledger) == [*range(len(ledger))]
         trained = [line["trained_version"] for line in ledger if line["event"] == "trained"]
@@ -97,14 +97,14 @@ class Job:
 
 @pytest.fixture
 def interrupted(tmp_path: Path) -> Job:
-    """Stopped in the middle of its updates."""
+    """Makes a job that was stopped in the middle of its updates."""
     job = Job(tmp_path)
     assert job.attempt(interrupt=3).status == "interrupted"
     return job
 
 
 def loading(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """The next attempt is interrupted while it loads, or fails in it."""
+    """Makes the next attempt be interrupted while it loads, or fail in it."""
 
     class Loading(HandCluster):
         async def start(self) -> None:
@@ -148,7 +148,7 @@ def test_an_attempt_that_fails_while_it_loads_changes_nothing_either(
 def test_an_attempt_that_is_interrupted_between_loading_and_its_first_update_changes_nothing(
     interrupted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its groups under way are dropped, of which the ledger says nothing: they are made again."""
+    """Drops the groups under way, of which the ledger says nothing: they are made again."""
     admit = Coordinator._admit
 
     def admit_and_interrupt(coordinator: Coordinator) -> None:
@@ -295,8 +295,8 @@ def test_a_run_that_was_killed_after_its_last_update_gets_the_summary_it_lacks(t
 
 
 def killed_at(moment: int, *overrides: str, job: Job) -> bool:
-    """An attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the
-    folder; whether it came to that."""
+    """Runs an attempt in a process of its own that kills itself (SIGKILL) at its nth step of writing something into the
+    folder. Returns whether it came to that."""
     child = os.fork()
     if child == 0:
         try:
@@ -334,8 +334,8 @@ def killed_at(moment: int, *overrides: str, job: Job) -> bool:
 
 
 def test_a_kill_at_any_moment_of_the_take_over_costs_no_group_and_repeats_none(tmp_path: Path) -> None:
-    """The folder is of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be made
-    void."""
+    """Begins with the folder of an attempt that was killed after a checkpoint: lines of ledger and metrics are to be
+    made void."""
     job = Job(tmp_path, "trainer.groups_per_update=2")
     assert killed_at(25, "checkpoint.every=1", job=job)
     assert [path.name for path in job.run.checkpoints.glob("update-*")], "there is something to go on from"

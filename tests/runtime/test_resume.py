@@ -1,4 +1,4 @@
-"""Where a run goes on: which folder, which checkpoint, and what is said of those that cannot be used."""
+"""Tests where a run goes on: which folder, which checkpoint, and what is logged of those that cannot be used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_of(config: Config, stamp: str, *versions: int, status: str | None = None
 
 
 def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None = None, emulated: bool = False) -> Path:
-    """A trained one says how many optimizer steps its weights took; `emulated`: there are none."""
+    """Writes a checkpoint. A trained one says how many optimizer steps its weights took; `emulated`: there are none."""
     if not (state.engine or emulated):
         state = replace(state, engine={"optimizer_steps": state.version})
     folder = run / "checkpoints" / folder_name(state.version)
@@ -59,13 +59,13 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
 
 
 def lose_bytes(path: Path, count: int) -> None:
-    """From its end."""
+    """Removes bytes from the end of a file."""
     os.truncate(path, path.stat().st_size - count)
 
 
 @contextmanager
 def held(run: Path) -> Iterator[None]:
-    """As by a run that is under way."""
+    """Holds the run's lock, as a run that is under way does."""
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -128,7 +128,7 @@ def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over
 
 
 def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path: Path) -> None:
-    """A cluster that repeats the command gets on."""
+    """Lets a cluster that repeats the command get on."""
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000", 1)
     (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
@@ -169,7 +169,7 @@ def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path:
 
 
 def test_a_run_that_starts_again_by_itself_goes_back_to_no_checkpoint_beyond_its_last_update(tmp_path: Path) -> None:
-    """It began before that one, which could not be read then, and is read now."""
+    """Covers a run that began before that checkpoint, which could not be read then, and is read now."""
     config = recipe(tmp_path)
     refused: list[str] = []
     point = newest_of_run(config, run_of(config, "20260101-000000", 2, 12), refused)
@@ -208,7 +208,7 @@ def test_a_run_without_a_usable_checkpoint_is_refused_rather_than_begun_anew(tmp
     )
 
 
-def test_a_wrong_path_is_told_for_what_it_is(tmp_path: Path) -> None:
+def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
     assert (
         refusal(recipe(tmp_path, str(tmp_path / "gone"))) == f"checkpoint.resume: no such folder: {tmp_path / 'gone'}"
     )
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(tmp_path: Path) -> None:
-    """The machine went down before they were on its disk."""
+    """Covers a machine that went down before the lines were on its disk."""
     config = recipe(tmp_path)
     run = run_of(config, "20260101-000000")
     states = write_ledger(run, 4)
@@ -303,8 +303,8 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
     )
     emulated = run_of(config, "20260102-000000")
     folder = checkpoint_of(emulated, State(ControlState(3), config.model.pipeline, "flow_grpo"), emulated=True)
-    for place in (emulated, folder):
-        assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(place)))
+    for path in (emulated, folder):
+        assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(path)))
     point = find_resume_point(config)
     assert point is not None and point.run == trained, "auto passes the emulated run over"
     point = find_resume_point(recipe(tmp_path, emulation=emulation))

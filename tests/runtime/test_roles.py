@@ -1,4 +1,4 @@
-"""What the roles of a run are built with."""
+"""Tests what the roles of a run are built with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omni_async.runtime.roles import build_coordinator
 def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
     tmp_path: Path, untouched: bool, wrong: bool
 ) -> None:
-    """Whoever resumes a run may have edited its scorer; a process that begins again after a loss has not."""
+    """Distinguishes a resumed run, whose scorer may have been edited, from a process that begins again after a loss."""
 
     async def main() -> None:
         start = ControlState(

@@ -1,4 +1,4 @@
-"""How a run ends: the first cause is kept, every role is let finish, and a failure while closing is not lost."""
+"""Tests how a run ends: the first cause is kept, every role is let finish, and a failure while closing is not lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_loop(main: Any) -> Any:
-    """asyncio.run, and no exception may be lost on the way."""
+    """Calls asyncio.run, and requires that no exception is lost on the way."""
     lost: list[Any] = []
 
     async def quietly() -> Any:
@@ -102,7 +102,7 @@ def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
 
 
 def test_a_signal_that_comes_twice_in_a_moment_or_at_any_time_again_as_sigterm_is_one(monkeypatch):
-    """`timeout` and batch systems signal the process, and then its group."""
+    """Covers `timeout` and batch systems, which signal the process, and then its group."""
     interruption = interrupting.Interruption(lambda text: None)
     interruption.signalled(signal.SIGINT)
     interruption.signalled(signal.SIGINT)
@@ -188,7 +188,7 @@ def play(
     services: dict[str, Role] | None = None,
     **sections: Any,
 ) -> tuple[Summary, RememberingConsole]:
-    """A run of these roles, and its summary, which must also be the one on disk."""
+    """Runs these roles and returns the summary, which must also be the one on disk."""
     inputs = preflight(write_world(folder, **sections))
     cluster, console = HandCluster(work, services), RememberingConsole()
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
@@ -222,8 +222,8 @@ def test_a_run_that_ends_well_leaves_its_files_and_says_where(tmp_path, monkeypa
     assert any(str(folder / "trace.json") in note for note in console.notes)
 
 
-def test_the_last_words_have_the_numbers_of_the_rounds_under_the_same_names(tmp_path, monkeypatch):
-    """Whatever the scorer calls them."""
+def test_the_last_lines_have_the_numbers_of_the_rounds_under_the_same_names(tmp_path, monkeypatch):
+    """Covers any name that the scorer gives them."""
 
     async def validates(control: Control) -> None:
         for version, exact in ((0, 0.125), (4, 0.875)):
@@ -295,7 +295,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path, monkeyp
 
 
 def test_what_cannot_be_recorded_after_the_last_update_is_a_failure_with_the_path(tmp_path, monkeypatch):
-    """A disk that becomes full while the run closes, say."""
+    """Covers a disk that becomes full while the run closes, for example."""
 
     async def ends(control: Control) -> None:
         (run,) = (tmp_path / "runs").iterdir()
@@ -358,7 +358,7 @@ def test_a_second_ctrl_c_waits_for_nothing_and_still_leaves_a_summary(tmp_path, 
 
 
 def test_while_results_are_written_sigterm_changes_nothing_and_ctrl_c_skips_one(tmp_path, monkeypatch):
-    """The second SIGTERM of `timeout` may come late."""
+    """Covers the second SIGTERM of `timeout`, which may come late."""
     os_signals = iter([signal.SIGTERM, signal.SIGINT])
     for name in ("write_summary", "write_trace"):
         real = getattr(results, name)
@@ -452,7 +452,7 @@ def test_a_run_that_did_not_start_is_still_recorded_in_mlflow(tmp_path, monkeypa
         ui_command = "mlflow ui"
 
         def log_artifact(self, path: Path) -> None:
-            """Not looked at."""
+            """Ignores the file."""
 
         run_id = "1"
 
@@ -478,7 +478,7 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_
 
 
 def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
-    """As Ray does when it starts, after the run had begun to listen."""
+    """Covers Ray, which does so when it starts, after the run had begun to listen."""
 
     async def main() -> None:
         async with interrupts() as interrupted:

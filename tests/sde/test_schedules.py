@@ -45,7 +45,7 @@ CONFIGS = {
 
 
 def diffusers_sigmas(steps, seq_len, config):
-    """What QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision)."""
+    """Does what QwenImagePipeline.__call__ does with the scheduler (written out: importing it needs torchvision)."""
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
     base_len, base_shift = config.get("base_image_seq_len", 256), config.get("base_shift", 0.5)
     m = (config.get("max_shift", 1.15) - base_shift) / (config.get("max_image_seq_len", 4096) - base_len)

@@ -17,7 +17,7 @@ def rows(*values, dtype=torch.float64):
 
 
 def example(seed, batch, dtype=torch.float64, sigma_one=False, shape=SHAPE):
-    """x, v, sigma, sigma_next, sigma_max, noise_level, noise of random rows."""
+    """Returns x, v, sigma, sigma_next, sigma_max, noise_level, noise of random rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low, high):
@@ -29,7 +29,7 @@ def example(seed, batch, dtype=torch.float64, sigma_one=False, shape=SHAPE):
 
 
 def published(kind, x, v, s, s_next, s_max, n):
-    """Mean, std and scale of one row with Python numbers, in the form the papers write them."""
+    """Computes mean, std and scale of one row with Python numbers, in the form the papers write them."""
     dt = s_next - s
     x0 = x - s * v
     if kind == "flow":
@@ -263,7 +263,7 @@ def test_wrong_input_is_refused_with_its_value(change, message):
 
 
 def gaussian_velocity(x, sigma, s2):
-    """E[eps - x0 | x] for x0 ~ N(0, s2)."""
+    """Returns E[eps - x0 | x] for x0 ~ N(0, s2)."""
     return x * (sigma - (1 - sigma) * s2) / ((1 - sigma) ** 2 * s2 + sigma**2)
 
 

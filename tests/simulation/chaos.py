@@ -18,14 +18,14 @@ from chaos_world import World
 
 
 class ScheduleFailed(AssertionError):
-    """Says which seed, why, and how to see it again."""
+    """A schedule that failed: its seed, why, and how to see it again."""
 
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """What is there already is left out of collections, which would walk through all of torch each time. To the end of
-    the process it must not be: libraries whose objects are never collected report them as leaks, a hundred lines of
-    them."""
+    """Leaves existing objects out of collections, which would walk through all of torch each time. Only within the
+    block, not to the end of the process: libraries whose objects are never collected report them as leaks, a hundred
+    lines of them."""
     gc.freeze()
     try:
         yield

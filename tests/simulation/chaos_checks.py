@@ -1,4 +1,5 @@
-"""What must hold in every schedule, whatever happens: after each message, and of all lives of a job together."""
+"""Checks what must hold in every schedule, whatever happens: after each message, and of all attempts of a job
+together."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, Sam
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """An invariant that does not hold."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -30,13 +31,13 @@ class Checks:
     def __init__(self, job: Job, prompts: list[Prompt]) -> None:
         self._config = job.config
         self._prompts = PromptStream(prompts, job.config.run.seed, job.config.data.shuffle)
-        self._rounds: list[int] = []  # validated versions, of all lives
-        self._lives = 0
+        self._rounds: list[int] = []  # validated versions, of all attempts
+        self._attempts = 0
 
     # ---- after each message ------------------------------------------------------------------------------------------
 
     def message(self, coordinator: Coordinator, call: str, args: tuple[Any, ...], answer: Any) -> None:
-        """`call` was made with `args` and is about to be answered."""
+        """Checks the state after `call` was made with `args`, when it is about to be answered."""
         self._buffers(coordinator)
         match call:
             case "next_samples":
@@ -45,7 +46,7 @@ class Checks:
             case "next_to_score":
                 require(len(answer) <= args[1], f"{len(answer)} samples to score, {args[1]} asked for")
             case "next_groups":
-                require(len(answer) <= args[1], f"{len(answer)} groups for {args[1]} places")
+                require(len(answer) <= args[1], f"{len(answer)} groups, {args[1]} asked for")
                 for group in answer:
                     self._group(coordinator, args[0], group)
             case "update_done":
@@ -54,14 +55,14 @@ class Checks:
                 for result in args[1]:
                     require(
                         _result(coordinator, result.sample_id) is not result,
-                        f"{result.sample_id}: {args[0]} was lost, and is believed",
+                        f"{result.sample_id}: {args[0]} was lost, and its result is used",
                     )
             case "scored" if args[0] in coordinator._samples._lost_scorers:
                 for result in args[2]:
-                    believed = result.score is not None and _score(coordinator, result.sample_id) is result.score
-                    require(not believed, f"{result.sample_id}: {args[0]} was lost, and is believed")
+                    used = result.score is not None and _score(coordinator, result.sample_id) is result.score
+                    require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
             case "continuation" if not coordinator._closed:
-                self._continuation(coordinator, answer)
+                self._control_state(coordinator, answer)
 
     def _buffers(self, coordinator: Coordinator) -> None:
         statistics = coordinator._buffer_statistics()
@@ -76,7 +77,7 @@ class Checks:
         coordinator._groups.check()
 
     def _group(self, coordinator: Coordinator, version: int, group: ReadyGroup) -> None:
-        """As the trainer takes it to train from `version`."""
+        """Checks a group that the trainer takes to train from `version`."""
         config = self._config
         staleness = version - group.oldest_version
         require(
@@ -110,7 +111,7 @@ class Checks:
             )
 
     def request(self, request: SampleRequest) -> None:
-        """Prompt, seed and window follow from the group's number alone, in every life."""
+        """Checks that prompt, seed and window follow from the group's number alone, in every attempt."""
         if request.kind == "validation":
             return
         config, seed = self._config, self._config.run.seed
@@ -119,7 +120,7 @@ class Checks:
         require(request.seed == expected, f"{request.sample_id} with seed {request.seed}, its own is {expected}")
         require(request.window == window_of(request.group, config), f"{request.sample_id} with window {request.window}")
 
-    def _continuation(self, coordinator: Coordinator, kept: ControlState) -> None:
+    def _control_state(self, coordinator: Coordinator, kept: ControlState) -> None:
         complete = {group.group for group in coordinator._groups.live.values() if group.complete}
         require(
             complete <= {group.group for group in kept.ready},
@@ -138,10 +139,10 @@ class Checks:
             f"update {report.version} trained groups {report.groups}",
         )
 
-    # ---- of a life, and of all ---------------------------------------------------------------------------------------
+    # ---- of an attempt, and of all -----------------------------------------------------------------------------------
 
-    def life(self, start: int, events: Iterable[Any]) -> None:
-        """`events` of one life, which began at version `start`."""
+    def attempt(self, start: int, events: Iterable[Any]) -> None:
+        """Checks `events` of one attempt, which began at version `start`."""
         updates = [event.data["version"] for event in events if event.kind == "update"]
         require(
             updates == [*range(start + 1, start + 1 + len(updates))],
@@ -150,11 +151,11 @@ class Checks:
         rounds = [event.data["version"] for event in events if event.kind == "validation"]
         require(len(set(rounds)) == len(rounds), f"validation rounds {rounds}")
         self._rounds += rounds
-        self._lives += 1
+        self._attempts += 1
 
     def goes_on(self, start: ControlState, lines: list[LedgerEntry]) -> None:
-        """With `lines`, those of the ledger that the checkpoint counts: they must be the ones that it counted, as in a
-        file."""
+        """Checks a resume with `lines`, those of the ledger that the checkpoint counts: they must be the ones that
+        it counted, as in a file."""
         size, digest = 0, ""
         for line in map(encode_line, lines):
             size, digest = size + len(line), extend(digest, line)
@@ -164,11 +165,11 @@ class Checks:
         )
         require(
             len(start.rewards) == start.version,
-            f"the checkpoint of update {start.version} tells of {len(start.rewards)} rewards",
+            f"the checkpoint of update {start.version} has {len(start.rewards)} rewards",
         )
 
     def ledger(self, lines: list[LedgerEntry]) -> None:
-        """Of a job that is done: the lines that count, of all lives."""
+        """Checks a job that is done: the lines that count, of all attempts."""
         trainer = self._config.trainer
         numbers = sorted(line.group for line in lines)
         require(numbers == [*range(len(numbers))], f"groups {numbers} have a line: not each exactly once, or with gaps")
@@ -188,13 +189,13 @@ class Checks:
                 )
         if self._config.validation is not None:
             expected_rounds = (
-                {0, trainer.updates} if self._lives == 1 else {trainer.updates}
+                {0, trainer.updates} if self._attempts == 1 else {trainer.updates}
             )  # the first may have been cut short
             require(expected_rounds <= set(self._rounds), f"rounds of versions {self._rounds} only")
 
 
 def _result(coordinator: Coordinator, sample_id: str) -> SampleResult | None:
-    """What the coordinator goes by, of a sample that is being worked on."""
+    """Returns the result that the coordinator has of a sample that is being worked on."""
     found = _progress(coordinator, sample_id)
     return found.result if found else None
 
@@ -205,6 +206,6 @@ def _score(coordinator: Coordinator, sample_id: str) -> Score | None:
 
 
 def _progress(coordinator: Coordinator, sample_id: str) -> SampleProgress | None:
-    homes: Any = coordinator._groups.live if sample_id.startswith("g") else coordinator._validation.rounds
-    home = homes.get(int(sample_id.split(".")[0][1:]))
-    return home.samples.get(sample_id) if home else None
+    owners: Any = coordinator._groups.live if sample_id.startswith("g") else coordinator._validation.rounds
+    owner = owners.get(int(sample_id.split(".")[0][1:]))
+    return owner.samples.get(sample_id) if owner else None

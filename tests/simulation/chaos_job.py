@@ -1,5 +1,5 @@
-"""What a seed stands for: a small job, how the world around its roles behaves, and what breaks when. Draws everything,
-runs nothing."""
+"""Draws a job from a seed: a small configuration, how the world around its roles behaves, and what breaks when. Runs
+nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Temper:
 
 @dataclass(frozen=True)
 class Job:
-    """`faults`: the number of a message, and what happens when it was delivered."""
+    """A job to play. `faults`: the number of a message, and what happens when it was delivered."""
 
     seed: int
     config: Config
@@ -62,7 +62,7 @@ class Job:
 
 
 def make_config(**changes: Any) -> Config | None:
-    """`make_config(trainer__updates=3)`; None if that is none that a run would start with."""
+    """Builds `make_config(trainer__updates=3)`; returns None if no run would start with that."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": "model"},
         "data": {"prompts": "prompts.txt"},
@@ -99,7 +99,7 @@ def draw(seed: int) -> Job:
 
 
 def _config(dice: random.Random, seed: int) -> Config | None:
-    """Buffers may be the smallest that are legal."""
+    """Draws a configuration; its buffers may be the smallest that are legal."""
     max_updates, per_update, size = (
         dice.choice([0, 0, 1, 1, 2, 3]),
         dice.choice([1, 1, 2, 2, 3]),
@@ -107,7 +107,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
     )
     exact, in_step = dice.random() < 0.15, dice.random() < 0.25
     slots = (max_updates + 1) * per_update
-    places = dice.choice([1, 2, 4, 64])
+    trajectories = dice.choice([1, 2, 4, 64])
     rounds = {
         "prompts": "validation.txt",
         "every": dice.randint(1, 3),
@@ -127,11 +127,11 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         reward__streaming=not in_step,
         staleness__max_updates=max_updates,
         staleness__exact=exact,
-        buffer__trajectories=max(places, per_update * size) if in_step else places,
+        buffer__trajectories=max(trajectories, per_update * size) if in_step else trajectories,
         buffer__groups=max(dice.choice([1, per_update, slots, 32]), slots if exact else 1),
         buffer__window=dice.choice([1, 1, 2, 4]),
         weights__publish_every=1 if exact else dice.randint(1, max_updates + 1),
-        rollout__timeout_s=2000.0,  # longer than any sample takes that is well
+        rollout__timeout_s=2000.0,  # longer than any sample of a healthy engine takes
         weights__timeout_s=6000.0,
         weights__swap=dice.choice(["step", "request", "drain"]),
         trainer__updates=dice.choice([1, 2, 2, 3, 4]),

@@ -1,8 +1,8 @@
-"""The network between simulated roles: every call takes a random time there and back, may be delivered twice, and
+"""Simulates the network between roles: every call takes a random time there and back, may be delivered twice, and
 outlives its caller.
 
-Owns the messages under way. A call of a dead process hangs for ever; what it had sent before may still arrive. Calls
-the world's `delivered` after each message that its target has dealt with.
+Owns the messages under way. A call of a dead process hangs for ever; messages that it had sent before may still arrive.
+Calls the world's `delivered` after each message that its target has dealt with.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _AT_ONCE = {"sample_failed", "engine_holds"}
 
 
 class Process:
-    """What dies at once: the tasks in it, the calls it would make. `hung` ones do nothing any more and do not say
-    so."""
+    """A process, which dies at once: the tasks in it, the calls it would make. A `hung` one does nothing any more
+    and does not report it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Process:
             task.cancel()
 
     async def pause(self, seconds: float) -> None:
-        """What every step of its work costs."""
+        """Waits as long as a step of its work takes."""
         if self.hung or self.dead:
             await self.for_ever()
         if seconds:
@@ -60,13 +60,13 @@ class Process:
 
     async def for_ever(self) -> NoReturn:
         never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._hanging.append(never)  # what nobody refers to is collected, with a complaint
+        self._hanging.append(never)  # without a reference it is collected, with a warning
         await never
-        raise AssertionError("nobody completes it")
+        raise AssertionError("never completed")
 
 
 def sleep(seconds: float) -> asyncio.Future[None]:
-    """Cheaper than asyncio's: ten thousand schedules are mostly this."""
+    """Sleeps cheaper than asyncio's: ten thousand schedules are mostly this."""
     loop = cast(VirtualTimeLoop, asyncio.get_running_loop())
     return loop.sleep_until(loop.now + seconds)
 
@@ -77,7 +77,7 @@ class Owner(Protocol):
 
 
 class Network:
-    """`delay()` draws how long a message is under way."""
+    """A network. `delay()` draws how long a message is under way."""
 
     def __init__(
         self, owner: Owner, dice: random.Random, delay: Callable[[], float], duplicated: float, lost_with_caller: float
@@ -151,7 +151,7 @@ class Network:
             await sleep(seconds)
 
 
-class CoordinatorLine:
+class CoordinatorProxy:
     """The coordinator, as a process sees it: any of its calls, over the network."""
 
     def __init__(self, network: Network, caller: Process, coordinator: Any) -> None:
@@ -164,8 +164,8 @@ class CoordinatorLine:
         return call
 
 
-class ProducerLine:
-    """A producer, as the publisher sees it. Calls to a dead one fail, as a cluster tells of dead actors."""
+class ProducerProxy:
+    """A producer, as the publisher sees it. Calls to a dead one fail, as a cluster reports dead actors."""
 
     def __init__(self, network: Network, caller: Process, callee: Process, producer: Any) -> None:
         self._network, self._caller, self._callee, self._producer = network, caller, callee, producer

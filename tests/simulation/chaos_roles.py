@@ -1,7 +1,7 @@
-"""What the real roles of a simulated job hold: an engine, a scorer, a trainer rank, a store, checkpoints in memory.
-Small, and working.
+"""Holds stand-ins for what the real roles of a simulated job use: an engine, a scorer, a trainer rank, a store,
+checkpoints in memory. Small, and working.
 
-Each lives in a `Process`, takes random times through it, and checks what it is given. `World` is what they share: see
+Each runs in a `Process`, takes random times through it, and checks what it is given. They share a `World`: see
 chaos_world.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Made(NamedTuple):
-    """A trajectory: what it was made from, and by which versions."""
+    """A trajectory: the request it was made from, and the versions that made it."""
 
     request: SampleRequest
     versions: tuple[int, ...]
@@ -58,7 +58,7 @@ class Reference(NamedTuple):
 
 
 class Store:
-    """The store as one process sees it: what it puts is lost with it, if the world says so."""
+    """The store as one process sees it: objects that it puts are lost with it, if the world says so."""
 
     def __init__(self, process: Process, world: World) -> None:
         self._process, self._world, self._pause = process, world, world.store_s
@@ -80,7 +80,7 @@ class Store:
 
 
 class Engine:
-    """Every step of every sample takes its own time. See `RolloutEngine`."""
+    """A `RolloutEngine` in which every step of every sample takes its own time."""
 
     def __init__(self, process: Process, world: World) -> None:
         self.name = process.name
@@ -117,8 +117,8 @@ class Engine:
                 len(set(versions)) == 1,
                 f"{request.sample_id} was made by {versions} although weights.swap waits for it",
             )
-        picture = np.array([request.group, request.sample, request.prompt.index], np.int64)
-        return Trajectory(Made(request, tuple(versions)), picture, tuple(versions))  # type: ignore[arg-type]
+        image = np.array([request.group, request.sample, request.prompt.index], np.int64)
+        return Trajectory(Made(request, tuple(versions)), image, tuple(versions))  # type: ignore[arg-type]
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         self.doing.add("staging")
@@ -150,14 +150,14 @@ class Scorer:
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         for image, prompt in zip(images, prompts, strict=True):
-            self._world.require(image[2] == prompt.index, "a picture was scored against another's prompt")
+            self._world.require(image[2] == prompt.index, "an image was scored against another's prompt")
         if any(self._world.score_fails() for _ in images):
             raise ScoreError("unreadable")
         return [Score(self._world.reward(int(group), int(sample))) for group, sample, _ in images]
 
 
 class SimulatedRewarder(Rewarder):
-    """The real one, but that its scorer has no threads, which virtual time has not either: what is done about scorers'
+    """The real rewarder, without threads for its scorer, which virtual time does not have: the handling of scorers'
     faults is not in here."""
 
     def __init__(self, name: str, config: Config, scorer: Scorer, *args: Any) -> None:
@@ -165,18 +165,18 @@ class SimulatedRewarder(Rewarder):
         self._scorer = scorer
         self._tracer = QuietTracer(name, self._coordinator, self._clock)
 
-    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return [self._score_one(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return [self._score_one(image, job) for image, job in zip(images, jobs, strict=True)]
 
-    def _score_one(self, picture: np.ndarray, job: ScoreJob) -> Score | Failure:
+    def _score_one(self, image: np.ndarray, job: ScoreJob) -> Score | Failure:
         try:
-            return self._scorer.score([picture], [job.prompt])[0]
+            return self._scorer.score([image], [job.prompt])[0]
         except ScoreError as error:
             return Failure(str(error))
 
 
 class QuietTracer(Tracer):
-    """Spans are nobody's business here, and a timer that never ends would hide a deadlock."""
+    """A tracer that drops spans, because a timer that never ends would hide a deadlock."""
 
     def add(self, kind: str, start: float, end: float, **args: Any) -> None:
         pass
@@ -186,7 +186,7 @@ class QuietTracer(Tracer):
 
 
 class Rank:
-    """Takes time over groups, and looks at what it trains on. See `RankApi`."""
+    """A `RankApi` that takes time over groups, and checks what it trains on."""
 
     def __init__(self, process: Process, world: World, store: Store) -> None:
         self.doing: set[str] = set()
@@ -195,7 +195,7 @@ class Rank:
         self._free: list[np.ndarray] = []
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Nothing to load."""
+        """Loads nothing."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
         self.doing.add("fetching")
@@ -225,10 +225,10 @@ class Rank:
         return {}
 
     async def discard(self) -> None:
-        """No gradients."""
+        """Drops nothing: there are no gradients."""
 
     async def switch(self) -> None:
-        """No shared devices."""
+        """Switches nothing: there are no shared devices."""
 
     async def export(self, version: int) -> Snapshot | None:
         self.doing.add("exporting")
@@ -257,7 +257,8 @@ class Rank:
 
 
 class MemoryCheckpointer(Checkpointer):
-    """Keeps in memory what the real one writes into a folder; one that is not whole is not there."""
+    """A checkpointer that keeps in memory what the real one writes into a folder; a checkpoint that is not whole is
+    not there."""
 
     keep: Callable[[ControlState], None]
 
@@ -298,7 +299,7 @@ class MemoryCheckpointer(Checkpointer):
 
 
 class SimulatedTrainer(Trainer):
-    """The real one, but for where its checkpoints go and come from."""
+    """The real trainer, except for where its checkpoints go and come from."""
 
     def __init__(self, keep: Callable[[ControlState], None], *args: Any) -> None:
         super().__init__(*args)

@@ -1,8 +1,8 @@
-"""A job of real roles in a hostile world, from one seed: coordinator, producers, reward workers, trainer and publisher
-on virtual time, over a network that delays and repeats messages, with processes that crash, hang and are replaced,
-until the job is done.
+"""Plays a job of real roles in a hostile world, from one seed: coordinator, producers, reward workers, trainer and
+publisher on virtual time, over a network that delays and repeats messages, with processes that crash, hang and are
+replaced, until the job is done.
 
-A *life* is what runs between two kills of everything: an event loop and all roles of its own. `World` owns what
+An *attempt* is what runs between two kills of everything: an event loop and all roles of its own. `World` owns what
 outlives it: the newest checkpoint, the ledger's lines, the dice.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from chaos_checks import Checks, Violation
 from chaos_job import Job
-from chaos_network import CoordinatorLine, Network, Process, ProducerLine
+from chaos_network import CoordinatorProxy, Network, Process, ProducerProxy
 from chaos_roles import Engine, QuietTracer, Rank, Scorer, SimulatedRewarder, SimulatedTrainer, Store
 
 from omni_async.actors.emulated import EmulatedRule
@@ -32,8 +32,8 @@ from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import LedgerEntry, Prompt, SampleRequest
 from omni_async.weights.transport.object_store import ObjectStoreSender
 
-MOST_LIVES = 12
-MOST_MESSAGES = 30_000  # of a life: what makes no progress sends for ever
+MOST_ATTEMPTS = 12
+MOST_MESSAGES = 30_000  # of an attempt: roles without progress send for ever
 LONGEST_S = 1e6  # virtual; no timer of its own, because a deadlock is one where no timer is pending
 
 
@@ -50,22 +50,22 @@ class World:
         self.checkpoint: ControlState | None = None
         self.lines: list[LedgerEntry] = []
         self.now = 0.0
-        self._life: Life | None = None
+        self._attempt: Attempt | None = None
 
     def run(self) -> World:
-        """Until the job is done. Raises Violation, or DeadlockError."""
+        """Runs until the job is done. Raises Violation, or DeadlockError."""
         for number in count(1):
-            if number > MOST_LIVES:
-                raise Violation(f"not done after {MOST_LIVES} lives")
+            if number > MOST_ATTEMPTS:
+                raise Violation(f"not done after {MOST_ATTEMPTS} attempts")
             start = self.checkpoint or ControlState()
             del self.lines[start.ledger.lines :]
             self.checks.goes_on(start, self.lines)
-            self._life = life = Life(self, start)
+            self._attempt = attempt = Attempt(self, start)
             dice = random.Random(f"order/{self.job.seed}/{number}") if self.temper.shuffled else None
-            status = run(life.play(), start=self.now, dice=dice)
-            self.seen["a message of the dead"] += life.network.late
-            self.seen["a message twice"] += life.network.duplicates
-            self.seen[f"life ended: {status}"] += 1
+            status = run(attempt.play(), start=self.now, dice=dice)
+            self.seen["a message of the dead"] += attempt.network.late
+            self.seen["a message twice"] += attempt.network.duplicates
+            self.seen[f"attempt ended: {status}"] += 1
             if status == "done":
                 self.checks.ledger(self.lines)
                 return self
@@ -82,8 +82,8 @@ class World:
             "exact": config.staleness.exact,
             "validated": config.validation is not None,
             "several steps": config.trainer.steps_per_update > 1,
-            "one place for samples": config.buffer.trajectories == 1,
-            "one place for groups": config.buffer.groups == 1,
+            "one slot for samples": config.buffer.trajectories == 1,
+            "one slot for groups": config.buffer.groups == 1,
             "shuffled": temper.shuffled,
             "stores die": temper.store_dies,
         }
@@ -92,7 +92,7 @@ class World:
     # ---- chance ------------------------------------------------------------------------------------------------------
 
     def seconds(self, longest: float) -> float:
-        """Rarely much longer than `longest`."""
+        """Draws seconds that are rarely much longer than `longest`."""
         if not longest:
             return 0.0
         drawn = self.dice.random() * longest * (10 if self.dice.random() < 0.02 else 1)
@@ -133,13 +133,14 @@ class World:
     def reward(self, group: int, sample: int) -> float:
         return 0.5 if self._always("equal", group, self.temper.equal_rewards) else float(sample)
 
-    # ---- what the roles tell -----------------------------------------------------------------------------------------
+    # ---- checks by the roles -----------------------------------------------------------------------------------------
 
     def require(self, holds: bool, what: str) -> None:
-        """Roles may swallow what is raised in them, this is not swallowed."""
+        """Ends the attempt with a Violation unless `holds`. A role may swallow what is raised in it; this is not
+        swallowed."""
         if not holds:
-            assert self._life is not None
-            self._life.broken(Violation(what))
+            assert self._attempt is not None
+            self._attempt.broken(Violation(what))
 
     def check_request(self, request: SampleRequest) -> None:
         try:
@@ -152,7 +153,7 @@ class World:
             print(f"{self.now:12.3f}  {self.messages:5d}  {what}")  # noqa: T201
 
 
-class Life:
+class Attempt:
     def __init__(self, world: World, start: ControlState) -> None:
         self.world, self.config, self.start = world, world.config, start
         self.events: list[RunEvent] = []
@@ -161,24 +162,24 @@ class Life:
         self.scorers: dict[str, Process] = {}
         self._ends: dict[str, asyncio.Future[str]] = {}  # why a process was given up
         self._messages = 0
-        self._processes: list[Process] = []  # the dead as well: what hangs in them must not be collected
+        self._processes: list[Process] = []  # dead ones as well: hanging tasks in them must not be collected
 
     def _process(self, name: str) -> Process:
         self._processes.append(Process(name))
         return self._processes[-1]
 
     async def play(self) -> str:
-        """How it ended: done, interrupted, killed, or fruitless."""
+        """Returns how it ended: done, interrupted, killed, or fruitless."""
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[str] = self._loop.create_future()
         self._build()
-        self._loop.create_task(self._work(), name="life").add_done_callback(self._worked)
+        self._loop.create_task(self._work(), name="attempt").add_done_callback(self._worked)
         try:
             return await self._verdict
         finally:
             self.alive = False
             self.world.now = self._loop.time()
-            self.world.checks.life(self.start.version, self.events)
+            self.world.checks.attempt(self.start.version, self.events)
 
     def _worked(self, task: asyncio.Task[str]) -> None:
         if task.cancelled():
@@ -200,28 +201,28 @@ class Life:
         self.coordinator = Coordinator(config, "run", world.prompts, held_out, self._record, self.start)
         self.network = Network(self, world.dice, world.message_s, temper.duplicated, temper.lost_with_caller)
         self.keeper = Process("keeper")
-        self.desk = self._line(self.keeper)
+        self.keeper_proxy = self._proxy(self.keeper)
         self.training = training = Process("trainer")
-        line, store, clock = self._line(training), Store(training, world), VirtualClock()
+        coordinator, store, clock = self._proxy(training), Store(training, world), VirtualClock()
         self.rank = Rank(training, world, store)
         rule: Any = EmulatedRule(config, plan_updates(config), self.rank)  # type: ignore[arg-type]
         self._first = {slot: self._engine(f"rollout-{slot}") for slot in range(config.rollout.workers)}
-        lines: Any = {process.name: line for process, _, line in self._first.values()}
-        publisher = WeightPublisher(config, lines, line, ObjectStoreSender(store), clock)  # type: ignore[arg-type]
-        publisher._tracer = QuietTracer("publisher", line, clock)
-        self.trainer = SimulatedTrainer(self._keep, config, [self.rank], rule, line, publisher, store, "", clock)
+        producers: Any = {process.name: proxy for process, _, proxy in self._first.values()}
+        publisher = WeightPublisher(config, producers, coordinator, ObjectStoreSender(store), clock)  # type: ignore[arg-type]
+        publisher._tracer = QuietTracer("publisher", coordinator, clock)
+        self.trainer = SimulatedTrainer(self._keep, config, [self.rank], rule, coordinator, publisher, store, "", clock)
 
-    def _engine(self, name: str) -> tuple[Process, Producer, ProducerLine]:
+    def _engine(self, name: str) -> tuple[Process, Producer, ProducerProxy]:
         process = self._process(name)
         engine = Engine(process, self.world)
-        producer = Producer(name, self.config, engine, self._line(process), Store(process, self.world), VirtualClock())
+        producer = Producer(name, self.config, engine, self._proxy(process), Store(process, self.world), VirtualClock())
         producer._tracer = QuietTracer(name, None, VirtualClock())  # type: ignore[arg-type]
         self.engines[name] = (process, engine)
         self._ends[name] = self._loop.create_future()
-        return process, producer, ProducerLine(self.network, self.training, process, producer)
+        return process, producer, ProducerProxy(self.network, self.training, process, producer)
 
-    def _line(self, process: Process) -> Any:
-        return CoordinatorLine(self.network, process, self.coordinator)
+    def _proxy(self, process: Process) -> Any:
+        return CoordinatorProxy(self.network, process, self.coordinator)
 
     def _no_failure(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -250,7 +251,7 @@ class Life:
         async with asyncio.TaskGroup() as tasks:
             for keeper in keepers:
                 tasks.create_task(keeper)
-            tasks.create_task(self._come_home(training))
+            tasks.create_task(self._wait_for(training))
             tasks.create_task(self._watch())
         ended = next(event.data for event in self.events if event.kind == "ended")
         status, reason = ended["status"], ended["reason"]
@@ -260,7 +261,7 @@ class Life:
             return "fruitless"
         return str(status)
 
-    async def _come_home(self, task: asyncio.Task[Any]) -> None:
+    async def _wait_for(self, task: asyncio.Task[Any]) -> None:
         await task
 
     async def _watch(self) -> None:
@@ -272,31 +273,31 @@ class Life:
                     self._lost(event.data["name"], event.data["reason"])
 
     async def _keep_engine(self, slot: int) -> None:
-        """An engine, and its replacements."""
+        """Keeps an engine running, by replacements."""
         for incarnation in count():
-            process, producer, line = (
+            process, producer, proxy = (
                 self._engine(f"rollout-{slot}.{incarnation}") if incarnation else self._first[slot]
             )
             name = process.name
-            reason = await self._admitted(name, line) if incarnation else None
+            reason = await self._admitted(name, proxy) if incarnation else None
             reason = reason or await self._end_of(process, producer.run())
             if reason is None:
                 return
             del self.engines[name]
             await self._detected(process)
-            await self._call(self.trainer.dismiss, name)
-            await self.desk.engine_lost(name, reason)
+            await self._call(self.trainer.remove_engine, name)
+            await self.keeper_proxy.engine_lost(name, reason)
             if self.world.temper.store_dies:
-                await self.desk.objects_lost(name)
+                await self.keeper_proxy.objects_lost(name)
             if self._over:
                 return
             self.world.seen["engine replaced"] += 1
 
-    async def _admitted(self, name: str, line: ProducerLine) -> str | None:
-        """Until it holds the current weights; otherwise why it does not."""
-        await self.desk.engine_joins(name)
+    async def _admitted(self, name: str, proxy: ProducerProxy) -> str | None:
+        """Waits until the engine holds the current weights. Returns why it does not, or None."""
+        await self.keeper_proxy.engine_joins(name)
         try:
-            await self._call(self.trainer.admit, name, line)
+            await self._call(self.trainer.admit, name, proxy)
         except EngineError as error:
             self.world.seen["engine lost while it joined"] += 1
             return str(error)
@@ -311,7 +312,7 @@ class Life:
             process = self._process(name)
             store = Store(process, self.world)
             rewarder = SimulatedRewarder(
-                name, self.config, Scorer(self.world), self._line(process), store, VirtualClock()
+                name, self.config, Scorer(self.world), self._proxy(process), store, VirtualClock()
             )
             self.scorers[name] = process
             self._ends[name] = self._loop.create_future()
@@ -320,13 +321,13 @@ class Life:
             if reason is None:
                 return
             await self._detected(process)
-            await self.desk.scorer_lost(name)
+            await self.keeper_proxy.scorer_lost(name)
             if self._over:
                 return
             self.world.seen["scorer replaced"] += 1
 
     async def _end_of(self, process: Process, work: Any) -> str | None:
-        """Why it is gone; None if it came home because the run is over."""
+        """Returns why a worker is gone; None if it ended because the run is over."""
         given_up = self._ends[process.name]
         task = process.start(work, process.name)
         task.add_done_callback(
@@ -342,8 +343,8 @@ class Life:
             if self._over:
                 return None
             if process.name.startswith("reward") or self.coordinator.versions.knows(process.name):
-                raise Violation(f"{process.name} was sent home in the middle of the run")
-            return await given_up  # everybody will hear of it
+                raise Violation(f"{process.name} was ended in the middle of the run")
+            return await given_up  # the publisher or the keeper will report it
         if not isinstance(error, EngineError) or not process.hung:
             raise error  # nothing was wrong with it
         self.world.seen["hang found by a timeout"] += 1
@@ -359,12 +360,12 @@ class Life:
         return self.coordinator._closed
 
     def _lost(self, name: str, reason: str) -> None:
-        """Somebody told the coordinator: the keeper here, or the publisher."""
+        """Gives up an engine that the keeper here, or the publisher, reported to the coordinator."""
         found = self.engines.get(name)
         if found is None:
             return
         if not (found[0].hung or found[0].dead):
-            self.broken(Violation(f"{name} was well, and is given up: {reason}"))
+            self.broken(Violation(f"{name} was healthy, and is given up: {reason}"))
         self.world.seen["loss found by the publisher"] += 1
         self._give_up(name, reason)
 
@@ -413,11 +414,11 @@ class Life:
                 self._loop.create_task(self.coordinator.stop("ctrl-c"))
 
     def _hurt(self, candidates: list[Process], how: str) -> None:
-        well = [process for process in candidates if not process.dead and not process.hung]
-        if not well:
+        healthy = [process for process in candidates if not process.dead and not process.hung]
+        if not healthy:
             return
-        busy = [process for process in well if process.name in self.engines and self.engines[process.name][1].busy]
-        process = self.world.dice.choice(busy if busy and self.world.dice.random() < 0.7 else well)
+        busy = [process for process in healthy if process.name in self.engines and self.engines[process.name][1].busy]
+        process = self.world.dice.choice(busy if busy and self.world.dice.random() < 0.7 else healthy)
         kind = "engine" if process.name.startswith("rollout") else "scorer"
         self._note(f"{kind} {how}")
         if kind == "engine":
@@ -430,7 +431,7 @@ class Life:
         self._loop.call_later(found_after, lambda: process.dead or self._give_up(process.name, "it does not answer"))
 
     def _note(self, what: str) -> None:
-        """With the phase that the trainer is in."""
+        """Counts an event, also with the phase that the trainer is in."""
         doing = sorted(self.rank.doing) or ["between"]
         if self.coordinator.versions.held is None:
             doing = ["before the first version"]

@@ -1,8 +1,8 @@
-"""A day of a large cluster around the real coordinator: engines, reward workers, a trainer and a publisher that take
-realistic times and do nothing else, with everything breaking all the time.
+"""Plays a day of a large cluster around the real coordinator: engines, reward workers, a trainer and a publisher that
+take realistic times and do nothing else, with faults of every kind all the time.
 
 The roles are stand-ins, so that a million samples fit into minutes: an engine makes one sample at a time, weights
-arrive at a random time, calls take no time but are made again, or arrive late from the dead. The real roles are
+arrive at a random time, calls take no time but are made again, or arrive late from dead engines. The real roles are
 simulated in chaos_world. `Fleet` owns what outlives a restart of everything: the ledger's lines, the newest checkpoint,
 the dice.
 """
@@ -82,8 +82,8 @@ class Fleet:
         while status != "interrupted":
             del self.lines[self.checkpoint.ledger.lines :]
             self.checks.goes_on(self.checkpoint, self.lines)
-            status = run(Shift(self).work(), start=self.now)
-            self.seen[f"shift: {status}"] += 1
+            status = run(Attempt(self).work(), start=self.now)
+            self.seen[f"attempt: {status}"] += 1
         return self
 
     def about(self, seconds: float) -> float:
@@ -94,7 +94,7 @@ class Fleet:
 
 
 class Engine:
-    """One incarnation."""
+    """One incarnation of an engine."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,8 +105,8 @@ class Engine:
         self.making: SampleRequest | None = None
 
 
-class Shift:
-    """From one start of everything to the next."""
+class Attempt:
+    """One attempt of the fleet: from one start of everything to the next."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.config, self.times = fleet, fleet.config, fleet.times
@@ -124,9 +124,9 @@ class Shift:
         self.loop, fleet = loop, self.fleet
         self.verdict: asyncio.Future[str] = loop.create_future()
         for name in self.config.engine_names:
-            self._hire(Engine(name))
+            self._start_engine(Engine(name))
         for number in range(self.config.reward.workers):
-            self._hire_scorer(f"reward-{number}")
+            self._start_scorer(f"reward-{number}")
         self._begin(self._train())
         for what, every_s in (
             (self._lose_engine, self.times.engine_lost_s),
@@ -166,7 +166,7 @@ class Shift:
 
     # ---- engines -----------------------------------------------------------------------------------------------------
 
-    def _hire(self, engine: Engine) -> None:
+    def _start_engine(self, engine: Engine) -> None:
         self.engines[engine.name] = engine
         engine.task = self._begin(self._generate(engine))
 
@@ -186,7 +186,7 @@ class Shift:
                 await coordinator.samples_done(engine.name, [result])
 
     def _result(self, engine: Engine, request: SampleRequest, first: int) -> SampleResult:
-        """New weights came, if any, after two steps."""
+        """Returns the result of a sample; new weights came, if any, after two steps."""
         versions = (first,) * 2 + (engine.version,) * (request.num_inference_steps - 2)
         assert request.window is not None
         trained = tuple(versions[step] for step in request.window.steps)
@@ -225,7 +225,7 @@ class Shift:
         await asyncio.sleep(fleet.about(times.start_s))
         engine = Engine(f"rollout-{next(self._numbers)}.new")
         await self.coordinator.engine_joins(engine.name)
-        self._hire(engine)
+        self._start_engine(engine)
         if (newest := self.coordinator.versions.published) is not None:
             self._send(engine, newest)
 
@@ -246,7 +246,7 @@ class Shift:
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
-    def _hire_scorer(self, name: str) -> None:
+    def _start_scorer(self, name: str) -> None:
         self.scorers[name] = self._begin(self._score(name))
 
     async def _score(self, name: str) -> None:
@@ -263,7 +263,7 @@ class Shift:
         group, sample = job.sample_id[1:].split(".s")
         return ScoreResult(
             job.sample_id, job.attempt, score=Score(0.5 if int(group) % 50 == 7 else float(sample))
-        )  # one group in fifty says nothing
+        )  # one group in fifty has equal rewards
 
     def _lose_scorer(self) -> None:
         name = self.fleet.dice.choice([*self.scorers])
@@ -275,7 +275,7 @@ class Shift:
         await asyncio.sleep(self.fleet.about(self.times.detection_s))
         await self.coordinator.scorer_lost(name)
         await asyncio.sleep(self.fleet.about(self.times.start_s))
-        self._hire_scorer(f"reward-{next(self._numbers)}.new")
+        self._start_scorer(f"reward-{next(self._numbers)}.new")
 
     # ---- the trainer -------------------------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Shift:
                 self.verdict.set_result(status)
 
     def _kill(self) -> None:
-        """Everything goes on from the newest checkpoint."""
+        """Kills everything; all roles go on from the newest checkpoint."""
         self.fleet.seen["kill"] += 1
         self.over = True
         self._begin(self._down())
@@ -340,7 +340,7 @@ class Shift:
 
 
 def _at_once(work: Coroutine[Any, Any, Any]) -> None:
-    """Run a coroutine that does not wait."""
+    """Runs a coroutine that does not wait."""
     try:
         work.send(None)
     except StopIteration:

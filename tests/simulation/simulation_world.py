@@ -1,4 +1,4 @@
-"""Configurations and profiles to simulate, and a coordinator that hands out what a test tells it to."""
+"""Builds configurations and profiles to simulate, and a coordinator that hands out what a test offers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pipelines.qwen_image.sampling import QwenImageSampling
 
 
 def make_config(**changes: Any) -> Config:
-    """`rollout__workers=2` sets rollout.workers. Buffers are large unless a test says otherwise."""
+    """Builds a configuration: `rollout__workers=2` sets rollout.workers. Buffers are large unless a test says
+    otherwise."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": "model"},
         "data": {"prompts": "prompts.txt"},
@@ -39,7 +40,8 @@ def make_config(**changes: Any) -> Config:
 
 
 def make_profile(**stages: ServiceTime | float | tuple[float, ...]) -> Profile:
-    """A number is seconds per job, a pair also seconds per unit, a third its coefficient of variation."""
+    """Builds a profile: a number is seconds per job, a pair also seconds per unit, a third its coefficient of
+    variation."""
     times = {"generate": 0.0, "score": 0.0, "train": 0.0, **stages}
     made = {
         name: value if isinstance(value, ServiceTime) else ServiceTime(*_tuple(value)) for name, value in times.items()
@@ -67,9 +69,9 @@ def request(sample: int, window: SdeWindow | None, group: int = 0) -> SampleRequ
     )
 
 
-class Desk:
-    """What stations ask of a coordinator, answered by a test: `offer` requests or jobs, `end` the run; what they report
-    is kept with its time."""
+class FakeCoordinator:
+    """A coordinator for simulated roles whose answers a test gives: `offer` requests or jobs, `end` the run; reports
+    of the roles are kept with their time."""
 
     def __init__(self) -> None:
         self._requests: deque[SampleRequest] = deque()
@@ -86,13 +88,13 @@ class Desk:
     def offer(self, *items: SampleRequest | ScoreJob) -> None:
         for item in items:
             (self._requests if isinstance(item, SampleRequest) else self._jobs).append(item)  # type: ignore[arg-type]
-        self._ring()
+        self._notify()
 
     def end(self) -> None:
         self._over = True
-        self._ring()
+        self._notify()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -124,8 +126,8 @@ def _now() -> float:
     return round(asyncio.get_running_loop().time(), 6)
 
 
-def make_world(config: Config, profile: Profile, desk: Desk, seed: int = 0) -> World:
-    """Call it on the running loop of virtual time."""
+def make_world(config: Config, profile: Profile, coordinator: FakeCoordinator, seed: int = 0) -> World:
+    """Builds the world of a simulation. To be called on the running loop of virtual time."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
@@ -133,7 +135,7 @@ def make_world(config: Config, profile: Profile, desk: Desk, seed: int = 0) -> W
         config=config,
         profile=profile,
         plan=plan_updates(config),
-        coordinator=cast(Coordinator, desk),
+        coordinator=cast(Coordinator, coordinator),
         loop=loop,
         meters=Meters(loop.time, workers, {"slots": 8, "trajectories": 64, "replay": 8}),
         seed=seed,

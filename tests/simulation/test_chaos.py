@@ -1,5 +1,5 @@
-"""Ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as they must,
-whatever happens."""
+"""Plays ten thousand jobs of real roles, each with its own faults, delays and order of things: all of them end as
+they must, whatever happens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCHEDULES, SLICE, CHUNK = 10_000, 1000, 500
 
 @cache
 def happened(seeds: range) -> Counter[str]:
-    """In how many of the schedules each thing happened; raises with the seed of one that failed, and the command that
-    replays it."""
+    """Counts in how many of the schedules each thing happened. Raises with the seed of one that failed, and the
+    command that replays it."""
     seen: Counter[str] = Counter()
     with frozen():
         for seed in seeds:
@@ -31,7 +31,7 @@ def happened(seeds: range) -> Counter[str]:
 
 
 def test_a_slice_of_the_schedules(slice_of: Callable[[str, int, int], range]) -> None:
-    """And faults of every kind are among them."""
+    """Plays a slice that has faults of every kind."""
     seeds = slice_of("chaos schedules", SCHEDULES, SLICE)[:SLICE]
     seen = sum((happened(seeds[first : first + CHUNK]) for first in range(0, SLICE, CHUNK)), Counter[str]())
     assert seen["schedules"] == SLICE
@@ -50,7 +50,7 @@ def test_schedules(chunk: range) -> None:
 
 @pytest.mark.thorough
 def test_everything_that_may_happen_has_happened() -> None:
-    """In as many of the schedules as to be no accident."""
+    """Checks that everything happened in as many of the schedules as to be no accident."""
     seen = sum((happened(range(first, first + CHUNK)) for first in range(0, SCHEDULES, CHUNK)), Counter[str]())
     assert seen["schedules"] == SCHEDULES
     sys.stdout.write("\n".join(f"{times:8d}  {what}" for what, times in sorted(seen.items())) + "\n")
@@ -93,8 +93,8 @@ EXPECTED = [
     ),
     *(
         "checkpoint with ready groups",
-        "life ended: killed",
-        "life ended: interrupted",
+        "attempt ended: killed",
+        "attempt ended: interrupted",
         "group trained",
         "group rejected",
         "group dropped",
@@ -102,12 +102,12 @@ EXPECTED = [
     *("every engine crashes", "a message of the dead", "a message twice", "shuffled"),
     *(f"swap: {how}" for how in ("step", "request", "drain")),
     *(f"S = {budget}" for budget in range(4)),
-    *("scored in step", "exact", "validated", "several steps", "one place for samples", "one place for groups"),
+    *("scored in step", "exact", "validated", "several steps", "one slot for samples", "one slot for groups"),
 ]
 
 
 def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise a failure could not be looked at."""
+    """Plays a seed twice: otherwise a failure could not be looked at."""
 
     def trace(seed: int) -> str:
         play(seed, trace=True)
@@ -118,8 +118,7 @@ def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a lease that is never returned is a failure: the roles wait, no timer is pending, nothing can happen any
-    more."""
+    """Makes a lease that is never returned fail: the roles wait, no timer is pending, nothing can happen any more."""
     monkeypatch.setattr("omni_async.control.leasing.WorkQueue.leases_of", lambda self, engine: [])
     seed = next(seed for seed in range(100) if any(kind == "every engine crashes" for _, kind in draw(seed).faults))
     with pytest.raises(

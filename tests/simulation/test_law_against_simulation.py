@@ -1,4 +1,4 @@
-"""The law where it is exact, the law as a bound where it is not, and what no configuration may do."""
+"""Tests the law where it is exact, the law as a bound where it is not, and what no configuration may do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scheduled(name: str, **changes: Any) -> Config:
 
 
 def agrees(config: Config, profile: Profile, updates: int = 40) -> Simulated:
-    """The simulated step, which is the law's."""
+    """Checks that the simulated step is the law's."""
     found = simulate(config, profile, updates=updates)
     assert found.step_s == pytest.approx(async_step(times_of(config, profile), config.staleness.max_updates), rel=EXACT)
     return found
@@ -72,7 +72,7 @@ def test_sync_shares_the_samples_evenly_however_many_an_engine_may_hold() -> Non
         )
 
 
-def test_sync_colocated_uses_all_devices_in_turn_and_changes_hands_three_times() -> None:
+def test_sync_colocated_uses_all_devices_in_turn_and_switches_three_times() -> None:
     config = scheduled("sync_colocated", **{**JOB, "trainer__workers": 1})
     assert (config.rollout.workers, config.reward.workers, config.trainer.workers) == (4, 4, 4)
     found = agrees(config, make_profile(generate=(1.0, 0.5), score=(0.2, 0.1), train=(0.0, 0.3), **STAGES), updates=12)
@@ -135,7 +135,7 @@ profiles = st.builds(
 
 @st.composite
 def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
-    """Every swap mode, interval, window and kind of streaming, with buffers from as small as can be to roomy."""
+    """Draws every swap mode, interval, window and kind of streaming, with buffers from as small as can be to roomy."""
     budget = draw(st.integers(0, most_updates))
     groups, size = draw(st.integers(1, 5)), draw(st.sampled_from([2, 3, 4, 8]))
     streams = draw(st.booleans())
@@ -173,7 +173,7 @@ def configs(draw: st.DrawFn, most_updates: int = 4) -> Config:
 
 
 def longest_job(config: Config, profile: Profile) -> float:
-    """What one device does without a break, at most: how much a mean over few updates may be off."""
+    """Returns the longest time that one device works without a break: how much a mean over few updates may be off."""
     rollout, trainer = config.rollout, config.trainer
     trained = trainer.groups_per_update * (
         profile.train.mean(rollout.group_size) + profile.proximal.mean(rollout.group_size)
@@ -231,8 +231,8 @@ def test_in_step_and_not_streaming_the_law_is_what_a_step_takes(config: Config, 
 @settings(FEW, max_examples=25)
 @given(configs(most_updates=0), profiles, st.integers(0, 3))
 def test_more_staleness_is_never_slower(config: Config, profile: Profile, budget: int) -> None:
-    """For service times that do not vary, buffers that do not bind, and enough updates that a period more or less makes
-    no difference."""
+    """Compares for service times that do not vary, buffers that do not bind, and enough updates that a period more
+    or less makes no difference."""
     config = msgspec.structs.replace(
         config,
         placement=msgspec.structs.replace(config.placement, colocated=False),

@@ -1,5 +1,5 @@
-"""Lessons, item 2: liveness at the edge. Real roles; every job ends by itself, a deadlock fails at once with who waits
-where."""
+"""Tests liveness at the edge (lessons, item 2). Real roles; every job ends by itself, a deadlock fails at once with
+the waiting tasks and where they wait."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ended(world: World) -> Counter[str]:
 
 
 @pytest.mark.parametrize("S", BUDGETS)
-@pytest.mark.parametrize("groups", [1, 2, 64], ids=lambda groups: f"room for {groups} groups")
+@pytest.mark.parametrize("groups", [1, 2, 64], ids=lambda groups: f"slots for {groups} groups")
 @pytest.mark.parametrize("samples", [1, 64], ids=lambda samples: f"and {samples} samples")
 def test_the_smallest_buffers(S: int, groups: int, samples: int) -> None:
     assert ended(play(S, buffer__groups=groups, buffer__trajectories=samples)) == {"trained": 6}
@@ -55,7 +55,7 @@ def test_the_smallest_buffers(S: int, groups: int, samples: int) -> None:
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_every_number_of_updates_between_publishes(S: int) -> None:
-    """No gate waits for a version that is never published, the last update's included."""
+    """Checks that no gate waits for a version that is never published, the last update's included."""
     for every in range(1, S + 2):
         for updates in (1, 2, 3, 4):
             assert ended(play(S, weights__publish_every=every, trainer__updates=updates)) == {"trained": 2 * updates}
@@ -63,16 +63,16 @@ def test_every_number_of_updates_between_publishes(S: int) -> None:
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_one_update_only(S: int) -> None:
-    """It is the first and the last: no more is admitted than it trains."""
+    """Makes one update, which is the first and the last: no more is admitted than it trains."""
     assert ended(play(S, trainer__updates=1)) == {"trained": 2}
 
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_every_group_is_rejected(S: int) -> None:
-    """A run without any signal ends, and says why."""
+    """Ends a run without any signal, with the reason."""
     world = play(S, temper={"equal_rewards": 1.0})
-    assert world.seen["life ended: fruitless"] == 1
-    # Those that were under way when it was given up.
+    assert world.seen["attempt ended: fruitless"] == 1
+    # Dropped are those that were under way when the run was given up.
     assert set(ended(world)) <= {"rejected", "dropped"} and ended(world)["rejected"] >= 32
 
 
@@ -85,7 +85,7 @@ def test_most_groups_of_every_batch_are_filtered_away(S: int, how: str) -> None:
 
 @pytest.mark.parametrize("S", BUDGETS)
 def test_the_data_is_exhausted(S: int) -> None:
-    """One prompt, again and again: an epoch has no end that anybody could wait at."""
+    """Uses one prompt, again and again: an epoch has no end at which a role could wait."""
     assert ended(play(S, prompts=1, trainer__updates=5)) == {"trained": 10}
 
 
@@ -104,7 +104,7 @@ def test_in_step_and_exact(S: int) -> None:
 @pytest.mark.parametrize("S", BUDGETS)
 @pytest.mark.parametrize("what", ["kill", "stop", "every engine crashes"])
 def test_at_every_message(S: int, what: str) -> None:
-    """Resume, or replacement of all engines, in every phase: after each message that a calm run exchanges."""
+    """Resumes, or replaces all engines, in every phase: after each message that a calm run exchanges."""
     for message in range(1, play(S).messages + 1):
         world = play(S, faults=((message, what),))
         assert ended(world)["trained"] == 6, f"{what} after message {message}"

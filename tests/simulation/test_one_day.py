@@ -1,5 +1,5 @@
-"""One day of virtual time: 1,000 engines and 200 reward workers, of which a thousand and two hundred are lost, racks
-that go dark, four restarts."""
+"""Plays one day of virtual time: 1,000 engines and 200 reward workers, of which a thousand and two hundred are lost,
+racks that go dark, four restarts."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def played(*, engines: int, scorers: int, groups: int, times: Times, end_s: floa
 
 
 def check(fleet: Fleet, groups: int) -> None:
-    """Everything but the number of faults."""
+    """Checks everything but the number of faults."""
     assert fleet.now >= fleet.end_s
     assert (
-        fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1 and fleet.seen["shift: killed"] == fleet.seen["kill"]
+        fleet.seen["kill"] >= 1 and fleet.seen["rack lost"] >= 1 and fleet.seen["attempt: killed"] == fleet.seen["kill"]
     )
     numbers = sorted(line.group for line in fleet.lines)
     assert numbers == [*range(len(numbers))], "each group ended in exactly one line, over all attempts"
@@ -69,7 +69,7 @@ def check(fleet: Fleet, groups: int) -> None:
 
 
 def test_two_hours_of_a_hundred_engines() -> None:
-    """With more faults for each engine and hour than in the day below."""
+    """Plays more faults for each engine and hour than in the day below."""
     hour = 3600.0
     times = Times(engine_lost_s=hour / 40, scorer_lost_s=hour / 10, rack_lost_s=hour / 2, killed_s=hour / 2)
     fleet = played(engines=100, scorers=20, groups=8, times=times, end_s=2 * hour, rack=10)

@@ -1,4 +1,5 @@
-"""Every example of `tune` and `simulate` that is printed anywhere does what it says when it is typed as it stands."""
+"""Checks that every example of `tune` and `simulate` that is printed anywhere does what it says when it is typed as
+it stands."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from omni_async.simulation import simulate as simulator
 from tests.simulation.tune_world import PROFILE, RECIPE, simulate_by_law
 
 ROOT = Path(__file__).parents[2]
-PLACES = ["README.md", "docs/*.md", "recipes/*/README.md", "omni_async/simulation/*command.py"]
+PAGES = ["README.md", "docs/*.md", "recipes/*/README.md", "omni_async/simulation/*command.py"]
 _EXAMPLE = re.compile(r"^\s*\$?\s*(?:\.venv/bin/)?omni-async ((?:tune|simulate) \S+\.yaml(?:.*\\\n)*.*)$", re.MULTILINE)
 
 
 def printed() -> list[str]:
-    texts = [path.read_text(encoding="utf-8") for place in PLACES for path in sorted(ROOT.glob(place))]
+    texts = [path.read_text(encoding="utf-8") for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
     found = (match.group(1).replace("\\\n", " ") for text in texts for match in _EXAMPLE.finditer(text))
     return list(dict.fromkeys(" ".join(shlex.split(command, comments=True)) for command in found))
 

@@ -1,5 +1,5 @@
-"""The simulator against what it stands for: the real producers, reward workers, trainer and publisher with emulated
-devices, on the same virtual time."""
+"""Compares the simulator with the real producers, reward workers, trainer and publisher with emulated devices, on
+the same virtual time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def job(folder: Path, profile: Profile, schedule: ScheduleName, **changes: Any) 
 
 
 def measured(config: Config) -> tuple[float, list[int]]:
-    """Mean seconds of a steady step, and the staleness of every group, of the real roles."""
+    """Returns the mean seconds of a steady step, and the staleness of every group, of the real roles."""
     ends: list[float] = []
     staleness: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A whole job in virtual time: what is counted, what is left out, and what the command makes of it."""
+"""Tests a whole job in virtual time: what is counted, what is left out, and the command's output."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_shares_of_time_add_up() -> None:
     for role, shares in found.busy.items():
         assert all(0 <= share <= 1 + 1e-9 for share in shares.values()), (role, shares)
         assert sum(shares.values()) <= 1 + 1e-9
-    # Engines have no input to wait for, and what comes after a reward worker or the trainer never lacks room.
+    # Engines have no input to wait for, and what comes after a reward worker or the trainer never lacks a slot.
     assert (
         found.busy["rollout"]["starved"]
         == found.busy["reward"]["backpressured"]
@@ -88,18 +88,18 @@ def test_throughput_counts_all_devices() -> None:
 
 
 def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gauges follow the coordinator's own books: compared after every report of a score."""
+    """Compares the gauges with the coordinator's own counters after every report of a score."""
     seen = []
 
     class Watched(Coordinator):
         async def scored(self, *args: Any) -> None:
             await super().scored(*args)
-            places = worlds[0].meters.places
+            reserved = worlds[0].meters.reserved
             asyncio.get_running_loop().call_soon(
-                lambda: seen.append(({name: g.value for name, g in places.items()}, self._books()))
+                lambda: seen.append(({name: g.value for name, g in reserved.items()}, self._counters()))
             )
 
-        def _books(self) -> dict[str, int]:
+        def _counters(self) -> dict[str, int]:
             buffers = self._buffer_statistics()
             slots = buffers["slots"]
             return {
@@ -119,15 +119,14 @@ def test_occupancy_is_what_the_coordinator_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "Coordinator", Watched)
     found = simulate(make_config(rollout__workers=2, buffer__trajectories=24, buffer__groups=10), VARIED, updates=20)
     assert len(seen) > 100
-    # A handful of calls falls between a booking and its gauge, within one instant.
-    assert sum(gauges != books for gauges, books in seen) <= 0.02 * len(seen)
+    # A handful of calls falls between a count and its gauge, within one instant.
+    assert sum(gauges != counters for gauges, counters in seen) <= 0.02 * len(seen)
     assert found.buffers["trajectories"].largest <= 24 and found.buffers["replay"].largest <= 10
     assert found.buffers["slots"].capacity == 12
     assert 0 < found.buffers["slots"].mean <= 12
 
 
-# ---- reproducible, steady, in bundles
-# -----------------------------------------------------------------------------------
+# ---- reproducible, steady, in bundles --------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
@@ -152,17 +151,17 @@ def test_too_few_updates_are_refused_with_what_would_be_enough() -> None:
     assert simulate(config, PROFILE, updates=7).updates == 7
 
 
-def test_progress_is_told_of_every_update() -> None:
-    told: list[int] = []
-    simulate(make_config(), PROFILE, updates=12, progress=told.append)
-    assert told == list(range(1, 13))
+def test_progress_is_called_after_every_update() -> None:
+    reported: list[int] = []
+    simulate(make_config(), PROFILE, updates=12, progress=reported.append)
+    assert reported == list(range(1, 13))
 
 
 def test_by_default_there_are_enough_updates() -> None:
     assert simulate(make_config(trainer__updates=3), PROFILE).updates == 200
 
 
-def test_lots_change_nothing_where_every_batch_holds_whole_lots() -> None:
+def test_bundles_change_nothing_where_every_batch_holds_whole_bundles() -> None:
     config = make_config(rollout__group_size=8, rollout__max_batch=8, rollout__max_inflight=8, reward__batch=8)
     single, bundles = simulate(config, PROFILE, updates=20, bundle=1), simulate(config, PROFILE, updates=20, bundle=4)
     assert (single.bundle, bundles.bundle) == (1, 4)
@@ -171,7 +170,7 @@ def test_lots_change_nothing_where_every_batch_holds_whole_lots() -> None:
     assert bundles.buffers["trajectories"].mean == pytest.approx(single.buffers["trajectories"].mean, rel=0.05)
 
 
-def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> None:
+def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_bundles() -> None:
     huge: dict[str, Any] = {"rollout__group_size": 16, "trainer__groups_per_update": 256}
     assert choose_bundle(make_config(), 200) == 1
     assert choose_bundle(make_config(**huge), 1000) == 8
@@ -182,7 +181,7 @@ def test_small_jobs_are_simulated_sample_by_sample_and_huge_ones_in_lots() -> No
     assert choose_bundle(make_config(**huge, reward__batch=1), 1000) == 1
 
 
-def test_a_configuration_in_lots_has_the_same_proportions() -> None:
+def test_a_configuration_in_bundles_has_the_same_proportions() -> None:
     config = in_bundles(
         make_config(rollout__group_size=16, rollout__max_inflight=32, reward__batch=8, buffer__trajectories=64), 4
     )
@@ -225,7 +224,7 @@ def test_only_time_in_the_window_counts() -> None:
 # ---- the sweep -------------------------------------------------------------------------------------------------------
 
 
-def test_the_sweep_has_every_schedule_and_budget_with_room_for_all_they_admit() -> None:
+def test_the_sweep_has_every_schedule_and_budget_with_slots_for_all_they_admit() -> None:
     found = arms(make_config(buffer__trajectories=8, buffer__groups=4, weights__publish_every=2))
     assert [arm.name for arm in found] == [
         *("sync", "sync_colocated", "async_reward", "one_step_off"),

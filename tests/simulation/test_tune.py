@@ -1,4 +1,4 @@
-"""Tuning with the real simulator, from the recipe to the written file: what is promised is what the file does."""
+"""Tests tuning with the real simulator, from the recipe to the written file: the file does what is promised."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_the_written_recipe_says_only_what_was_chosen_and_why(recipe, tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_recommended_is_never_slower_than_the_recipe(recipe, seed):
-    """However much chance there is in the times, which is how much the search would give up for plainer values."""
+    """Holds however much chance there is in the times, which is how much the search would give up for plainer
+    values."""
 
     def by_chance(config, profile, *, updates, seed, bundle):
         found = simulate_by_law(config, profile, updates=updates, seed=seed, bundle=bundle)
@@ -195,11 +196,11 @@ def test_the_budgets_reason_is_the_wave_and_its_neighbours():
 
 def test_the_report_compares_with_the_recipe_and_marks_one_row():
     tuned = by_law(job(), devices=3)
-    told = text(tuned)
-    assert sum(line.startswith("| * |") for line in told.splitlines()) == 1
+    report = text(tuned)
+    assert sum(line.startswith("| * |") for line in report.splitlines()) == 1
     rows = {
         cells[0]: cells[1:]
-        for line in told.splitlines()
+        for line in report.splitlines()
         if (cells := [cell.strip() for cell in line.strip("| ").split("|")])
     }
     assert (
@@ -213,7 +214,7 @@ def test_the_report_compares_with_the_recipe_and_marks_one_row():
         "3",
         "0.00",
     )
-    assert all(f"  {path}: " in told for path in tuned.keys)
+    assert all(f"  {path}: " in report for path in tuned.keys)
 
 
 def test_more_devices_than_the_recipes_are_compared_per_device():
@@ -243,12 +244,12 @@ def test_it_says_when_taking_turns_would_be_faster():
     assert "makes more of these devices" not in text(by_law(job(), devices=2, profile=slow_hand_overs))
 
 
-def test_a_spent_budget_is_said():
+def test_a_spent_budget_is_reported():
     assert "--budget 24 looks closer" in text(tune(job(), PROFILE, 6, simulate_by_law, budget=12))
     assert "--budget" not in text(by_law(job()))
 
 
-def test_the_picture_shows_the_front_the_choice_and_the_recipe():
+def test_the_figure_shows_the_front_the_choice_and_the_recipe():
     axes = picture(by_law(job(), devices=3)).axes[0]
     assert [entry.get_text() for entry in axes.get_legend().get_texts()] == [
         "simulated",
@@ -282,7 +283,7 @@ def test_what_cannot_be_tuned_is_refused(config, arguments, said):
 
 
 def test_a_budget_of_staleness_with_which_training_cannot_stream_is_left_out_where_it_has_to():
-    """Beyond S = 4 the automatic correction looks at the whole update."""
+    """Looks beyond S = 4, where the automatic correction needs the whole update."""
     slow = replace(PROFILE, publish=ServiceTime(fixed_s=120.0))
     automatic = job(algorithm={"correction": Correction()}, trainer={"streaming": "on"})
     assert max(point.keys[S] for point in by_law(automatic, profile=slow).points) == 4

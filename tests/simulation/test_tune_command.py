@@ -1,4 +1,4 @@
-"""`omni-async tune` on the command line: what it prints, writes and refuses."""
+"""Tests `omni-async tune` on the command line: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def by_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulator that takes no time itself."""
+    """Replaces the simulator by one that takes no time itself."""
     monkeypatch.setattr(simulator, "simulate", simulate_by_law)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a recipe and a profile."""
+    """Makes a working directory with a recipe and a profile."""
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     write_profile(tmp_path / "steady.json", PROFILE)
     monkeypatch.chdir(tmp_path)
@@ -36,13 +36,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_prints_the_choice_and_writes_the_recipe(folder, capsys):
     assert cli.main(["tune", "recipe.yaml", "--profile", "steady.json", "--devices", "3"]) == 0
-    told = capsys.readouterr()
-    assert "Throughput against staleness: 3 gpus, profile steady" in told.out
-    assert told.out.endswith("wrote recipe.tuned.yaml\n")
+    printed = capsys.readouterr()
+    assert "Throughput against staleness: 3 gpus, profile steady" in printed.out
+    assert printed.out.endswith("wrote recipe.tuned.yaml\n")
     assert load("recipe.tuned.yaml").staleness.max_updates == 1
-    lines = told.err.splitlines()
+    lines = printed.err.splitlines()
     assert all(line.startswith(f"simulated {number}: ") for number, line in enumerate(lines, start=1))
-    assert f"profile steady, {len(lines)} simulations" in told.out
+    assert f"profile steady, {len(lines)} simulations" in printed.out
 
 
 def test_json_holds_everything(folder, by_law, capsys):
@@ -58,13 +58,13 @@ def test_json_holds_everything(folder, by_law, capsys):
 
 
 def test_a_recipe_that_nothing_beats_is_left_as_it_is(folder, capsys):
-    """Two devices that take turns waste less than a split of them, which leaves one waiting for the other: then there
-    is nothing to write."""
+    """Writes nothing where two devices that take turns waste less than a split of them, which leaves one waiting for
+    the other."""
     (folder / "recipe.yaml").write_text("schedule: sync_colocated\n" + RECIPE)
     arguments = ["--profile", "steady.json", "--devices", "2", "rollout.workers=1", "reward.workers=8"]
     assert cli.main(["tune", "recipe.yaml", *arguments]) == 0
-    told = capsys.readouterr().out
-    assert "The recipe as it is makes more images (" in told and "wrote" not in told
+    printed = capsys.readouterr().out
+    assert "The recipe as it is makes more images (" in printed and "wrote" not in printed
     assert not (folder / "recipe.tuned.yaml").exists()
 
 
@@ -134,14 +134,14 @@ def test_overrides_come_first_and_are_kept(folder, by_law, capsys):
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(folder, by_law, capsys, arguments, said):
     assert cli.main(["tune", *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.splitlines()[-1].startswith(f"omni-async: {said}")
-    assert all(line.startswith("simulated ") for line in told.err.splitlines()[:-1])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines()[-1].startswith(f"omni-async: {said}")
+    assert all(line.startswith("simulated ") for line in printed.err.splitlines()[:-1])
 
 
 @pytest.mark.parametrize("option", ["--out", "--json"])
-def test_what_cannot_be_written_is_said_before_the_search(folder, by_law, capsys, option):
+def test_what_cannot_be_written_is_reported_before_the_search(folder, by_law, capsys, option):
     assert cli.main(["tune", "recipe.yaml", "--devices", "4", "--profile", "steady.json", option, "recipe.yaml/x"]) == 2
     assert f"{option}: cannot write recipe.yaml/x" in capsys.readouterr().err
     assert not list(folder.glob("*.tuned.yaml"))

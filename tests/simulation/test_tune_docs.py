@@ -1,4 +1,4 @@
-"""docs/tuning.md says what the code does: its schedules, its commands, its keys and its pictures."""
+"""Checks that docs/tuning.md describes the code: its schedules, its commands, its keys and its figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = (DOCS / "tuning.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading."""
+    """Returns the cells of the first table below a heading."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
     return [
@@ -37,7 +37,7 @@ def rows(heading: str) -> list[list[str]]:
 def test_the_table_of_schedules_is_the_codes():
     (_, *names), *lines = rows("Schedules")
     assert names == list(SCHEDULES)
-    told = {
+    documented = {
         name: {
             line[0]: yaml.safe_load(f'"{cell}"' if cell in ("on", "off") else cell)
             for line, cell in zip(lines, column, strict=True)
@@ -45,7 +45,7 @@ def test_the_table_of_schedules_is_the_codes():
         }
         for name, column in zip(names, zip(*(line[1:] for line in lines), strict=True), strict=True)
     }
-    assert told == SCHEDULES
+    assert documented == SCHEDULES
 
 
 def test_every_key_the_page_names_exists():
@@ -63,7 +63,7 @@ def test_every_command_of_the_page_is_one():
         parser.parse_args(command.replace("N", "4").split())
 
 
-def test_every_link_and_picture_of_the_page_is_there():
+def test_every_link_and_figure_of_the_page_is_there():
     targets = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert targets
     for target in targets:
@@ -77,7 +77,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def test_the_pictures_show_the_law_the_simulations_and_every_schedule(recipe):
+def test_the_figures_show_the_law_the_simulations_and_every_schedule(recipe):
     config = load(recipe, ["schedule=async"])
     said: list[str] = []
     steps, ages = staleness(recipe, config, PROFILE, said.append).axes

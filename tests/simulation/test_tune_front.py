@@ -1,4 +1,4 @@
-"""The Pareto front: nothing on it is slower and no fresher than something else."""
+"""Tests the Pareto front: nothing on it is slower and no fresher than something else."""
 
 from __future__ import annotations
 

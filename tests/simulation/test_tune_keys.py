@@ -1,4 +1,4 @@
-"""The tuned keys: how they are set and read, and what moves along when one of them changes."""
+"""Tests the tuned keys: how they are set and read, and what moves along when one of them changes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_roomy_buffers_hold_everything_that_is_admitted(max_updates):
     assert check(config) is None
 
 
-def test_engines_get_room_for_their_batch_where_the_recipe_gives_less():
+def test_engines_get_slots_for_their_batch_where_the_recipe_gives_less():
     assert roomy(job(rollout={"max_inflight": 2}), SPLIT, 1)[INFLIGHT] == 4
     assert roomy(job(rollout={"max_inflight": 32}), SPLIT, 1)[INFLIGHT] == 32
 
 
 @pytest.mark.parametrize(("path", "value"), [(S, 1), (S, 5), (PUBLISH, 2), (WINDOW, 4)])
-def test_what_needs_more_groups_gets_places_for_all_that_are_admitted(path, value):
+def test_what_needs_more_groups_gets_slots_for_all_that_are_admitted(path, value):
     tight = {**roomy(job(), SPLIT, 3), GROUPS: 5}
     after = moved(job(), tight, path, value)
     assert after[path] == value
@@ -64,14 +64,14 @@ def test_publishing_stays_allowed_when_the_budget_shrinks():
     assert check(with_keys(job(), after)) is None
 
 
-def test_samples_places_go_with_the_split_and_never_cut_the_engines_batches():
+def test_trajectory_slots_go_with_the_split_and_never_cut_the_engines_batches():
     keys = {**roomy(job(), SPLIT, 2), TRAJECTORIES: 16}  # 3 engines x 4 + 2 reward workers x 2
     assert moved(job(), keys, ENGINES, 6)[TRAJECTORIES] == 28
     assert moved(job(), keys, TRAJECTORIES, 1)[TRAJECTORIES] == 12 == fewest_trajectories(job(), keys)
     assert dealt(job(), keys, {ENGINES: 6, REWARDERS: 2, RANKS: 2}) == {**keys, ENGINES: 6, RANKS: 2, TRAJECTORIES: 28}
 
 
-def test_a_job_smaller_than_its_engines_needs_no_more_places_than_samples():
+def test_a_job_smaller_than_its_engines_needs_no_more_slots_than_samples():
     keys = roomy(job(rollout={"max_batch": 64, "max_inflight": 64}), SPLIT, 0)
     assert fewest_trajectories(job(rollout={"max_batch": 64, "max_inflight": 64}), keys) == 32
 

@@ -1,4 +1,5 @@
-"""The search, with a simulator that follows the law: what it recommends, how plain that is, and what it may cost."""
+"""Tests the search, with a simulator that follows the law: what it recommends, how plain that is, and what it may
+cost."""
 
 from __future__ import annotations
 
@@ -137,7 +138,7 @@ def test_no_setting_is_simulated_twice():
 
 
 def test_where_chance_decides_the_plainer_value_wins():
-    """Windows seem to gain 1 %, and so does another seed."""
+    """Lets windows seem to gain 1 %, and so does another seed."""
 
     def by_chance(config, profile, *, seed, **more):
         simulated = simulate_by_law(config, profile, seed=seed, **more)
@@ -169,7 +170,7 @@ def test_runs_are_longer_where_fewer_jobs_average_out_what_varies():
     assert updates(score=ServiceTime(unit_s=0.25, cv=3.0)) == updates(score=ServiceTime(unit_s=0.25, cv=30.0))
 
 
-def test_large_jobs_are_simulated_in_lots_that_no_batch_has_to_split():
+def test_large_jobs_are_simulated_in_bundles_that_no_batch_has_to_split():
     bundles = set()
 
     def asked(config, profile, *, bundle, **more):
@@ -186,8 +187,8 @@ def test_large_jobs_are_simulated_in_lots_that_no_batch_has_to_split():
     assert bundles == {1, 4}
 
 
-def test_fewer_places_are_not_taken_for_enough_when_a_few_more_are_faster():
-    """At S = 0 whole waves lose to half ones, because halves overlap."""
+def test_fewer_slots_are_not_taken_for_enough_when_a_few_more_are_faster():
+    """Takes a job in which, at S = 0, whole waves lose to half ones, because halves overlap."""
 
     def halves_overlap(config, profile, **more):
         simulated = simulate_by_law(config, profile, **more)

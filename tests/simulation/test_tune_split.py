@@ -1,4 +1,4 @@
-"""How devices are dealt: which splits there are, which of them are simulated, and what is refused."""
+"""Tests how devices are split: which splits there are, which of them are simulated, and what is refused."""
 
 from __future__ import annotations
 

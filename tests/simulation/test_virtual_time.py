@@ -1,4 +1,4 @@
-"""The event loop on virtual time: it jumps, it is reproducible, and it notices when nothing can go on."""
+"""Tests the event loop on virtual time: it jumps, it is reproducible, and it notices when nothing can go on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_year_of_sleep_is_a_jump() -> None:
     assert run(main()) == 365 * 86_400
 
 
-def test_time_starts_where_it_is_told_to_and_the_clock_shows_it() -> None:
+def test_time_starts_where_it_is_set_and_the_clock_shows_it() -> None:
     async def main() -> tuple[float, float]:
         clock = VirtualClock()
         before = clock.now()
@@ -325,7 +325,7 @@ def test_what_a_simple_callback_raises_ends_the_run(schedule: Callable[[Any, Any
 # ---- deadlocks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadlock_is_raised_at_once_and_says_who_waits_where() -> None:
+def test_a_deadlock_is_raised_at_once_and_lists_the_waiting_tasks() -> None:
     event = Event()
 
     async def producer() -> None:
@@ -417,7 +417,7 @@ def test_dice_decide_in_which_order_ready_tasks_run() -> None:
 
 
 def test_a_group_of_tasks_is_cancelled_in_the_same_order_in_every_run() -> None:
-    """asyncio keeps them in a set: by address, the order would differ from process to process."""
+    """Cancels tasks that asyncio keeps in a set: by address, the order would differ from process to process."""
 
     async def main() -> list[int]:
         order: list[int] = []

@@ -1,5 +1,5 @@
-"""A job to tune, and a simulator that knows nothing but the law: fast, and exact about what S and the groups' places
-allow."""
+"""Builds a job to tune, and a simulator that knows nothing but the law: fast, and exact about what S and the groups'
+slots allow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROFILE = Profile(
 
 
 def job(**sections: object) -> Config:
-    """Engines and ranks on GPUs, reward workers beside them."""
+    """Returns a job with engines and ranks on GPUs, reward workers beside them."""
     config = Config(
         model=Model(path="model"),
         data=Data(prompts="prompts.txt"),
@@ -71,8 +71,8 @@ def job(**sections: object) -> Config:
 def simulate_by_law(
     config: Config, profile: Profile, *, updates: int | None, seed: int, bundle: int | None, progress: object = None
 ) -> Simulated:
-    """As fast as the law says, if there are places for as many groups; engines that may hold fewer samples than they
-    compute together, or that exchange weights only when they are idle, lose a tenth each."""
+    """Returns a run as fast as the law says, if there are slots for as many groups; engines that may hold fewer
+    samples than they compute together, or that exchange weights only when they are idle, lose a tenth each."""
     times, per_update = (
         stage_times(config, profile, streams=True, recomputes_proximal=False),
         config.trainer.groups_per_update,
@@ -82,7 +82,7 @@ def simulate_by_law(
     step *= 1.1 if config.rollout.max_inflight < config.rollout.max_batch else 1.0
     step *= 1.1 if config.weights.swap != "step" else 1.0
     images = per_update * config.rollout.group_size / step
-    places = {"trajectories": config.buffer.trajectories, "replay": config.buffer.groups}
+    slots = {"trajectories": config.buffer.trajectories, "replay": config.buffer.groups}
     return Simulated(
         updates=updates or 1,
         virtual_s=step * (updates or 1),
@@ -96,7 +96,7 @@ def simulate_by_law(
         staleness={0: 1},
         staleness_mean=min(ahead - 1, config.staleness.max_updates) if ahead > 1 else 0.0,
         staleness_max=config.staleness.max_updates,
-        buffers={name: Occupancy(capacity, capacity, capacity) for name, capacity in places.items()},
+        buffers={name: Occupancy(capacity, capacity, capacity) for name, capacity in slots.items()},
         counters={},
         times=times,
         law_s=step,

@@ -96,7 +96,7 @@ def test_the_age_of_samples_is_a_sentence_on_a_terminal() -> None:
     assert "1.2 updates on average: 1 group is 0 updates old, 3 are 2" in terminal.getvalue()
 
 
-def test_the_bar_of_a_run_that_goes_on_begins_where_that_had_come_to() -> None:
+def test_the_bar_of_a_run_that_goes_on_begins_at_the_updates_made_before() -> None:
     terminal = Terminal()
     console = for_stream(terminal, 120, 60)
     console.phase("loading")
@@ -105,7 +105,7 @@ def test_the_bar_of_a_run_that_goes_on_begins_where_that_had_come_to() -> None:
 
 
 def test_the_time_left_is_that_at_this_attempts_pace() -> None:
-    """The updates of earlier attempts took no time of this one."""
+    """Checks the pace: the updates of earlier attempts took no time of this one."""
     console = LiveConsole(Terminal(), 120, 60)
     now = [0.0]
     console._progress.get_time = lambda: now[0]
@@ -165,7 +165,8 @@ EVIL = "\x1b]0;owned\x07\x1b[2J"
 
 
 def test_a_terminal_obeys_nothing_that_was_said_elsewhere() -> None:
-    """A reward server names the parts of its score, and its exceptions are a run's last words."""
+    """Covers foreign texts: a reward server names the parts of its score, and its exceptions are in a run's last
+    lines."""
     terminal = Terminal()
     console = for_stream(terminal, 120)
     console.phase(EVIL)

@@ -1,4 +1,4 @@
-"""Against a real local sqlite store; one database for the file, because making one takes seconds."""
+"""Tests against a real local sqlite store; one database for the file, because making one takes seconds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
     assert (runs / "mlartifacts").is_dir()
     assert [f.path for f in store.list_artifacts(sink.run_id) if not f.is_dir] == ["summary.json"]
     program, _, arguments = sink.ui_command.partition(" ")
-    assert shutil.which(program), "what a user is told to type exists"
+    assert shutil.which(program), "the command shown to the user exists"
     assert arguments == f"ui --backend-store-uri sqlite:///{runs}/mlflow.db"
     assert sink.run_url.endswith(f"/runs/{sink.run_id}")
     out, err = capfd.readouterr()
@@ -65,7 +65,7 @@ def test_a_run_comes_back_from_the_local_store(runs: Path, tmp_path: Path, capfd
 
 
 @pytest.mark.parametrize(("status", "expected"), [("interrupted", "KILLED"), ("failed", "FAILED")])
-def test_other_ends_are_told(runs: Path, status: str, expected: str) -> None:
+def test_other_ends_are_logged(runs: Path, status: str, expected: str) -> None:
     sink = MlflowSink(schema.Mlflow(experiment="e"), runs, "r", {})
     sink.finish(status)
     assert client(runs).get_run(sink.run_id).info.status == expected
@@ -101,7 +101,7 @@ def test_callers_never_wait_for_the_store(
 
 
 @pytest.mark.parametrize("uri", ["http://me:hunter2@127.0.0.1:9/", "sqlite:////proc/nowhere/mlflow.db", "nonsense://x"])
-def test_an_unusable_place_is_refused_at_the_start(uri: str, runs: Path) -> None:
+def test_an_unusable_store_is_refused_at_the_start(uri: str, runs: Path) -> None:
     started = time.monotonic()
     with pytest.raises(MlflowUnusableError, match=r"tracking\.mlflow: cannot use .*: .+; set tracking") as caught:
         MlflowSink(schema.Mlflow(tracking_uri=uri), runs, "r", {})
@@ -149,12 +149,12 @@ def test_a_run_that_goes_on_is_running_once_it_has_begun_and_otherwise_stays_as_
     was_there = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
     was_there.finish("failed")
     assert client(runs).get_run(first.run_id).info.status == "KILLED"
-    nobody = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-of-nobody", PARAMS, goes_on=True)
-    nobody.finish("failed")
+    unknown = MlflowSink(schema.Mlflow(experiment="e"), runs, "unknown-run", PARAMS, goes_on=True)
+    unknown.finish("failed")
     store = client(runs)
     experiment = store.get_experiment_by_name("e")
     assert experiment is not None and not store.search_runs(
-        [experiment.experiment_id], "attributes.run_name = 'run-of-nobody'"
+        [experiment.experiment_id], "attributes.run_name = 'unknown-run'"
     )
     again = MlflowSink(schema.Mlflow(experiment="e"), runs, "run-left-alone", PARAMS, goes_on=True)
     again.begin()

@@ -1,4 +1,4 @@
-"""Metrics, summary, images and memory."""
+"""Tests metrics, summary, images and memory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_characters_that_no_font_has_are_spelled_out(monkeypatch: pytest.MonkeyP
         fonts._fonts.cache_clear()
 
 
-def test_what_was_read_is_shown_as_it_was_read() -> None:
+def test_the_text_that_was_read_is_shown_unchanged() -> None:
     assert caption(Prompt(0, "ein Schild"), Score(0.5, text="größe\n")) == "reward 0.50  read 'größe\\n'\nein Schild"
 
 

@@ -28,7 +28,7 @@ def config(folder: Path | str, tracking_uri: str | None = None) -> schema.Config
     )
 
 
-def test_a_run_folder_has_its_places_and_the_resolved_configuration(tmp_path: Path) -> None:
+def test_a_run_folder_has_its_folders_and_the_resolved_configuration(tmp_path: Path) -> None:
     run = RunDirectory.create(config(tmp_path / "new" / "runs"), ManualClock(1_800_000_000))
     assert run.path.parent == tmp_path / "new" / "runs"
     assert run.run_id.startswith("quick-2027") and len(run.run_id) == len("quick-20270115-080000")
@@ -77,7 +77,7 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:
-    """Or the next line that fits would be lost with it."""
+    """Checks that no part is left, or the next line that fits would be lost with it."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))"
     append = (
         "from pathlib import Path; from omni_async.tracking.rundir import append_jsonl; append_jsonl(Path('x.jsonl'),"
@@ -108,8 +108,8 @@ def test_seconds_of_earlier_attempts_are_those_that_led_to_the_version(tmp_path:
     assert (run.wall_s(1), run.wall_s(2), run.wall_s(3)) == (10.0, 23.0, 0.0)
 
 
-def test_an_attempt_whose_last_update_was_made_again_has_no_say_in_the_seconds(tmp_path: Path) -> None:
-    """The one that made it again was killed, and left no line."""
+def test_an_attempt_whose_last_update_was_made_again_does_not_count_in_the_seconds(tmp_path: Path) -> None:
+    """Covers the case that the attempt that made it again was killed, and left no line."""
     run = RunDirectory.create(config(tmp_path), ManualClock(0))
     append_jsonl(run.attempts, Attempt(0.0, 100.0, "failed", None, 0, 2, 90.0))
     run.append_metrics(2, {"reward": None, "wall_s": 40.0, "finished": 200.0})
@@ -123,7 +123,7 @@ def test_a_run_is_running_until_it_is_released(tmp_path: Path) -> None:
     assert not RunDirectory(run.path).is_running()
 
 
-def test_an_impossible_place_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_one_clear_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(RunDirectoryError, match=r"run\.dir: cannot make a run folder in .*/file: .*"):

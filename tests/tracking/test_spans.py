@@ -1,4 +1,4 @@
-"""Spans: all on disk, the recent ones in memory."""
+"""Tests the log of spans: all on disk, the recent ones in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spans(start: int, count: int) -> list[Span]:
     return [Span("rollout-0", "generate", float(i), i + 0.5, {"group": i}) for i in range(start, start + count)]
 
 
-def test_all_of_them_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Path) -> None:
+def test_all_spans_are_kept_on_disk_and_the_recent_ones_in_memory(tmp_path: Path) -> None:
     log = SpanLog(tmp_path / "spans.jsonl", keep_s=10.0)
     for start in range(0, 1000, 10):
         log.add(spans(start, 10))
@@ -35,7 +35,7 @@ def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     assert log.all() == [spans(0, 3)[0], spans(0, 3)[2]]
 
 
-def test_they_are_held_in_memory_until_the_file_is_theirs(tmp_path: Path) -> None:
+def test_held_spans_stay_in_memory_until_the_file_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     SpanLog(path, keep_s=10.0).add(spans(0, 3))
     before = path.read_bytes()
@@ -49,7 +49,7 @@ def test_they_are_held_in_memory_until_the_file_is_theirs(tmp_path: Path) -> Non
     assert log.all() == spans(5, 3) and path.read_bytes().count(b"\n") == 3
 
 
-def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"cannot append to .*gone/spans\.jsonl: No such file or directory"):
         SpanLog(tmp_path / "gone" / "spans.jsonl", keep_s=10.0).add(spans(0, 1))
 

@@ -15,7 +15,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size
 
 
 def points(members: list[tuple[int, int]]) -> set[int]:
-    """The unit cells an integer interval covers."""
+    """Returns the unit cells that integer intervals cover."""
     return {cell for start, end in members for cell in range(start, end)}
 
 
@@ -119,7 +119,7 @@ def test_fractions_are_unions_per_actor_averaged_over_the_role() -> None:
     assert timeline.overlap_fraction(spans, 0, 0) == 0.0
 
 
-def test_who_takes_anothers_place_is_the_same_actor_and_an_outage_is_no_work() -> None:
+def test_a_replacement_is_the_same_actor_and_an_outage_is_no_work() -> None:
     spans = [
         Span("reward-0", "score", 0, 4),
         Span("reward-0.2", "score", 6, 10),

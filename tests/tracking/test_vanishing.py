@@ -1,4 +1,4 @@
-"""A gradient that has vanished is said once, with what made it vanish as far as the numbers tell."""
+"""Tests that a vanished gradient is reported once, with its cause as far as the numbers show it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from omni_async.tracking.vanishing import GradientWatch
 
 
-def told(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
+def warnings(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
     watch = GradientWatch()
     said = [
         (version, watch.take(version, {"grad_norm": norm, **metrics})) for version, norm in enumerate(norms, start=1)
@@ -15,8 +15,8 @@ def told(norms: list[float], **metrics: float) -> list[tuple[int, str]]:
     return [(version, text) for version, text in said if text is not None]
 
 
-def test_it_is_said_when_most_of_the_newest_updates_have_none() -> None:
-    [(version, text)] = told([80, 70, 90, 75, 60, 40, 0.01, 0.02, 0.0, 0.01], accuracy=1.0, margin=24.7)
+def test_a_gradient_that_most_of_the_newest_updates_lack_is_reported() -> None:
+    [(version, text)] = warnings([80, 70, 90, 75, 60, 40, 0.01, 0.02, 0.0, 0.01], accuracy=1.0, margin=24.7)
     assert version == 9, "the median of five"
     assert (
         text
@@ -26,17 +26,17 @@ def test_it_is_said_when_most_of_the_newest_updates_have_none() -> None:
     )
 
 
-def test_a_batch_that_teaches_nothing_now_and_then_is_no_reason() -> None:
-    assert told([80, 70, 90, 75, 60, 0.0, 50, 0.0, 60, 40, 0.0, 70, 0.0, 65]) == []
-    assert told([3e-5] * 20) == [], "small from the start: that is the model's scale"
+def test_a_batch_without_a_gradient_now_and_then_is_not_reported() -> None:
+    assert warnings([80, 70, 90, 75, 60, 0.0, 50, 0.0, 60, 40, 0.0, 70, 0.0, 65]) == []
+    assert warnings([3e-5] * 20) == [], "small from the start: that is the model's scale"
 
 
-def test_one_that_came_back_and_vanished_again_is_said_again() -> None:
-    assert [version for version, _ in told([1.0] * 5 + [0.0] * 10 + [1.0] * 5 + [0.0] * 5)] == [8, 23]
+def test_a_gradient_that_came_back_and_vanished_again_is_reported_again() -> None:
+    assert [version for version, _ in warnings([1.0] * 5 + [0.0] * 10 + [1.0] * 5 + [0.0] * 5)] == [8, 23]
 
 
-def test_a_run_that_never_had_one_is_told_so() -> None:
-    [(version, text)] = told([0.0] * 8)
+def test_a_run_that_never_had_a_gradient_is_reported() -> None:
+    [(version, text)] = warnings([0.0] * 8)
     assert version == 5 and "updates 0)" in text
 
 
@@ -48,8 +48,8 @@ def test_a_run_that_never_had_one_is_told_so() -> None:
         ({}, "hardly differ"),
     ],
 )
-def test_the_cause_is_what_the_numbers_say(metrics: dict[str, float], cause: str) -> None:
-    assert cause in told([1.0] * 5 + [0.0] * 5, **metrics)[0][1]
+def test_the_cause_follows_from_the_numbers(metrics: dict[str, float], cause: str) -> None:
+    assert cause in warnings([1.0] * 5 + [0.0] * 5, **metrics)[0][1]
 
 
 def test_metrics_without_a_gradient_say_nothing() -> None:

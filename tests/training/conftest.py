@@ -1,4 +1,4 @@
-"""One CPU thread, and a configuration for the tiny policy that a test changes by keyword."""
+"""Sets one CPU thread, and makes a configuration for the tiny policy that a test changes by keyword."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_process_group_left() -> Iterator[None]:
 
 @pytest.fixture
 def make_config() -> Callable[..., Config]:
-    """`make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
+    """Returns `make_config(**{"trainer.micro_batch_size": 3})`: dotted keys over small defaults."""
 
     def make(**changes: Any) -> Config:
         raw: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Engines of one rank for tests: started, moved away from the weights that made the samples, and looked into."""
+"""Makes engines of one rank for tests: started, moved away from the weights that made the samples, and inspected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
 
 
 def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0) -> dict[str, float]:
-    """One optimizer step on the mean loss over all rows of transition groups."""
+    """Takes one optimizer step on the mean loss over all rows of transition groups."""
     rows = sum(len(t["steps"]) for g in groups for t in g.trajectories)
     for group in groups:
         engine.accumulate(group, 1 / rows)
@@ -40,12 +40,12 @@ def weights(engine: TrainEngine) -> Tensor:
 
 
 def gradients(engine: TrainEngine) -> dict[str, Tensor]:
-    """By diffusers name, of the parameters that have one."""
+    """Returns gradients by diffusers name, of the parameters that have one."""
     return {name: p.grad.clone() for name, p in engine._trainable.items() if p.grad is not None}
 
 
 def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """An optimizer step: its metrics, and the gradients that the optimizer was given."""
+    """Takes an optimizer step; returns its metrics, and the gradients that the optimizer was given."""
     seen: dict[str, Tensor] = {}
     hook = engine._optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
     metrics = engine.step(grad_scale)
@@ -56,7 +56,7 @@ def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, flo
 def assert_gradients(
     got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-5, atol: float = 2e-7
 ) -> None:
-    """Equal gradients of the same parameters. `expected` may be float64."""
+    """Asserts equal gradients of the same parameters. `expected` may be float64."""
     assert got.keys() == expected.keys()
     assert max(grad.abs().max().item() for grad in expected.values()) > 100 * atol
     for name, grad in expected.items():

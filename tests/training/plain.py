@@ -1,5 +1,5 @@
-"""Objectives and corrections by their definition, for comparison: one row at a time, all in one graph, float64,
-straight from the formulas."""
+"""Computes objectives and corrections by their definition, for comparison: one row at a time, all in one graph,
+float64, straight from the formulas."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.fakes import TinyPolicy
 
 
 def model_of(engine: TrainEngine, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The engine's model as it is, apart from it."""
+    """Returns a separate copy of the engine's model as it is."""
     model = engine.policy.load_transformer(torch.float32)
     model.load_state_dict(engine._model.transformer.state_dict())
     return model.to(dtype)
 
 
 def gradients_of(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """Of the parameters that have one, as an engine reports them."""
+    """Returns gradients of the parameters that have one, as an engine reports them."""
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: grad for name, grad in zip(parameters, found, strict=True) if grad is not None}
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def nats(self) -> float:
-        """log-ratio of the model to what was recorded."""
+        """Returns the log-ratio of the model to the recorded log-prob."""
         return self.elements * (self.log_prob.item() - self.recorded)
 
 
@@ -61,8 +61,8 @@ def steps_of(
     positions: list[list[int]] | None = None,
     detached_uncond: bool = False,
 ) -> Iterator[Step]:
-    """Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of the
-    window that are trained."""
+    """Yields Flow-GRPO's transition of every trained step of every sample, sample-major; `positions[i]` are those of
+    the window that are trained."""
     policy, r = TinyPolicy(), config.rollout
     dtype = next(model.parameters()).dtype
     assert r.sde is not None
@@ -102,8 +102,8 @@ def guided(
     sigma: Tensor,
     detached: bool = False,
 ) -> Tensor:
-    """Velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through the
-    unconditional branch."""
+    """Returns the velocity (T, C) of one row; classifier-free guidance written out, with or without gradient through
+    the unconditional branch."""
     r = config.rollout
     conditioning = policy.stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]
@@ -116,5 +116,5 @@ def guided(
 
 
 def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
-    """PPO's clipped loss of one row."""
+    """Computes PPO's clipped loss of one row."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip))

@@ -1,4 +1,4 @@
-"""Saving and loading as the trainer's role does: what is no tensor lies beside the tensors."""
+"""Saves and loads as the trainer's role does: values other than tensors lie beside the tensors."""
 
 from __future__ import annotations
 

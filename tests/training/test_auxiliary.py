@@ -1,5 +1,5 @@
-"""Reference, old policy and moving average: what they compute, how they follow, what is published and kept of them, and
-that the policy in training does not notice."""
+"""Tests reference, old policy and moving average: what they compute, how they follow, what is published and kept of
+them, and that the policy in training does not change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def auxiliary(engine: TrainEngine, which: str) -> dict[str, Tensor]:
 
 
 def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
-    """Of the policy in training or another one, at two fixed points."""
+    """Returns the velocity of the policy in training or another one, at two fixed points."""
     generator = torch.Generator().manual_seed(0)
     samples = [t["conditioning"] for t in tiny_group(TinyPolicy(), engine.config).trajectories[:2]]
     conditioning, spec = TinyPolicy().stack_conditioning(samples), engine.config.rollout.sampling
@@ -94,7 +94,7 @@ def test_a_auxiliary_under_lora_holds_adapters_alone(make_config: MakeConfig, ba
     assert torch.equal(velocity(engine, "reference"), before)
 
 
-def test_there_are_only_the_auxiliarys_that_somebody_asked_for(make_config: MakeConfig) -> None:
+def test_there_are_only_the_auxiliary_policies_that_the_settings_need(make_config: MakeConfig) -> None:
     engine = started(make_config())
     assert engine._model.auxiliary.tensors() == {}
     with pytest.raises(TrainingError, match="there is no old policy: the objective did not ask for one"):
@@ -123,7 +123,7 @@ def test_the_old_policy_follows_once_an_update_by_the_updates_number(
         update(engine, number + 10)
         previous, expected = expected, mixed(0.001 * number, expected, policy(engine))
         assert_same(auxiliary(engine, "old"), expected, atol=1e-6)
-    # The decay of optimizer steps instead of updates would be told apart.
+    # The decay of optimizer steps instead of updates would give other values.
     wrong = mixed(0.006, previous, policy(engine))
     assert max((wrong[name] - expected[name]).abs().max().item() for name in expected) > 1e-5
 

@@ -1,4 +1,4 @@
-"""A resumed engine is the engine that was saved, to the bit; nothing of a checkpoint is a pickle."""
+"""Tests that a resumed engine is the engine that was saved, to the bit; nothing of a checkpoint is a pickle."""
 
 from __future__ import annotations
 

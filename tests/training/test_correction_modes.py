@@ -1,5 +1,5 @@
-"""Off-policy correction in the engine: which policy the ratio is taken to, weights, masks and their normaliser. The
-gradient that the optimizer gets is compared with the definition."""
+"""Tests off-policy correction in the engine: which policy the ratio is taken to, weights, masks and their normaliser.
+The gradient that the optimizer gets is compared with the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 16  # 2 groups x 4 samples x 2 steps
 
 
 def moved(make_config: MakeConfig, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
-    """An engine, and stale samples of other weights than its own."""
+    """Returns an engine, and stale samples of other weights than its own."""
     engine = started(make_config(**changes))
     groups = [tiny_group(TinyPolicy(), engine.config, seed, staleness=1) for seed in (0, 1)]
     nudge(engine, size=0.05)
@@ -40,7 +40,7 @@ def trained(engine: TrainEngine, groups: list[GroupBatch]) -> tuple[dict[str, fl
 
 
 def plain(engine: TrainEngine, groups: list[GroupBatch], loss: Callable[[list[Step]], Tensor]) -> dict[str, Tensor]:
-    """Gradient of `loss` of all steps, under the engine's weights as they are."""
+    """Returns the gradient of `loss` of all steps, under the engine's weights as they are."""
     model = model_of(engine)
     return gradients_of(loss([step for group in groups for step in steps_of(model, engine.config, group)]), model)
 
@@ -142,7 +142,7 @@ def test_interpolation_estimates_the_proximal_policy_from_staleness(make_config:
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make_config: MakeConfig, mode: str) -> None:
-    """GRPO-Guard, rho = exp((Delta + <(mean - old mean)^2> / (2 S^2)) S), on the second step of an update."""
+    """Checks GRPO-Guard, rho = exp((Delta + <(mean - old mean)^2> / (2 S^2)) S), on the second step of an update."""
     changes = {
         "algorithm.name": "grpo_guard",
         "algorithm.guard": {"scale": "sample"},
@@ -180,8 +180,8 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
 def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
     make_config: MakeConfig, kind: str, name: str
 ) -> None:
-    """L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo, averaged
-    over a sample's."""
+    """Computes L = sum over elements of ((x' - recorded mean)^2 - (x' - mean)^2) / (2 S^2), of each step or, for gspo,
+    averaged over a sample's."""
     clip, noise = (0.5 if kind == "dance" else 0.15), 0.8
     sde = {"kind": kind, "noise_level": noise, "window": {"size": 2, "range": [1, 3]}}
     changes = {
@@ -336,8 +336,8 @@ def test_rejection_of_samples_sees_whole_samples(make_config: MakeConfig, mode: 
     engine, groups = moved(make_config, **{"algorithm.correction": correction, "trainer.micro_batch_size": size})
     for rows, counts in engine._loss.batches(groups[0]):
         assert counts
-        assert rows.places == [(sample, n) for sample in sorted({i for i, _ in rows.places}) for n in (0, 1)]
-        assert len(rows.places) <= max(2, size)
+        assert rows.row_ids == [(sample, n) for sample in sorted({i for i, _ in rows.row_ids}) for n in (0, 1)]
+        assert len(rows.row_ids) <= max(2, size)
     kept: list[int] = []
 
     def loss(steps: list[Step]) -> Tensor:

@@ -1,5 +1,5 @@
-"""What every update logs of drift, weights and masks, against the definitions; and the alarm for engines that compute
-something else."""
+"""Tests the logged metrics of drift, weights and masks of every update, against the definitions; and the alarm for
+engines that compute something else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeConfig = Callable[..., Config]
 
 
 def drifted(make_config: MakeConfig, **changes: Any) -> tuple[TrainEngine, list[GroupBatch], list[Step]]:
-    """An engine, stale groups of two windows, and their steps under the engine's weights."""
+    """Returns an engine, stale groups of two windows, and their steps under the engine's weights."""
     engine = started(make_config(**{"trainer.micro_batch_size": 3, **changes}))
     groups = [tiny_group(TinyPolicy(), engine.config, seed, range(seed, seed + 2), staleness=2) for seed in (0, 1)]
     nudge(engine, size=0.05)
@@ -42,7 +42,7 @@ def ess(values: Iterable[float]) -> float:
 
 
 def by_step(steps: list[Step]) -> dict[int, list[Step]]:
-    """Rows of each denoising step: group 0 has steps 0 and 1, group 1 steps 1 and 2."""
+    """Returns the rows of each denoising step: group 0 has steps 0 and 1, group 1 steps 1 and 2."""
     found: dict[int, list[Step]] = {}
     for i, s in enumerate(steps):
         found.setdefault(s.position + i // 8, []).append(s)
@@ -107,7 +107,8 @@ def test_without_means_there_is_no_kappa(make_config: MakeConfig) -> None:
 
 
 def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfig) -> None:
-    """cps: log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their difference."""
+    """Uses cps, whose log-probs are -<(x' - mean)^2>; the log-ratio of the sample is D / (2 scale^2) times their
+    difference."""
     engine = started(make_config(**{"rollout.sde": {"kind": "cps", "noise_level": 0.8}}))
     group = tiny_group(TinyPolicy(), engine.config, 0, range(1, 2))
     for t in group.trajectories:
@@ -155,8 +156,8 @@ def test_a_stale_step_is_no_mismatch(make_config: MakeConfig) -> None:
 
 def test_only_the_first_step_of_an_update_can_tell_a_mismatch(make_config: MakeConfig) -> None:
     engine = started(make_config(**{"trainer.steps_per_update": 2}))
-    told = []
+    alarms = []
     for seed in range(4):
         engine.accumulate(tiny_group(TinyPolicy(), engine.config, seed), 1 / 8)
-        told.append("engine_mismatch_nats" in engine.step())
-    assert told == [True, False, True, False]
+        alarms.append("engine_mismatch_nats" in engine.step())
+    assert alarms == [True, False, True, False]

@@ -1,4 +1,4 @@
-"""The engine's gradient is the definition's, however rows are cut; and what it refuses."""
+"""Tests that the engine's gradient is the definition's, however rows are cut; and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ MakeConfig = Callable[..., Config]
 
 
 def plain_gradient(engine: TrainEngine, groups: list[GroupBatch], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The definition, one row at a time in one graph: the mean over all samples and steps of the clipped surrogate."""
+    """Computes the definition, one row at a time in one graph: the mean over all samples and steps of the clipped
+    surrogate."""
     model = model_of(engine, dtype)
     steps = [step for group in groups for step in steps_of(model, engine.config, group)]
     losses = [surrogate((s.log_prob - s.recorded).exp(), s.advantage, 0.2) for s in steps]
@@ -42,7 +43,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(make_config: MakeConfig, 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_an_objective_of_samples_gets_all_their_steps(make_config: MakeConfig, size: int) -> None:
-    """GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
+    """Uses GSPO: s = exp(mean of Delta over a sample's steps), one surrogate per sample."""
     changes = {"algorithm.name": "gspo", "algorithm.clip_range": 0.005}
     engine = started(make_config(**changes, **{"trainer.micro_batch_size": size}))
     group = tiny_group(TinyPolicy(), engine.config)

@@ -1,4 +1,4 @@
-"""What leaves the trainer: names, dtypes, merged adapters, digests."""
+"""Tests what leaves the trainer: names, dtypes, merged adapters, digests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies' velocities,
-whole samples and pairs, and gradients equal to the definitions'."""
+"""Tests forward-process objectives in the engine: noise that depends on a sample's seed alone, other policies'
+velocities, whole samples and pairs, and gradients equal to the definitions'."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Draw:
 
 
 def draws_of(model: nn.Module, config: Config, group: GroupBatch) -> list[Draw]:
-    """Every draw of every sample, sample-major, float64."""
+    """Returns every draw of every sample, sample-major, float64."""
     policy, a, found = TinyPolicy(), config.algorithm, []
     for i, (t, seed) in enumerate(zip(group.trajectories, group.seeds, strict=True)):
         drawn = make_draws(seed, tuple(t["final"].shape), t["sigmas"], a.forward, a.timestep_fraction)
@@ -60,7 +60,7 @@ def draws_of(model: nn.Module, config: Config, group: GroupBatch) -> list[Draw]:
 
 
 def auxiliary_of(engine: TrainEngine, which: str) -> nn.Module:
-    """Another policy of the engine's, apart from it."""
+    """Returns a separate copy of an auxiliary policy of the engine."""
     model = TinyPolicy().load_transformer(torch.float32)
     prefix = f"{which}."
     model.load_state_dict(
@@ -85,7 +85,7 @@ def trained(engine: TrainEngine, groups: list[GroupBatch]) -> tuple[dict[str, fl
 def plain(
     engine: TrainEngine, groups: list[GroupBatch], others: dict[str, nn.Module], loss: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """Gradient of the mean over all draws of `loss(draw, **velocities of the other models there)`."""
+    """Returns the gradient of the mean over all draws of `loss(draw, **velocities of the other models there)`."""
     model = model_of(engine)
     losses = []
     for group in groups:
@@ -99,7 +99,7 @@ def plain(
 
 
 def moved(make_config: MakeConfig, name: str, **changes: Any) -> tuple[TrainEngine, list[GroupBatch]]:
-    """An engine away from the weights that were loaded, and two groups."""
+    """Returns an engine away from the weights that were loaded, and two groups."""
     engine = started(make_config(**ODE, **{"algorithm.name": name, **changes}))
     make = tiny_pair if name == "diffusion_dpo" else tiny_group
     groups = [make(TinyPolicy(), engine.config, seed) for seed in (0, 1)]
@@ -111,7 +111,7 @@ def moved(make_config: MakeConfig, name: str, **changes: Any) -> tuple[TrainEngi
 
 
 def rows_of(engine: TrainEngine, group: GroupBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(final, noise, sigma) of every row, in the order of training."""
+    """Returns (final, noise, sigma) of every row, in the order of training."""
     batches = [rows for rows, counts in engine._loss.batches(group) if counts]
     return [row for rows in batches for row in zip(rows.final, rows.noise, rows.sigma, strict=True)]
 
@@ -286,7 +286,7 @@ def test_the_pull_to_the_average_changes_over_the_run(make_config: MakeConfig) -
 
 
 def dpo(draws: list[Draw], reference: list[Draw]) -> tuple[list[Tensor], list[float]]:
-    """Losses and margins of a pair's four draws, beta / 2 = 10."""
+    """Computes losses and margins of a pair's four draws, beta / 2 = 10."""
     losses, margins = [], []
     for k in range(4):
         d = (draws[k].error - reference[k].error.item()) - (draws[4 + k].error - reference[4 + k].error.item())
@@ -310,7 +310,8 @@ def test_diffusion_dpo_is_its_definition(make_config: MakeConfig, size: int) -> 
 
 
 def test_under_lora_the_reference_is_the_model_without_adapters(make_config: MakeConfig) -> None:
-    """The chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged weight."""
+    """Applies the chain rule of W + s B A: dL/dA = s B^T G, dL/dB = s G A^T, with G the gradient of the merged
+    weight."""
     changes = {
         "algorithm.dpo": {"beta": 20.0},
         "algorithm.forward": {"draws": 4},

@@ -1,4 +1,4 @@
-"""Classifier-free guidance in training: with or without gradient through the unconditional branch."""
+"""Tests classifier-free guidance in training: with or without gradient through the unconditional branch."""
 
 from __future__ import annotations
 

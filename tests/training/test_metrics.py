@@ -1,4 +1,4 @@
-"""Reductions are those declared at recording."""
+"""Tests that reductions are those declared at recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate numbers and clipping."""
+"""Tests learning-rate numbers and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks are one rank: same metrics, same weights, whatever the split. Real processes over gloo."""
+"""Tests that two ranks are one rank: same metrics, same weights, whatever the split. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def other_weights() -> nn.Module:
-    """Those that made the samples, a little beside the ones that are trained."""
+    """Returns the weights that made the samples, a little beside the ones that are trained."""
     model = TinyPolicy().load_transformer(torch.float32)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def other_weights() -> nn.Module:
 
 
 def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
-    """This rank's part of an update's groups, one per optimizer step."""
+    """Returns this rank's part of an update's groups, one per optimizer step."""
     config, seeds = (
         engine.config,
         range(number * engine.config.trainer.steps_per_update, (number + 1) * engine.config.trainer.steps_per_update),
@@ -92,7 +92,7 @@ def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
 
 
 def update(engine: TrainEngine, number: int) -> dict[str, Any]:
-    """What an update tells of this rank's samples (numbers by group and sample), and its metrics."""
+    """Makes an update; returns its facts about this rank's samples (numbers by group and sample), and its metrics."""
     groups = groups_of(engine, number)
     seen: dict[str, list[list[Any]]] = {}
     if engine.config.rollout.sde is not None:
@@ -109,7 +109,7 @@ def update(engine: TrainEngine, number: int) -> dict[str, Any]:
 
 
 def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
-    """Two updates, a checkpoint between them, an export after them."""
+    """Runs two updates, a checkpoint between them, an export after them."""
     engine.setup()
     first = update(engine, 0)
     save(engine, folder / "checkpoint")
@@ -126,8 +126,8 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
 
 
 def far_apart(rank: int) -> dict[str, float]:
-    """What two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only the second
-    has rows of."""
+    """Returns what two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only
+    the second has rows of."""
     values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][rank], dtype=torch.float64)
     metrics = Metrics()
     metrics.record("ess", values, "ess")

@@ -1,4 +1,4 @@
-"""The engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
+"""Tests the engine on a real architecture: a tiny random Qwen-Image, on the CPU and, where there is one, a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_group(engine: TrainEngine) -> GroupBatch:
-    """Samples of prompts of different lengths, whose log-probs are then the engine's own."""
+    """Makes samples of prompts of different lengths, whose log-probs are then the engine's own."""
     generator = torch.Generator().manual_seed(0)
     shape = engine.policy.latent_shape(engine.config.rollout.sampling)
     samples = []

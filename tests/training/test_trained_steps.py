@@ -1,4 +1,4 @@
-"""Which of a window's steps are trained: a share of them, drawn by the sample's seed alone."""
+"""Tests which of a window's steps are trained: a share of them, drawn by the sample's seed alone."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_every_step_is_drawn_as_often_as_every_other() -> None:
 def fractional(
     make_config: MakeConfig, size: int = 3, **changes: object
 ) -> tuple[TrainEngine, GroupBatch, list[list[int]]]:
-    """An engine that trains half of 4 steps, a group with a staleness of its own for every step, and the positions that
-    are trained."""
+    """Returns an engine that trains half of 4 steps, a group with a staleness of its own for every step, and the
+    positions that are trained."""
     engine = started(make_config(**{"algorithm.timestep_fraction": 0.5, "trainer.micro_batch_size": size, **changes}))
     group = tiny_group(TinyPolicy(), engine.config, 0, WINDOW)
     group = replace(group, staleness=[[10 * i + k for k in WINDOW] for i in range(4)])
@@ -71,7 +71,7 @@ def test_rows_are_the_chosen_steps_of_every_sample(make_config: MakeConfig, size
     batches = [rows for rows, _ in engine._loss.batches(group)]
     expected = [(i, k) for i in range(4) for k in chosen[i]]
     assert [step for rows in batches for step in rows.steps] == [k for _, k in expected]
-    assert [place for rows in batches for place in rows.places] == [(i, n) for i in range(4) for n in (0, 1)]
+    assert [row_id for rows in batches for row_id in rows.row_ids] == [(i, n) for i in range(4) for n in (0, 1)]
     assert torch.cat([rows.staleness for rows in batches]).tolist() == [10 * i + k for i, k in expected]
     latents, following = (torch.cat([getattr(rows, name) for rows in batches]) for name in ("latents", "next_latents"))
     for row, (i, k) in enumerate(expected):

@@ -1,4 +1,4 @@
-"""Small weights of several kinds, packed."""
+"""Makes small weights of several kinds, packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Packed = tuple[WeightManifest, list[Bucket]]
 
 
 def make_packed(version: int = 3, seed: int = 0) -> Packed:
-    """Six tensors of five dtypes in several buckets, the widest not first; one is empty, one has no shape."""
+    """Packs six tensors of five dtypes in several buckets, the widest not first; one is empty, one has no shape."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "flags": torch.tensor([True, False, True]),

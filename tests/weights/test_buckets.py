@@ -1,4 +1,4 @@
-"""Weights survive packing to the bit, and nothing damaged passes for whole."""
+"""Tests that weights survive packing to the bit, and nothing damaged passes for whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights by broadcast, every rank in a thread of this process: what arrives, and what happens when somebody does
+"""Tests weights by broadcast, every rank in a thread of this process: what arrives, and what happens when a rank does
 not."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() 
         world = World(1, SHORT_S)
 
         async def absent(invitation: Any) -> None:
-            """Never joins."""
+            """Never joins the group."""
 
         with pytest.raises(
             TransportError,
@@ -123,7 +123,7 @@ def test_an_engine_that_does_not_join_ends_the_others_wait_within_the_timeout() 
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_the_refusal_of_an_engine_is_told_and_not_the_others_waiting_that_follows_from_it() -> None:
+def test_the_refusal_of_an_engine_is_reported_and_not_the_others_waiting_that_follows_from_it() -> None:
     async def main() -> None:
         async def dead(invitation: Any) -> None:
             raise ConnectionError("the actor died")
@@ -162,7 +162,7 @@ def test_a_trainer_that_does_not_send_ends_the_engines_wait_within_the_timeout()
     asyncio.run(asyncio.wait_for(main(), LONG_S))
 
 
-def test_the_failure_of_an_engine_is_told_and_not_the_broadcasts_that_follows_from_it() -> None:
+def test_the_failure_of_an_engine_is_reported_and_not_the_broadcasts_that_follows_from_it() -> None:
     async def main() -> None:
         world = await World(1, SHORT_S).connect()
         with pytest.raises(LookupError, match="an engine died"):
@@ -227,7 +227,7 @@ def test_one_process_is_refused_by_the_configuration() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("engines", [0, 1])
 def test_nccl_carries_buckets_by_way_of_device_memory(engines: int) -> None:
-    """With one device the root is alone: NCCL takes no two ranks of one device."""
+    """Runs the root alone where there is one device: NCCL takes no two ranks of one device."""
     if torch.cuda.device_count() <= engines:
         pytest.skip(f"needs {engines + 1} devices")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

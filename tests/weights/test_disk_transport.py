@@ -1,4 +1,4 @@
-"""Versions as files: whole or refused, readable by others, and no more of them than needed."""
+"""Tests versions as files: whole or refused, readable by others, and no more of them than needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path, packed: Packed) -> Path:
 
 
 def send(sender: DiskSender, packed: Packed) -> Packed:
-    """What an engine gets."""
+    """Sends a version and returns what an engine gets."""
 
     async def main() -> Packed:
         async with sender.sending(*packed) as parcel:

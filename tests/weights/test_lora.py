@@ -1,4 +1,4 @@
-"""Adapter names and merging."""
+"""Tests adapter names and merging."""
 
 from __future__ import annotations
 

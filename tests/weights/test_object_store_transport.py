@@ -1,4 +1,4 @@
-"""Weights through the run's store: by reference in one process, and gone when they have arrived."""
+"""Tests weights through the run's store: by reference in one process, and gone when they have arrived."""
 
 from __future__ import annotations
 

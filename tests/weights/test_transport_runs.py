@@ -1,5 +1,5 @@
-"""Whole runs: versions as files and what is left of them, how one that can't be written ends the run, every transport
-between Ray actors."""
+"""Tests whole runs: versions as files and what is left of them, how one that can't be written ends the run, every
+transport between Ray actors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Off-policy correction: what the distance between the policy that made a sample and the one that trains on it does to
-the loss.
+"""Implements off-policy correction of the loss, for the distance between the policy that made a sample and the one that
+trains on it.
 
-`drift` measures it, `masks` and `weights` (with `tempering`) act on it, `correct` puts them together as
-`algorithm.correction` asks for, `ratio` estimates the proximal policy's log-prob, `validation` which settings cannot
-work. All but `validation` import torch.
+`drift` measures that distance, `masks` and `weights` (with `tempering`) act on it, `correct` puts them together as
+`algorithm.correction` asks for, `ratio` estimates the proximal policy's log-prob, `validation` rejects settings that
+cannot work. All but `validation` import torch.
 """

@@ -1,4 +1,5 @@
-"""From drift to what the loss needs: a weight per row, which rows are left, and how the loss is averaged over them."""
+"""Derives from drift what the loss needs: a weight per row, the rows that are left, and how the loss is averaged over
+them."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from omni_async.config.algorithm import Correction
 
 @dataclass(frozen=True)
 class Corrected:
-    """`weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the same before masks, 0 outside `band` alone. `kept`
-    (N, W) bool. `masked`: rule (the name of its setting) to (N, W) bool, True where that rule alone masks, for every
-    rule that is on. `gamma`: the tempering exponent, 1 without tempering."""
+    """The correction of N samples x W trained steps. `weight` (N, W) float64, 0 where masked; `unmasked` (N, W) the
+    same before masks, 0 outside `band` alone. `kept` (N, W) bool. `masked`: rule (the name of its setting) to (N, W)
+    bool, True where that rule alone masks, for every rule that is on. `gamma`: the tempering exponent, 1 without
+    tempering."""
 
     weight: Tensor
     unmasked: Tensor
@@ -28,13 +30,13 @@ class Corrected:
 
 
 def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
-    """The settings' weights and masks of these rows, which must be a whole update where `settings.needs_update` says
-    so. Nothing in mode `none`.
+    """Returns the settings' weights and masks of these rows, which must be a whole update where `settings.needs_update`
+    says so. Corrects nothing in mode `none`.
 
     Rules do not see each other: each judges all rows, and a row stays if every rule keeps it. Weights that `band` sets
-    to 0 are masked. Tempering comes after the rules: what they leave out has no say in its exponent. k1, k2, k3 and m2
-    read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always. ValueError
-    for settings that `problems` objects to, and for kappa_nats without drift.kappa.
+    to 0 are masked. Tempering comes after the rules: rows that they leave out do not affect its exponent. k1, k2, k3
+    and m2 read the same L as the weights: per latent element with log_ratio `mean`; kappa_nats is in nats always.
+    ValueError for settings that `problems` objects to, and for kappa_nats without drift.kappa.
     """
     for problem in problems(settings):
         raise ValueError(problem)
@@ -67,8 +69,8 @@ def correct(drift: Drift, settings: Correction, num_elements: int) -> Corrected:
 
 
 def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float]:
-    """(numerator, denominator): the mean over all rows of weight x loss is to be multiplied by numerator / denominator
-    (`loss_factor`).
+    """Returns (numerator, denominator): the mean over all rows of weight x loss is to be multiplied by numerator /
+    denominator (`loss_factor`).
 
     Both are sums over rows, so those of micro-batches add up to those of the update. The numerator is the number of
     rows. The denominator counts the rows that are left (`kept`) or all of them (`all`), each as 1, or as its weight
@@ -83,6 +85,6 @@ def normaliser(corrected: Corrected, settings: Correction) -> tuple[float, float
 
 
 def loss_factor(numerator: float, denominator: float) -> float:
-    """numerator / denominator, and 0 where the denominator is 0: with every row masked there is nothing to learn from,
-    and no gradient."""
+    """Returns numerator / denominator, and 0 where the denominator is 0: with every row masked there is nothing to
+    learn from, and no gradient."""
     return numerator / denominator if denominator > 0 else 0.0

@@ -1,5 +1,5 @@
-"""How far the proximal policy is from the one that made the samples, row by row, and the statistics of it that every
-run logs.
+"""Measures how far the proximal policy is from the one that made the samples, row by row, and computes the statistics
+of this drift that every run logs.
 
 N samples x W trained steps; b is the behaviour policy (the engine's weights and kernels when the step was taken), p the
 proximal one (the trainer's weights at the start of the update). Each step is a Gaussian given its input, so a step's
@@ -17,9 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Drift:
-    """`log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the whole sample in nats (`nats_per_log_prob` of
-    `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D kappa, the exact Gaussian KL of the step in
-    nats, where the behaviour means are known.
+    """The drift of N samples x W trained steps. `log_ratio` (N, W) float64: L = log p(x' | x) - log b(x' | x) of the
+    whole sample in nats (`nats_per_log_prob` of `omni_async.sde` converts mean log-probs). `kappa` (N, W) float64: D
+    kappa, the exact Gaussian KL of the step in nats, where the behaviour means are known.
 
     Under b with equal variances L ~ N(-D kappa, 2 D kappa), so D kappa is the drift without the luck of the noise. Mode
     `bypass` has no proximal policy: there L is the log-ratio of the policy in training. ValueError for other shapes or
@@ -52,11 +52,11 @@ class Drift:
 
 
 def effective_sample_size(log_weights: Tensor) -> Tensor:
-    """(mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N in (0,
-    1].
+    """Returns (mean w)^2 / mean w^2 over the first dimension, w = exp(log_weights): (N, ...) to (...), a fraction of N
+    in (0, 1].
 
-    Exact, and relative to the largest weight, so that weights may be beyond what exp can represent. -inf is a weight of
-    0; all of them 0 give 0.
+    The result is exact, and computed relative to the largest weight, so that weights may be beyond the range of exp.
+    -inf is a weight of 0; all of them 0 give 0.
     """
     values = log_weights.to(torch.float64)
     top = values.amax(dim=0)
@@ -67,10 +67,10 @@ def effective_sample_size(log_weights: Tensor) -> Tensor:
 
 
 def drift_statistics(drift: Drift) -> dict[str, Tensor]:
-    """What is logged whatever the settings, float64. Shape (W,), for the j-th trained step of every sample: `ess_step`
-    of exact weights exp(L), `log_ratio_variance_step`. Shape (): `ess_trajectory` and `log_ratio_variance_trajectory`
-    of L summed over a sample's steps, `log_ratio_max` the largest |L| of a row and, where known, `kappa_nats` the mean
-    D kappa.
+    """Returns the statistics that are logged whatever the settings, float64. Shape (W,), for the j-th trained step of
+    every sample: `ess_step` of exact weights exp(L), `log_ratio_variance_step`. Shape (): `ess_trajectory` and
+    `log_ratio_variance_trajectory` of L summed over a sample's steps, `log_ratio_max` the largest |L| of a row and,
+    where known, `kappa_nats` the mean D kappa.
 
     Variances have ddof 0. For small drift Var(L) estimates 2 D kappa, and the effective sample size is exp(-Var(L)).
     """
@@ -88,10 +88,10 @@ def drift_statistics(drift: Drift) -> dict[str, Tensor]:
 
 
 def engine_mismatch(drift: Drift, staleness: Tensor) -> tuple[float, float] | None:
-    """(largest, mean) |L| over the rows with `staleness` (N, W) integers equal to 0; None where there are none.
+    """Returns (largest, mean) |L| over the rows with `staleness` (N, W) integers equal to 0; None where there are none.
 
-    Such rows were made by the very weights that are trained, so L is what engine and trainer compute differently. Above
-    1 nat the two do not run the same model.
+    Such rows were made by the very weights that are trained, so L is the difference between engine and trainer. Above 1
+    nat the two do not run the same model.
     """
     if staleness.shape != drift.log_ratio.shape or staleness.is_floating_point() or staleness.dtype == torch.bool:
         raise ValueError(

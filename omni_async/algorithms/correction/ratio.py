@@ -1,4 +1,4 @@
-"""The proximal policy's log-prob without a forward pass of its own, from log-probs already at hand."""
+"""Estimates the proximal policy's log-prob without a separate forward pass, from log-probs already at hand."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 def interpolated_log_prob(behaviour: Tensor, current: Tensor, staleness: Tensor) -> Tensor:
-    """log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions (AReaL's approximation of
-    the decoupled loss): with v the version being made and v_b the one that took the step, alpha = (v - 1 - v_b) / (v -
-    v_b) = s / (s + 1), s = `staleness`.
+    """Interpolates log p = log b + alpha (log theta - log b), as if log-probs moved linearly with versions (AReaL's
+    approximation of the decoupled loss): with v the version being made and v_b the one that took the step, alpha = (v -
+    1 - v_b) / (v - v_b) = s / (s + 1), s = `staleness`.
 
-    Shape and dtype of `behaviour`, detached from both. `behaviour` are recorded log-probs, `current` those of the
-    policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a step's own where versions
-    changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer differ stays in the ratio.
+    The result has shape and dtype of `behaviour` and is detached from both. `behaviour` are recorded log-probs,
+    `current` those of the policy in training, of the same shape and unit; `staleness` integers >= 0 of that shape, a
+    step's own where versions changed in mid-trajectory. Steps of staleness 0 get behaviour: how engine and trainer
+    differ stays in the ratio.
     """
     for name, value in (("current", current), ("staleness", staleness)):
         if value.shape != behaviour.shape:

@@ -1,4 +1,5 @@
-"""Tempered importance weights exp(gamma L): the exponent gamma in (0, 1] that leaves a wanted effective sample size.
+"""Tempers importance weights exp(gamma L): finds the exponent gamma in (0, 1] that leaves a wanted effective sample
+size.
 
 gamma = 1 is the exact weight, whose effective sample size exp(-2 D kappa) vanishes after a few updates; gamma -> 0 is
 no correction. Between them the bias goes to 0 with the drift (gamma -> 1) while the variance stays bounded.
@@ -20,8 +21,8 @@ _RELATIVE_TOLERANCE = 1e-9
 
 
 def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
-    """The largest gamma in (0, 1], to a relative 1e-9 and from below, with ESS(exp(gamma L)) >= ess_target on exactly
-    these L.
+    """Returns the largest gamma in (0, 1], to a relative 1e-9 and from below, with ESS(exp(gamma L)) >= ess_target on
+    exactly these L.
 
     `log_ratio` has any shape and finite entries, which all count alike. 0 < ess_target < 1.
     """
@@ -41,10 +42,10 @@ def tempering_exponent(log_ratio: Tensor, ess_target: float) -> float:
 
 
 def gaussian_tempering_exponent(variance: float, ess_target: float) -> float:
-    """gamma = min(1, sqrt(ln(1 / ess_target) / variance)): the same for Gaussian L of this variance, where ESS =
-    exp(-gamma^2 variance).
+    """Returns gamma = min(1, sqrt(ln(1 / ess_target) / variance)): the same for Gaussian L of this variance, where ESS
+    = exp(-gamma^2 variance).
 
-    What `tempering_exponent` tends to for many samples and small drift; L of real batches has heavier tails once the
+    `tempering_exponent` tends to it for many samples and small drift; L of real batches has heavier tails once the
     drift is large.
     """
     _check_target(ess_target)

@@ -1,4 +1,4 @@
-"""Settings of `algorithm.correction` that contradict each other. Imports no torch."""
+"""Finds settings of `algorithm.correction` that contradict each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KS = ("k1", "k2", "k3")
 
 
 def problems(settings: Correction) -> Iterator[str]:
-    """One message per combination that cannot work: the key, the reason, and what to use instead."""
+    """Yields one message per combination that cannot work: the key, the reason, and what to use instead."""
     yield from _of_mode(settings)
     if settings.mode == "auto":
         return

@@ -1,5 +1,5 @@
-"""What objectives take and give: pure data, so that objectives are pure functions (inputs, `Algorithm` settings) ->
-`ObjectiveOutput`."""
+"""Defines the inputs and outputs of objectives: pure data, so that objectives are pure functions (inputs, `Algorithm`
+settings) -> `ObjectiveOutput`."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """`loss` (R,) per row, with gradient, not averaged: the caller averages. Where a loss belongs to a sample or a
-    pair, each of its rows carries the same, so that the mean over rows is the mean over samples. `metrics`: names to
-    (R,), detached."""
+    """The losses and metrics of R rows. `loss` (R,) per row, with gradient, not averaged: the caller averages. Where a
+    loss belongs to a sample or a pair, each of its rows carries the same, so that the mean over rows is the mean over
+    samples. `metrics`: names to (R,), detached."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

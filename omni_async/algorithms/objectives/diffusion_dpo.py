@@ -1,5 +1,5 @@
-"""Diffusion-DPO (arXiv 2311.12908) for flow matching: of a pair, the winner's error shall fall below the reference's by
-more than the loser's does."""
+"""Implements Diffusion-DPO (arXiv 2311.12908) for flow matching: of a pair, the winner's error shall fall below the
+reference's by more than the loser's does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from omni_async.config.algorithm import Algorithm
 
 
 def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Rows alternate winner, loser; both rows of a pair have the same noise and sigma, and carry the pair's loss.
+    """Computes the loss of pairs: rows alternate winner, loser; both rows of a pair have the same noise and sigma, and
+    carry the pair's loss.
 
     With e = <(v - (noise - final))^2>, e_ref the same of ref_velocity, d = (e - e_ref) of the winner minus (e - e_ref)
     of the loser and b = dpo.beta / 2 (dpo.beta if not dpo.halved): `sigmoid` -log sigmoid(-b d); `hinge` max(1 + b d,
@@ -53,7 +54,7 @@ def diffusion_dpo(inputs: ForwardInputs, algorithm: Algorithm) -> ObjectiveOutpu
 
 
 def _both(per_pair: Tensor) -> Tensor:
-    """(R / 2,) to (R,)."""
+    """Repeats (R / 2,) per pair to (R,)."""
     return per_pair.repeat_interleave(2)
 
 

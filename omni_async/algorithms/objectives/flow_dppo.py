@@ -1,5 +1,5 @@
-"""Flow-DPPO (arXiv 2606.11025): no ratio is clipped; a row is dropped where its Gaussian has drifted too far and would
-drift on.
+"""Implements Flow-DPPO (arXiv 2606.11025): no ratio is clipped; a row is dropped where its Gaussian has drifted too far
+and would drift on.
 
 The drift is the KL between the two Gaussians, which has no sampling noise, while a ratio is also large or small by luck
 of the noise.
@@ -15,13 +15,13 @@ from omni_async.config.algorithm import Algorithm
 
 
 def flow_dppo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); a dropped row has 0 in place of the first
-    term and still counts.
+    """Computes per row -w A r + kl_coef KL, with r = exp(log_prob - old_log_prob); in a dropped row the first term is
+    0, and the row still counts.
 
-    Dropped: kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r < 1). kappa = <(mean - old_mean)^2> / (2 s^2) is
-    per latent element, with s = scale (dppo.width "transition", the exact KL of any kind) or s = 1 ("unit");
+    A row is dropped where kappa >= kappa_max and (A > 0 and r > 1, or A < 0 and r < 1). kappa = <(mean - old_mean)^2> /
+    (2 s^2) is per latent element, with s = scale (dppo.width "transition", the exact KL of any kind) or s = 1 ("unit");
     dppo.kappa_max_nats is compared with D kappa (nats with "transition" alone) and wins over dppo.kappa_max. The clip
-    range is not looked at, and A is taken as given. w, KL as in `flow_grpo`.
+    range is ignored, and A is taken as given. w, KL as in `flow_grpo`.
 
     ValueError without old_mean, and for kl_coef > 0 without ref_mean. Metrics: ratio_deviation |r - 1|; dropped, 1 or
     0; approx_kl (log r)^2 / 2; with ref_mean kl_ref.

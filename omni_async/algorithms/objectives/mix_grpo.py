@@ -1,5 +1,5 @@
-"""MixGRPO (arXiv 2507.21802): PPO's clipped surrogate on the steps of a sliding window; the window is the sampler's
-business."""
+"""Implements MixGRPO (arXiv 2507.21802): PPO's clipped surrogate on the steps of a sliding window; the sampler moves
+the window."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from omni_async.config.algorithm import Algorithm
 
 
 def mix_grpo(inputs: TransitionInputs, algorithm: Algorithm) -> ObjectiveOutput:
-    """Per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL, with r, c, w, KL
-    as in `flow_grpo`.
+    """Computes per row w max(-A r, -A clip(r, 1 - c, 1 + c)) + mix.log_ratio_coef (log r)^2 / 2 + kl_coef KL, with r,
+    c, w, KL as in `flow_grpo`.
 
-    The middle term is what MixGRPO's public code calls its KL: a pull to the policy of old_log_prob, from the sampled
-    log-ratio alone. w does not multiply it. ValueError and metrics as `flow_grpo`; approx_kl is the middle term without
-    its coefficient.
+    MixGRPO's public code calls the middle term its KL: a pull to the policy of old_log_prob, from the sampled log-ratio
+    alone. w does not multiply it. ValueError and metrics as `flow_grpo`; approx_kl is the middle term without its
+    coefficient.
     """
     log_ratio = log_ratios(inputs)
     loss, metrics = clipped_surrogate(inputs, algorithm, log_ratio, log_ratios_nats(inputs))

@@ -1,7 +1,7 @@
-"""Ways for a published version to reach the engines: the sender is beside trainer rank 0, a receiver beside every
-engine.
+"""Builds the transport that carries a published version to the engines: the sender is beside trainer rank 0, a receiver
+beside every engine.
 
-`weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is asked for.
+`weights.transport` chooses; a transport's module, and what it imports, is loaded only if it is chosen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omni_async.weights.transport.base import WeightReceiver, WeightSender
 
 
 def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "127.0.0.1") -> WeightSender:
-    """`folder` is where files of weights go, `host` the address under which other machines reach this one."""
+    """Builds the sender. Files of weights go into `folder`; other machines reach this one under the address `host`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreSender
@@ -31,7 +31,7 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
 
 
 def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:
-    """`name` is the engine's."""
+    """Builds the receiver of the engine called `name`."""
     match config.weights.transport:
         case "object_store":
             from omni_async.weights.transport.object_store import ObjectStoreReceiver

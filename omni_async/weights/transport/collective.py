@@ -1,12 +1,13 @@
-"""Weights by broadcast: a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every
+"""Broadcasts weights through a torch.distributed group of its own, with trainer rank 0 as the root and a rank for every
 engine.
 
-The group is none of torch's registered ones, least of all the trainer's: it hangs on a TCP store that the sender
-serves. It is formed when every engine has started, so nobody holds up another's loading: the sender invites, all arrive
-at the store, and the roll is called there: one whose call failed is known to be gone, and all others turn back at once.
-Every step has the timeout, and a participant that is missing, or leaves, ends the others' wait with an error. Gloo
-carries the bytes, or NCCL where trainer and engines have an accelerator each; then gloo still makes sure that all are
-there before NCCL, which could wait for ever, is entered. All calls that wait run in a thread of their own.
+The group is none of torch's registered ones, in particular not the trainer's: it uses a TCP store that the sender
+serves. It is formed when every engine has started, so no engine holds up another's loading: the sender invites, all
+ranks register at the store, and rank 0 decides there whether the group is complete: a rank whose call failed is known
+to be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends
+the others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an accelerator each; then
+gloo still makes sure that all are there before NCCL, which could wait for ever, is entered. All calls that wait run in
+a thread of their own.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
 _POLL_S = 0.0005
-# What the ranks tell each other at the store before they form the group.
-_ROLL, _HERE, _GONE = "roll", b"here", b"gone"
-# What is used here of it, torch's annotations leave out.
+# Keys and values at the store by which the ranks learn, before they form the group, whether all of them are there.
+_ALL, _HERE, _GONE = "all", b"here", b"gone"
+# torch's annotations leave out the parts that are used here.
 dist: Any = torch.distributed
 
 
 def backend_of(config: Config) -> Backend:
-    """NCCL wants a whole accelerator for every rank, and one of its own."""
+    """Chooses the backend: NCCL needs a whole accelerator for every rank, shared with no other; gloo is used
+    otherwise."""
     placement = config.placement
     if config.emulation is not None or placement.colocated:
         return "gloo"
@@ -51,7 +53,7 @@ def backend_of(config: Config) -> Backend:
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the group meets, and who the invited is there."""
+    """The address where the group forms, and the rank of the invited participant."""
 
     host: str
     port: int
@@ -61,7 +63,7 @@ class Invitation:
 
 
 class CollectiveSender:
-    """Rank 0. `host` is the address under which the engines' machines reach this one."""
+    """The sender, rank 0. `host` is the address under which the engines' machines reach this one."""
 
     one_by_one = False
 
@@ -75,30 +77,31 @@ class CollectiveSender:
     async def connect(self, engines: Mapping[str, Join]) -> None:
         if not engines:
             return
-        self._thread = _Thread()  # what is stuck in a group that lost somebody keeps the old one until its time-out
+        self._thread = _Thread()  # a call stuck in a group that lost a rank keeps the old thread until its time-out
         store = await self._thread.run(self._serve)
         mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
-        # Until all have answered: the next attempt finds nobody still waiting in this one, and whoever asks knows who
-        # failed.
+        # Waits until all have answered: then no rank still waits in this attempt when the next begins, and the caller
+        # knows which one failed.
         formed, *joined = await asyncio.gather(forming, *joining, return_exceptions=True)
         failures = [outcome for outcome in (*joined, formed) if isinstance(outcome, BaseException)]
         for failure in sorted(failures, key=lambda failure: isinstance(failure, TransportError)):
-            raise failure  # those who waited in vain are not the ones to tell of
+            raise failure  # an error of its own before the time-outs of the ranks that waited for it
         self._group = forming.result()
 
-    async def _joined(self, join: Join, place: Invitation) -> None:
-        """Until this participant is in the group. When it fails, the others are told instead of waiting for it."""
+    async def _joined(self, join: Join, invitation: Invitation) -> None:
+        """Returns when this participant is in the group. When its call fails, the others are notified instead of
+        waiting for it."""
         try:
-            await join(place)
+            await join(invitation)
         except BaseException:
-            await asyncio.to_thread(_report_gone, place, self._timeout_s)
+            await asyncio.to_thread(_report_gone, invitation, self._timeout_s)
             raise
 
     def _serve(self) -> Any:
-        """The store, on this address alone: torch's own socket would listen on all of the machine's."""
-        with _telling(f"serving the group's store on {self._host}", 0, self._timeout_s), socket.socket() as listening:
+        """Serves the store, on this address alone: torch's own socket would listen on all of the machine's."""
+        with _reporting(f"serving the group's store on {self._host}", 0, self._timeout_s), socket.socket() as listening:
             listening.bind((self._host, 0))
             listening.listen()
             port = listening.getsockname()[1]
@@ -119,18 +122,18 @@ class CollectiveSender:
                 f"weights.transport: collective: version {manifest.version} cannot be sent before the engines have"
                 " joined"
             )
-        group, what = self._group, f"the broadcast of version {manifest.version}"
-        broadcast = self._thread.run(lambda: group.broadcast(buckets, what))
+        group, action = self._group, f"the broadcast of version {manifest.version}"
+        broadcast = self._thread.run(lambda: group.broadcast(buckets, action))
         try:
             yield tuple(len(bucket) for bucket in buckets)
         except BaseException:
-            broadcast.add_done_callback(_forget)  # it fails too, sooner or later; the first failure is the one to tell
+            broadcast.add_done_callback(_forget)  # it fails too, later; the first failure is reported
             raise
         await broadcast
 
 
 class CollectiveReceiver:
-    """`name` is the engine's."""
+    """The receiver of the engine called `name`."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name = name
@@ -140,18 +143,18 @@ class CollectiveReceiver:
         self._memory: list[Bucket] = []
 
     async def connect(self, invitation: Invitation) -> None:
-        self._thread, self._memory = _Thread(), []  # a broadcast that is stuck in the last group keeps those
+        self._thread, self._memory = _Thread(), []  # a broadcast stuck in the last group keeps the old ones
         self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
 
     async def receive(self, manifest: WeightManifest, parcel: tuple[int, ...]) -> tuple[WeightManifest, list[Bucket]]:
         if self._group is None:
             raise TransportError(f"weights.transport: collective: {self._name} has not joined the trainer")
-        group, buckets, what = self._group, self._buckets(parcel), f"the broadcast of version {manifest.version}"
-        await self._thread.run(lambda: group.broadcast(buckets, what))
+        group, buckets, action = self._group, self._buckets(parcel), f"the broadcast of version {manifest.version}"
+        await self._thread.run(lambda: group.broadcast(buckets, action))
         return manifest, buckets
 
     def _buckets(self, sizes: Sequence[int]) -> list[Bucket]:
-        """Memory for this version, the last one's where it is large enough: its pages are there already."""
+        """Returns memory for this version, the last one's where it is large enough: its pages are there already."""
         if len(self._memory) != len(sizes) or any(
             len(have) < size for have, size in zip(self._memory, sizes, strict=True)
         ):
@@ -160,27 +163,28 @@ class CollectiveReceiver:
 
 
 class Group:
-    """A process group of its own. Made by all ranks at once; TransportError if one does not come within `timeout_s`."""
+    """A process group of its own, made by all ranks at once; TransportError if one does not come within `timeout_s`."""
 
-    def __init__(self, place: Invitation, timeout_s: float, store: Any | None = None) -> None:
-        self._place = place
+    def __init__(self, invitation: Invitation, timeout_s: float, store: Any | None = None) -> None:
+        self._invitation = invitation
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
-        with _telling(f"joining the {place.size} ranks at {place.host}:{place.port}", place.rank, timeout_s):
-            self._store = store or _store_at(place, timeout)
-            _call_the_roll(self._store, place)
+        host, port = invitation.host, invitation.port
+        with _reporting(f"joining the {invitation.size} ranks at {host}:{port}", invitation.rank, timeout_s):
+            self._store = store or _store_at(invitation, timeout)
+            _await_all_ranks(self._store, invitation)
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(place.host, place.port))]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(host, port))]
             self._gloo = dist.ProcessGroupGloo(
-                dist.PrefixStore("weights", self._store), place.rank, place.size, options
+                dist.PrefixStore("weights", self._store), invitation.rank, invitation.size, options
             )
-            self._carrier = self._gloo if place.backend == "gloo" else _Nccl(self._store, place, timeout)
+            self._carrier = self._gloo if invitation.backend == "gloo" else _Nccl(self._store, invitation, timeout)
 
-    def broadcast(self, buckets: Sequence[Bucket], what: str) -> None:
-        """Rank 0's bytes are in everybody's `buckets` afterwards. TransportError, naming `what`, if not all take part
-        in time."""
-        with _telling(what, self._place.rank, self._timeout_s):
+    def broadcast(self, buckets: Sequence[Bucket], action: str) -> None:
+        """Copies rank 0's bytes into every rank's `buckets`. TransportError, naming `action`, if not all take part in
+        time."""
+        with _reporting(action, self._invitation.rank, self._timeout_s):
             if isinstance(self._carrier, _Nccl):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
                 self._carrier.broadcast(buckets, time.monotonic() + self._timeout_s)
@@ -189,57 +193,59 @@ class Group:
                 self._gloo.broadcast(torch.from_numpy(bucket), 0).wait(timedelta(seconds=self._timeout_s))
 
 
-def _store_at(place: Invitation, timeout: timedelta) -> Any:
-    return dist.TCPStore(place.host, place.port, is_master=False, timeout=timeout, use_libuv=False)
+def _store_at(invitation: Invitation, timeout: timedelta) -> Any:
+    return dist.TCPStore(invitation.host, invitation.port, is_master=False, timeout=timeout, use_libuv=False)
 
 
 def _arrival(rank: int) -> str:
     return f"arrival/{rank}"
 
 
-def _call_the_roll(store: Any, place: Invitation) -> None:
-    """Returns once all ranks are known to be there. RuntimeError, on every rank, as soon as one is known to be gone."""
-    if place.rank > 0:
-        store.set(_arrival(place.rank), _HERE)
+def _await_all_ranks(store: Any, invitation: Invitation) -> None:
+    """Returns once all ranks have registered. RuntimeError, on every rank, as soon as one is known to be gone."""
+    if invitation.rank > 0:
+        store.set(_arrival(invitation.rank), _HERE)
     else:
-        arrivals = [_arrival(rank) for rank in range(1, place.size)]
+        arrivals = [_arrival(rank) for rank in range(1, invitation.size)]
         store.wait(arrivals)
-        store.set(_ROLL, _HERE if all(store.get(arrival) == _HERE for arrival in arrivals) else _GONE)
-    if store.get(_ROLL) == _GONE:
+        store.set(_ALL, _HERE if all(store.get(arrival) == _HERE for arrival in arrivals) else _GONE)
+    if store.get(_ALL) == _GONE:
         raise RuntimeError("a participant failed before the group was formed")
 
 
-def _report_gone(place: Invitation, timeout_s: float) -> None:
-    """On behalf of a participant whose call failed. It may have arrived before: then the group's own time-out is what
-    the others wait for."""
-    with contextlib.suppress(RuntimeError, OSError):  # the store itself may be gone, and nobody waits there any more
-        _store_at(place, timedelta(seconds=timeout_s)).set(_arrival(place.rank), _GONE)
+def _report_gone(invitation: Invitation, timeout_s: float) -> None:
+    """Reports at the store that a participant's call failed. It may have registered before: then the others wait for
+    the group's own time-out."""
+    with contextlib.suppress(RuntimeError, OSError):  # without the store no rank waits there any more
+        _store_at(invitation, timedelta(seconds=timeout_s)).set(_arrival(invitation.rank), _GONE)
 
 
 @contextlib.contextmanager
-def _telling(what: str, rank: int, timeout_s: float) -> Iterator[None]:
+def _reporting(action: str, rank: int, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:  # torch's distributed errors are RuntimeErrors, time-outs are OSErrors
         reason = str(error).partition("\n")[0]
         raise TransportError(
-            f"weights.transport: collective: {what} failed on rank {rank}; a participant is gone or did not come within"
-            f" weights.timeout_s = {timeout_s:g} ({reason})"
+            f"weights.transport: collective: {action} failed on rank {rank}; a participant is gone or did not come"
+            f" within weights.timeout_s = {timeout_s:g} ({reason})"
         ) from error
 
 
 class _Nccl:
-    """Buckets by way of device memory, on a stream of their own beside whatever the device computes."""
+    """A broadcast of buckets through device memory, on a stream of its own beside other work of the device."""
 
-    def __init__(self, store: Any, place: Invitation, timeout: timedelta) -> None:
-        self._root = place.rank == 0
+    def __init__(self, store: Any, invitation: Invitation, timeout: timedelta) -> None:
+        self._root = invitation.rank == 0
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = (
             2 * timeout
         )  # after this NCCL's watchdog ends the process; the deadline below is earlier and says why
-        self._group = dist.ProcessGroupNCCL(dist.PrefixStore("weights-nccl", store), place.rank, place.size, options)
+        self._group = dist.ProcessGroupNCCL(
+            dist.PrefixStore("weights-nccl", store), invitation.rank, invitation.size, options
+        )
         self._device_memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def broadcast(self, buckets: Sequence[Bucket], deadline: float) -> None:
@@ -252,7 +258,7 @@ class _Nccl:
                 if self._root:
                     device.copy_(host)
                 self._group.broadcast(device, 0).wait()  # the stream waits, not this thread
-                self._finish(deadline)  # of the root too: its next copy would wait for this one, without a deadline
+                self._finish(deadline)  # on the root too: its next copy would wait for this one, without a deadline
                 if not self._root:
                     host.copy_(device)
 
@@ -267,7 +273,7 @@ class _Nccl:
 
 
 class _Thread:
-    """One at a time, in order."""
+    """A thread that runs calls one at a time, in order."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -277,7 +283,7 @@ class _Thread:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way to `host`; nothing is sent."""
+    """Returns this machine's own address on the way to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]

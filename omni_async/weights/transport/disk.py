@@ -1,9 +1,10 @@
-"""Weights through a folder that all machines see: a safetensors file per version, under diffusers names, that any tool
-can load.
+"""Carries weights through a folder that all machines see: a safetensors file per version, under diffusers names, that
+any tool can load.
 
-A version is written beside its place and renamed into it, so a file of that name is whole. Engines map it into memory.
-It is deleted when they all hold another one, and so is what a trainer that was killed has left; the last stays in the
-run's folder. Nothing is synced to the device: after a power failure the run starts from a checkpoint, not from here.
+A version is written under a temporary name and renamed, so a file of the final name is whole. Engines map it into
+memory. It is deleted when they all hold another one, and so is what a trainer that was killed has left; the last stays
+in the run's folder. Nothing is synced to the device: after a power failure the run starts from a checkpoint, not from
+here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NAMES = {short: name for name, short in _DTYPES.items()}
 
 
 class DiskSender:
-    """`folder` is made when the first version is written."""
+    """The sender; `folder` is made when the first version is written."""
 
     one_by_one = True
 
@@ -59,7 +60,7 @@ class DiskSender:
         self._folder = folder
 
     async def connect(self, engines: Mapping[str, Join]) -> None:
-        """Readers are told where a file is."""
+        """Does nothing: the parcel tells readers where the file is."""
 
     @asynccontextmanager
     async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[str]:
@@ -76,8 +77,8 @@ class DiskSender:
 
 
 def _clear_all_but(newest: Path) -> None:
-    """Not by memory, so that it includes what a trainer that was killed left in the folder, be it of a later
-    version."""
+    """Deletes all other versions that are in the folder, not only those this process wrote: a trainer that was killed
+    may have left some, even of a later version."""
     for path in newest.parent.iterdir():
         if path != newest and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -85,7 +86,7 @@ def _clear_all_but(newest: Path) -> None:
 
 class DiskReceiver:
     async def connect(self, invitation: Any) -> None:
-        """There is nobody to meet."""
+        """Does nothing: a file needs no connection."""
 
     async def receive(self, manifest: WeightManifest, parcel: str) -> tuple[WeightManifest, list[Bucket]]:
         return await asyncio.to_thread(read_version, Path(parcel), manifest)
@@ -133,9 +134,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, list[Bucket]]:
-    """The file as one read-only bucket, mapped and not read, and `manifest` with where its tensors lie there.
+    """Maps the file as one read-only bucket without reading it, and returns it with `manifest` as its tensors are laid
+    out there.
 
-    WeightError if it is not a file of that version, or not whole. The contents are checked by their digest, elsewhere.
+    WeightError if it is not a file of that version, or not whole. The caller checks the contents by their digest.
     """
     try:
         with path.open("rb") as file:

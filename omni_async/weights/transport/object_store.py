@@ -1,5 +1,5 @@
-"""Weights through the run's object store: written once, mapped by every engine of the machine. In one process they
-travel by reference."""
+"""Carries weights through the run's object store: written once, mapped by every engine of the machine. In one process
+they travel by reference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ObjectStoreSender:
         self._store = store
 
     async def connect(self, engines: Mapping[str, Join]) -> None:
-        """The store is there already."""
+        """Does nothing: the store exists already."""
 
     @asynccontextmanager
     async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[list[Any]]:
-        # One after the other: many threads that write would take the cores from the one that trains.
+        # One after the other: many writing threads would take the cores from the training thread.
         yield [await self._store.put(bucket) for bucket in buckets]
 
 
@@ -34,7 +34,7 @@ class ObjectStoreReceiver:
         self._store = store
 
     async def connect(self, invitation: Any) -> None:
-        """The store is there already."""
+        """Does nothing: the store exists already."""
 
     async def receive(self, manifest: WeightManifest, parcel: list[Any]) -> tuple[WeightManifest, list[Bucket]]:
         return manifest, list(await asyncio.gather(*(self._store.get(reference) for reference in parcel)))

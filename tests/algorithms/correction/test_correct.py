@@ -49,7 +49,7 @@ ONE_ROW_AT_A_TIME = st.builds(
 
 
 def by_the_page(drift, chosen, num_elements):
-    """(weight before masks, whether the row is left) of every row, sample by sample, from the formulas of
+    """Returns (weight before masks, whether the row is left) of every row, sample by sample, from the formulas of
     docs/algorithms/correction.md."""
     found = []
     for own, kappas in zip(drift.log_ratio.tolist(), drift.kappa.tolist(), strict=True):
@@ -157,7 +157,8 @@ def test_tempering_reports_its_exponent_and_looks_at_the_whole_update():
 
 @pytest.mark.parametrize("level", ["step", "trajectory"])
 def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
-    """Half of the samples at D kappa .1, half at 12, which the mask drops: gamma is that of the first half alone."""
+    """Puts half of the samples at D kappa .1, half at 12, which the mask drops: gamma is that of the first half
+    alone."""
     generator = torch.Generator().manual_seed(0)
     kappa = matrix([0.1]).expand(256, 2).clone()
     kappa[::2] = 12.0
@@ -171,7 +172,7 @@ def test_masked_rows_have_no_say_in_the_tempering_exponent(level):
 
 
 def test_the_tempering_exponent_of_the_rows_that_every_rule_keeps_by_hand():
-    """Two rows are left, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped
+    """Leaves two rows, at L = 0 and 5: their ESS (1 + e^g)^2 / (2 (1 + e^2g)) is .8 at e^g = 3, whatever was dropped
     beside them."""
     drift = Drift(matrix([0.0, 40.0, -3.0], [5.0, -40.0, 5.1]), matrix([0.0, 0.0, 9.0], [0.0, 0.0, 9.0]))
     chosen = Correction(mode="decoupled", weights="tempered", ess_target=0.8, cap=None, kappa_nats=1.0, k2=100.0)
@@ -216,7 +217,7 @@ def test_the_normalised_loss_is_the_average_that_was_asked_for(chosen, seed):
 
 
 def test_masked_rows_dilute_normalised_weights_only_where_the_denominator_is_all():
-    """Weights 1, 2, 3 and 6, of which the second and the last are masked."""
+    """Uses weights 1, 2, 3 and 6, of which the second and the last are masked."""
     drift = Drift(matrix([1.0, 2.0], [3.0, 6.0]).log(), matrix([0.0, 9.0], [0.0, 9.0]))
     for denominator, below in (("kept", 1.0 + 3.0), ("all", 12.0)):
         chosen = Correction(

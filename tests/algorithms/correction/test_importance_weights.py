@@ -22,7 +22,7 @@ def matrix(*rows):
 
 
 def naive(log_ratio, settings, num_elements):
-    """Row by row with Python numbers; importance weights alone."""
+    """Computes importance weights alone, row by row with Python numbers."""
     weights = []
     for row in log_ratio.tolist():
         if settings.log_ratio == "mean":
@@ -67,8 +67,8 @@ def test_weights_by_hand_at_both_levels():
 
 
 def test_the_sequence_weight_of_verl_omni_is_the_exponential_of_the_sum_over_steps_of_mean_log_ratios():
-    """Its `rollout_is: sequence`: log-probs are means over latent elements, a sample's log-ratios are summed over its
-    steps, clamped at +-20, exponentiated and truncated."""
+    """Follows VeRL-Omni's `rollout_is: sequence`: log-probs are means over latent elements, a sample's log-ratios are
+    summed over its steps, clamped at +-20, exponentiated and truncated."""
     generator = torch.Generator().manual_seed(0)
     trainer, rollout = torch.randn(
         2, 5, 3, 8, dtype=torch.float64, generator=generator

@@ -18,7 +18,7 @@ def matrix(*rows):
 
 
 def naive(rows, level, accepts, statistic):
-    """Row by row with Python numbers."""
+    """Applies a rule row by row with Python numbers."""
     kept = []
     for row in rows.tolist():
         values = [statistic(number) for number in row]
@@ -79,7 +79,7 @@ def test_unknown_levels_are_refused():
 
 
 def most_rows(squares, bound):
-    """The largest number of rows whose mean is below the bound, over all subsets."""
+    """Returns the largest number of rows whose mean is below the bound, over all subsets."""
     for size in range(len(squares), 0, -1):
         if any(sum(subset) / size < bound for subset in combinations(squares, size)):
             return size
@@ -108,7 +108,7 @@ def test_m2po_drops_one_by_one_as_its_paper_does():
         del left[max(left, key=left.get)]
     keep = m2po_mask(log_ratio, 0.2)
     assert 0 < keep.sum() < 15
-    assert {tuple(place) for place in keep.nonzero().tolist()} == left.keys()
+    assert {tuple(position) for position in keep.nonzero().tolist()} == left.keys()
 
 
 def test_m2po_pools_samples_and_steps():

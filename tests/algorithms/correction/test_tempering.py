@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 def gaussian(variance, count=20_000, seed=0):
-    """Log-ratios as between Gaussians of equal width: mean -variance / 2."""
+    """Draws log-ratios as between Gaussians of equal width: mean -variance / 2."""
     noise = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return -variance / 2 + math.sqrt(variance) * noise
 

@@ -1,4 +1,4 @@
-"""Statistics of corrected samples of a linear Gaussian SDE, velocity v = a x, where every expectation is known in
+"""Tests statistics of corrected samples of a linear Gaussian SDE, velocity v = a x, where every expectation is known in
 closed form."""
 
 import math
@@ -40,8 +40,8 @@ def step_numbers(count, step):
 
 
 def sample(kind, behaviour, proximal, dim=3, start=None, seed=0):
-    """Samples of policies `behaviour` (N, W), a coefficient of v = a x for each step of each sample; log-probs recorded
-    as steps are taken."""
+    """Draws samples of policies `behaviour` (N, W), a coefficient of v = a x for each step of each sample; log-probs
+    recorded as steps are taken."""
     generator = torch.Generator().manual_seed(seed)
     count = len(behaviour)
     x = torch.randn(count, dim, dtype=torch.float64, generator=generator) if start is None else start.expand(count, dim)
@@ -60,14 +60,14 @@ def sample(kind, behaviour, proximal, dim=3, start=None, seed=0):
 
 
 def closed_form(kind, a, step):
-    """(c, S) of one element: x' = c x + S eps."""
+    """Returns (c, S) of one element: x' = c x + S eps."""
     one = torch.ones(1, 1, dtype=torch.float64)
     got = transition(kind, one, a * one, *step_numbers(1, step))
     return got.mean.item(), got.scale.item()
 
 
 def deviation(values, expected):
-    """How many standard errors the mean of values (N,) is off."""
+    """Returns how many standard errors the mean of values (N,) is off."""
     return abs((values - expected).mean()).item() / ((values - expected).std().item() / math.sqrt(len(values)))
 
 
@@ -76,7 +76,7 @@ def one_version(a, steps=STEPS):
 
 
 def changing_version():
-    """Each sample switches from an older to a newer version before its step 0, 1, 2 or never."""
+    """Switches each sample from an older to a newer version before its step 0, 1, 2 or never."""
     switch = torch.randint(0, STEPS + 1, (COUNT, 1), generator=torch.Generator().manual_seed(9))
     return torch.where(torch.arange(STEPS) < switch, 0.3, 0.6).to(torch.float64)
 

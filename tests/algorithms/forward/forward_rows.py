@@ -1,4 +1,4 @@
-"""Random rows for the objectives on final latents, and the same rows as plain numbers for naive loops."""
+"""Makes random rows for the objectives on final latents, and the same rows as plain numbers for naive loops."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ SHAPE = (2, 3)
 
 
 def make_rows(count=6, *, dtype=torch.float64, seed=0, draws=1, progress=0.0, without=(), **changes):
-    """Rows of standard normal latents and velocities, sigma in (0.05, 1), advantages of both signs beyond +-5."""
+    """Makes rows of standard normal latents and velocities, sigma in (0.05, 1), advantages of both signs beyond +-5."""
     generator = torch.Generator().manual_seed(seed)
     # drawn in float64 whatever the dtype, so that float32 rows are the float64 ones rounded
     names = ("velocity", "final", "noise", "old_velocity", "ref_velocity", "ema_velocity")
@@ -24,12 +24,12 @@ def make_rows(count=6, *, dtype=torch.float64, seed=0, draws=1, progress=0.0, wi
 
 
 def per_row_gradient(out, rows):
-    """(R, ...): the gradient of the summed loss with respect to the velocity."""
+    """Returns (R, ...): the gradient of the summed loss with respect to the velocity."""
     return torch.autograd.grad(out.loss.sum(), rows.velocity)[0]
 
 
 def numbers(tensor):
-    """One list of Python floats per row."""
+    """Returns one list of Python floats per row."""
     return tensor.detach().double().flatten(1).tolist()
 
 
@@ -38,6 +38,6 @@ def mean_of_squares(a, b):
 
 
 def row_of(rows, row):
-    """The row alone."""
+    """Returns the row alone."""
     names = ("velocity", "final", "noise", "sigma", "advantage", "old_velocity", "ref_velocity", "ema_velocity")
     return replace(rows, **{name: getattr(rows, name)[row : row + 1] for name in names})

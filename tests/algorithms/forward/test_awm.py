@@ -29,7 +29,7 @@ def naive_likelihood(error, sigma, settings):
 
 
 def naive_losses(rows, algorithm):
-    """Sample by sample, draw by draw, in Python floats."""
+    """Computes losses sample by sample, draw by draw, in Python floats."""
     settings, a, losses = algorithm.awm, algorithm.advantage.clip_max, []
     names = ("velocity", "old_velocity", "ref_velocity", "ema_velocity", "final", "noise")
     columns = zip(*(numbers(getattr(rows, name)) for name in names), strict=True)
@@ -57,7 +57,7 @@ def naive_losses(rows, algorithm):
 
 
 def sample_rows(**changes):
-    """Two samples of three draws, each with one advantage."""
+    """Makes two samples of three draws, each with one advantage."""
     changes.setdefault("advantage", torch.tensor([3.0] * 3 + [-7.0] * 3, dtype=changes.get("dtype", torch.float64)))
     return make_rows(draws=3, **changes)
 
@@ -127,7 +127,7 @@ def sample_rows_with(rows, velocity):
 @pytest.mark.parametrize("ratio", ["exp_first", "sum_first"])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_on_policy_the_gradient_is_that_of_the_weighted_error(weighting, ratio, dtype, tolerance):
-    """The gradient of -A p(m) is -A p'(m) 2 (v - target) / D, whichever ratio is taken."""
+    """Checks that the gradient of -A p(m) is -A p'(m) 2 (v - target) / D, whichever ratio is taken."""
     algorithm = make_settings(weighting=weighting, power=0.3, ratio=ratio)
     rows = sample_rows(dtype=dtype, without=["old_velocity"])
     out = awm(rows, algorithm)
@@ -152,7 +152,7 @@ def test_on_policy_the_gradient_is_that_of_the_weighted_error(weighting, ratio, 
     [(5.0, 0.3, True), (5.0, -0.3, False), (-5.0, 0.3, False), (-5.0, -0.3, True), (5.0, 0.1, False)],
 )
 def test_the_clip_stops_the_gradient_only_where_the_surrogate_would_improve(advantage, log_ratio, clipped):
-    """target 0, velocity 1 everywhere: p = -1 under `uniform`, and old_velocity sqrt(1 + l) has p - p_old = l."""
+    """Sets target 0, velocity 1 everywhere: p = -1 under `uniform`, and old_velocity sqrt(1 + l) has p - p_old = l."""
     zeros = torch.zeros(1, 2, 3, dtype=torch.float64)
     velocity = torch.ones_like(zeros).requires_grad_()
     old = torch.full_like(zeros, math.sqrt(1 + log_ratio))
@@ -209,7 +209,7 @@ def test_the_pull_to_the_average_fades_linearly(progress, coef):
 
 
 def test_the_elbo_form_weights_by_the_reference_variance():
-    """std^2 = .49 sigma / (1 - sigma), where 1 - sigma is at least .01."""
+    """Expects std^2 = .49 sigma / (1 - sigma), where 1 - sigma is at least .01."""
     sigma = torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64)
     rows = make_rows(3, sigma=sigma)
     plain = awm(rows, make_settings()).metrics

@@ -14,7 +14,7 @@ LOSSES = ("sigmoid", "hinge", "ipo")
 
 
 def make_pairs(**changes):
-    """Three pairs with common noise and sigma; the margin is positive in some of them and negative in others."""
+    """Makes three pairs with common noise and sigma; the margin is positive in some of them and negative in others."""
     rows = make_rows(6, seed=2, **changes)
     return replace(rows, noise=rows.noise[::2].repeat_interleave(2, dim=0), sigma=rows.sigma[::2].repeat_interleave(2))
 
@@ -24,7 +24,7 @@ def make_settings(**changes):
 
 
 def naive_pairs(rows):
-    """(d, winner error, loser error) of every pair, in Python floats."""
+    """Returns (d, winner error, loser error) of every pair, in Python floats."""
     v, v_ref, x0, noise = (numbers(tensor) for tensor in (rows.velocity, rows.ref_velocity, rows.final, rows.noise))
     aims = [[eps - clean for eps, clean in zip(*row, strict=True)] for row in zip(noise, x0, strict=True)]
     errors, gains = [], []
@@ -93,7 +93,7 @@ def test_the_other_losses_at_the_reference():
 
 
 def test_hinge_and_ipo_are_satisfied_at_their_margins():
-    """A winner that is exact where the reference's error is g^2, a loser equal to the reference: d = -g^2."""
+    """Takes a winner that is exact where the reference's error is g^2, and a loser equal to the reference: d = -g^2."""
     rows = make_pairs()
     aim = rows.noise - rows.final
     winner = torch.tensor([True, False] * 3)[:, None, None]

@@ -18,7 +18,7 @@ def make_settings(*, beta=1.0, mode="all", clip_max=5.0, kl_coef=0.0):
 
 
 def naive_row(row, rows, algorithm, weights=None):
-    """The loss of one row, element by element through x_sigma; `weights` replaces (w+, w-). Also returns the
+    """Computes the loss of one row, element by element through x_sigma; `weights` replaces (w+, w-). Also returns the
     weights."""
     sigma, a, beta = rows.sigma[row].item(), algorithm.advantage.clip_max, algorithm.nft.beta
     v, v_old, v_ref, x0, noise = (
@@ -103,7 +103,7 @@ def test_a_sure_preference_with_beta_one_is_plain_weighted_regression():
 
 
 def test_a_perfect_prediction_is_divided_by_the_floor():
-    """Where <|x - x0|> is below 1e-5, the error 1e-6 gives (1e-6)^2 / 1e-5."""
+    """Expects (1e-6)^2 / 1e-5 for the error 1e-6, since <|x - x0|> is below 1e-5."""
     zeros = torch.zeros(1, 2, 3, dtype=torch.float64)
     velocity = torch.full_like(zeros, 2e-6)
     sigma, advantage = torch.tensor([0.5], dtype=torch.float64), torch.tensor([5.0], dtype=torch.float64)

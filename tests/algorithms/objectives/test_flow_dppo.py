@@ -39,7 +39,7 @@ def test_loss_and_velocity_gradient_on_gaussian_steps(kind, width, kl_coef):
 
 
 def drifted(ratios, advantages):
-    """Rows of kappa 0.01 / (2 0.2^2) = 0.125."""
+    """Makes rows of kappa 0.01 / (2 0.2^2) = 0.125."""
     return inputs(ratios, advantages, old_mean=torch.full((len(ratios), 2, 3), 0.1, dtype=torch.float64))
 
 

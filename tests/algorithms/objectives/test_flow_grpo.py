@@ -11,7 +11,7 @@ CLIPS = {"flow": 0.02, "dance": 0.02, "cps": 0.002}
 
 
 def expected(steps, given, clip, kl_coef=0.0, exact=False):
-    """Loss and gradient with respect to the velocity, a row at a time."""
+    """Computes loss and gradient with respect to the velocity, a row at a time."""
     losses, gradients, held = [], [], 0
     for row in range(len(given.advantage)):
         ratio = ratio_of(given, row)
@@ -49,8 +49,8 @@ def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_log_prob():
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_the_clip_range_in_nats_is_that_of_the_whole_sample(kind):
-    """Losses and gradients from densities of the whole sample: L = sum over elements of ((x' - old mean)^2 - (x' -
-    mean)^2) / (2 S^2)."""
+    """Computes losses and gradients from densities of the whole sample: L = sum over elements of ((x' - old mean)^2 -
+    (x' - mean)^2) / (2 S^2)."""
     steps = gaussian_steps(kind)
     given = steps.inputs()
     out, gradient = losses_and_gradient(steps, given, flow_grpo, Algorithm(clip_range_nats=0.24))

@@ -80,8 +80,8 @@ def test_the_batch_scale_depends_on_the_other_rows_and_the_sample_scale_does_not
 
 
 def test_guarded_log_ratios_are_centred_and_equally_wide_at_every_step():
-    """Over the noise of the old policy: mean 0, and the standard deviation of <drift of the mean times eps>, without a
-    factor 1 / S."""
+    """Expects, over the noise of the old policy, mean 0, and the standard deviation of <drift of the mean times eps>,
+    without a factor 1 / S."""
     draws = 4000
     generator = torch.Generator().manual_seed(0)
     x, v, shift = torch.randn(3, 1, 3, 4, generator=generator, dtype=torch.float64)

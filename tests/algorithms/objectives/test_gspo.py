@@ -71,7 +71,7 @@ def test_one_step_per_sample_is_flow_grpo():
 
 @pytest.mark.parametrize("kind", ["flow", "cps"])
 def test_the_clip_range_in_nats_bounds_the_mean_over_steps_of_whole_sample_log_ratios(kind):
-    """Steps of `cps` count by their densities, whatever their log-probs lack."""
+    """Counts steps of `cps` by their densities, although their log-probs lack a factor."""
     steps = gaussian_steps(kind, seed=3, steps_per_sample=3)
     given = steps.inputs(steps_per_sample=3)
     out = gspo(given, Algorithm(clip_range_nats=0.2))

@@ -62,7 +62,7 @@ def test_tiny_clip_ranges_work_in_float32():
 
 
 def test_a_clip_range_in_nats_by_hand():
-    """6 elements, so 0.6 nats are a log-ratio of 0.1."""
+    """Uses 6 elements, so 0.6 nats are a log-ratio of 0.1."""
     ratios = [math.exp(0.11), math.exp(0.09), math.exp(-0.11), math.exp(-0.11), math.exp(0.11)]
     given = inputs(ratios, [1.0, 1.0, -1.0, 1.0, -1.0])
     loss, metrics = surrogate(given, Algorithm(clip_range_nats=0.6))
@@ -76,8 +76,8 @@ def test_a_clip_range_in_nats_by_hand():
 @pytest.mark.parametrize("sigma_next", [0.95, 0.7, 0.4, 0.1])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_one_nat_binds_at_one_nat_for_every_transition_and_step(kind, sigma_next):
-    """x' = old mean + a and mean = old mean + t a make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where a row is;
-    |a|^2 / 2 S^2 = 5."""
+    """Sets x' = old mean + a and mean = old mean + t a, which make L = (|a|^2 / 2 S^2) (1 - (1 - t)^2), so t says where
+    a row is; |a|^2 / 2 S^2 = 5."""
     wanted = torch.tensor([1 - 1e-9, 1 + 1e-9, -1 + 1e-9, -1 - 1e-9] * 2, dtype=torch.float64)
     advantage = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)

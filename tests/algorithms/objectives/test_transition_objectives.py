@@ -1,4 +1,4 @@
-"""What every objective on transitions has in common."""
+"""Tests the common properties of every objective on transitions."""
 
 from dataclasses import fields, replace
 
@@ -32,7 +32,7 @@ WITH_KL = sorted(CASES.keys() - {"dance_grpo"})
 
 
 def example(rows=24, **changes):
-    """Samples of two steps."""
+    """Makes samples of two steps."""
     steps = gaussian_steps(rows=rows, seed=11, steps_per_sample=2)
     return steps, steps.inputs(steps_per_sample=2, **changes)
 
@@ -46,7 +46,7 @@ def with_kl(case):
 
 
 def tensors(given, dtype=torch.float64):
-    """Every tensor of the inputs by name, cut off from the graph."""
+    """Returns every tensor of the inputs by name, cut off from the graph."""
     values = {field.name: getattr(given, field.name) for field in fields(given)}
     return {name: value.detach().to(dtype) for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -181,8 +181,8 @@ def test_terms_that_do_not_scale_with_the_advantage_are_known_to_the_catalogue(c
 
 
 def model_gradient(model, batch, advantages, algorithm):
-    """Gradient of the summed loss of a linear velocity model on samples of two steps; batch tensors are (samples, 2,
-    ...)."""
+    """Returns the gradient of the summed loss of a linear velocity model on samples of two steps; batch tensors are
+    (samples, 2, ...)."""
     x, x_next, old_log_prob, old_mean, sigma, sigma_next = (tensor.flatten(0, 1) for tensor in batch)
     model.zero_grad()
     rest = torch.full_like(sigma, 0.9), torch.full_like(sigma, 0.7)
@@ -208,7 +208,7 @@ def model_gradient(model, batch, advantages, algorithm):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_streamed_gradients_scaled_at_the_end_are_the_full_batch_gradient(case, ddof):
-    """Every group holds the same two steps, so the mean step scale of grpo_guard is the same in a group as in the
+    """Gives every group the same two steps, so the mean step scale of grpo_guard is the same in a group as in the
     batch."""
     torch.manual_seed(0)
     samples, groups = 12, torch.arange(3).repeat_interleave(4)

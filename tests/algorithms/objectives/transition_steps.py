@@ -1,5 +1,5 @@
-"""Rows to run objectives on: ratios made by hand, and real Gaussian steps whose derivative with respect to the velocity
-is known."""
+"""Makes rows to run objectives on: ratios made by hand, and real Gaussian steps whose derivative with respect to the
+velocity is known."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ D = 12
 
 
 def inputs(ratios, advantages, dtype=torch.float64, **changes):
-    """Rows of 6 elements with these ratios to an old log-prob of 0; std 0.5, scale 0.2."""
+    """Makes rows of 6 elements with these ratios to an old log-prob of 0; std 0.5, scale 0.2."""
     count = len(ratios)
     given = TransitionInputs(
         log_prob=torch.tensor(ratios, dtype=dtype).log().requires_grad_(),
@@ -79,7 +79,7 @@ class Steps:
         return replace(given, **changes)
 
     def slope(self, row):
-        """d mean / d velocity of a row, one number, differentiated from the papers' formulas by hand."""
+        """Returns d mean / d velocity of a row, one number, differentiated from the papers' formulas by hand."""
         s, s_next, n = (float(t[row]) for t in (self.sigma, self.sigma_next, self.noise_level))
         if self.kind == "cps":
             scale = s_next * math.sin(n * math.pi / 2)
@@ -90,18 +90,19 @@ class Steps:
         return (s_next - s) * (1 + std**2 * (1 - s) / (2 * s))
 
     def log_prob_gradient(self, row, given):
-        """d log_prob / d velocity of a row (3, 4): (x' - mean) / (S^2 D) times the slope; for cps 2 (x' - mean) / D."""
+        """Returns d log_prob / d velocity of a row (3, 4): (x' - mean) / (S^2 D) times the slope; for cps 2 (x' - mean)
+        / D."""
         distance = (self.x_next[row] - given.mean[row]).detach()
         factor = 2 / D if self.kind == "cps" else 1 / (float(given.scale[row]) ** 2 * D)
         return distance * factor * self.slope(row)
 
     def square_gradient(self, row, given, other):
-        """d <(mean - other)^2> / d velocity of a row (3, 4)."""
+        """Returns d <(mean - other)^2> / d velocity of a row (3, 4)."""
         return 2 * (given.mean[row] - other[row]).detach() / D * self.slope(row)
 
 
 def gaussian_steps(kind="flow", rows=24, seed=0, drift=0.3, steps_per_sample=1):
-    """Random float64 steps; `drift` is how far the velocity has moved per element. Rows of a sample share its
+    """Makes random float64 steps; `drift` is how far the velocity has moved per element. Rows of a sample share its
     advantage."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -130,19 +131,19 @@ def gaussian_steps(kind="flow", rows=24, seed=0, drift=0.3, steps_per_sample=1):
 
 
 def ratio_of(given, *rows):
-    """exp of the mean log-ratio of some rows, a Python number."""
+    """Returns exp of the mean log-ratio of some rows, a Python number."""
     return math.exp(math.fsum((given.log_prob[row] - given.old_log_prob[row]).item() for row in rows) / len(rows))
 
 
 def clipped(advantage, ratio, clip):
-    """PPO's loss of one row and its derivative with respect to log ratio, as Python numbers."""
+    """Returns PPO's loss of one row and its derivative with respect to log ratio, as Python numbers."""
     inside = -advantage * ratio
     outside = -advantage * min(max(ratio, 1 - clip), 1 + clip)
     return max(inside, outside), (inside if inside >= outside else 0.0)
 
 
 def mean_square(a, b):
-    """<(a - b)^2> of one row, element by element."""
+    """Computes <(a - b)^2> of one row, element by element."""
     return math.fsum((p - q) ** 2 for p, q in zip(a.flatten().tolist(), b.flatten().tolist(), strict=True)) / a.numel()
 
 
@@ -151,7 +152,7 @@ def close(got, expected, tolerance=1e-12):
 
 
 def losses_and_gradient(steps, given, objective, algorithm):
-    """An objective's losses, metrics and the gradient of their sum with respect to the velocity."""
+    """Returns an objective's losses, metrics and the gradient of their sum with respect to the velocity."""
     out = objective(given, algorithm)
     (gradient,) = torch.autograd.grad(out.loss.sum(), steps.velocity)
     return out, gradient
