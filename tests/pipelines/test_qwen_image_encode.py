@@ -95,7 +95,7 @@ def test_pixels_reach_the_vae_as_they_left_it(codec: QwenImageCodec, monkeypatch
     codec.encode_images(images)
     assert (seen[0].min(), seen[0].max()) == (-1, 1)
     monkeypatch.setattr(policy_module.single_frame, "decode", lambda vae, latents: seen[0])
-    assert torch.equal(codec.decode(torch.zeros(1, 1, 64), 16, 16), images)
+    assert torch.equal(codec.decode(torch.zeros(1, 1, 64), QwenImageSampling(height=16, width=16)), images)
 
 
 def test_an_image_always_has_the_same_latents(codec: QwenImageCodec) -> None:

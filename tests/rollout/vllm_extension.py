@@ -6,8 +6,10 @@ from omni_async.rollout.vllm_worker import RolloutWorkerExtension
 
 
 class CountingExtension(RolloutWorkerExtension):
-    def steps_taken(self) -> dict[str, Any]:
-        return {"steps": max((state.step_index for state in self.model_runner.state_cache.values()), default=0)}
+    def steps_taken(self, samples: int) -> dict[str, Any]:
+        """Returns the steps that each of so many samples has taken at least; 0 until all of them have begun."""
+        steps = [state.step_index for state in self.model_runner.state_cache.values()]
+        return {"steps": min(steps) if len(steps) == samples else 0}
 
     def fail(self) -> dict[str, Any]:
         raise RuntimeError("this worker method always fails")

@@ -55,9 +55,9 @@ class _Server:
         return await self.engine.swap(version)
 
     async def swap_in_flight(self, requests: list[SampleRequest], version: int, after: int) -> Any:
-        """Swaps once the first sample has taken `after` steps."""
+        """Swaps once every sample has taken `after` steps."""
         running = asyncio.create_task(self.generate(requests))
-        while (await self.engine._call("steps_taken"))["steps"] < after:  # noqa: ASYNC110
+        while (await self.engine._call("steps_taken", len(requests)))["steps"] < after:  # noqa: ASYNC110
             await asyncio.sleep(0)
         report = await self.engine.swap(version)
         return report, await running
