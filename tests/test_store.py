@@ -1,4 +1,4 @@
-"""The store of the one-process runtime, and how large a value is."""
+"""Tests the store of the one-process runtime, and how large a value is."""
 
 from __future__ import annotations
 
