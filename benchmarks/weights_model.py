@@ -27,7 +27,7 @@ def sized_config(
     tree: dict[str, Any] = {
         "model": {"path": repr(float(megabytes))},
         "data": {"prompts": "none"},
-        "rollout": {"engine": "diffusers", "sampling": {"sampling": {"height": 32, "width": 32}}},
+        "rollout": {"engine": "diffusers", "sampling": {"height": 32, "width": 32}},
         "weights": {"bucket_mb": bucket_mb, "timeout_s": timeout_s},
         "trainer": {"optimizer": {"name": "sgd"}},
     }

@@ -1,6 +1,6 @@
-"""The data plane: where tensors wait while messages about them travel.
+"""Defines the data plane, which holds tensors while messages about them travel.
 
-`put` and `get` are all a role knows. Which store it has decides whether the reference is a Ray object reference or the
+A role knows `put` and `get` alone. Its store decides whether the reference is a Ray object reference or the
 object itself.
 """
 
@@ -16,19 +16,19 @@ class ObjectLost(LookupError):
 
 class ObjectStore(Protocol):
     async def put(self, value: Any) -> Any:
-        """Store `value`; the object lives as long as somebody holds the returned reference."""
+        """Stores `value`; the object lives as long as the returned reference is held anywhere."""
 
     async def put_all(self, values: Sequence[Any]) -> list[Any]:
-        """A reference for each of the values. Small ones may be stored together, and then live and travel together:
-        give values in one call that the same readers want at about the same time."""
+        """Returns a reference for each of the values. Small ones may be stored together, and then live and travel
+        together: give values in one call that the same readers want at about the same time."""
 
     async def get(self, reference: Any) -> Any:
-        """The stored value, shared with everybody who has the reference: it must not be written to. Raises ObjectLost
-        if it is gone."""
+        """Returns the stored value, shared with every holder of the reference: it must not be written to. Raises
+        ObjectLost if it is gone."""
 
 
 class LocalStore:
-    """One process: the reference is the value."""
+    """A store for one process: the reference is the value."""
 
     async def put(self, value: Any) -> Any:
         return value
@@ -41,6 +41,6 @@ class LocalStore:
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of an array, a tensor or a TensorDict, or of anything that says so as they do."""
+    """Returns the bytes of an array, a tensor or a TensorDict, or of any object with the same attributes for it."""
     size = getattr(value, "nbytes", None)
     return int(value.bytes() if size is None else size)

@@ -1,6 +1,6 @@
-"""The messages that travel between roles: plain msgspec structs, importable without torch or Ray.
+"""Defines the messages that travel between roles: plain msgspec structs, importable without torch or Ray.
 
-Tensors never ride in them. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
+Messages contain no tensors. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
 one-process runtime) which only the data plane, `omni_async.store`, opens.
 """
 
@@ -63,7 +63,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 class SampleResult(msgspec.Struct, frozen=True):
     """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step
-    0. Of a training sample without a window every step counts as trained, because its end is what is trained on."""
+    0. In a training sample without a window every step counts as trained, because its final latents are trained on."""
 
     sample_id: str
     engine: str
@@ -76,7 +76,7 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
-    """`attempt` is the sample's: one that was lost and generated again has another picture."""
+    """A sample to score. `attempt` is the sample's: one that was lost and generated again has another image."""
 
     sample_id: str
     kind: SampleKind
@@ -99,11 +99,11 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class ScoreResult(msgspec.Struct, frozen=True):
-    """Exactly one of `score` and `error` is set: a failed score is never a number. `attempt` is the job's. `gone`: the
-    picture could not be had any more, which is not the scorer's failure. `postponed`: the error is the scorer's and not
-    the sample's, which is to be scored later as if it had not been tried; `suspect`: the scorer went down with it;
-    `wrong`: the scorer has scored nothing yet, and said the same of this sample twice. `final`: scoring it again would
-    not help."""
+    """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
+    `attempt` is the job's. `gone`: the image could not be fetched any more, which is not the scorer's failure.
+    `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
+    tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and failed this sample
+    twice with the same error. `final`: scoring it again would not help."""
 
     sample_id: str
     attempt: int
@@ -139,13 +139,14 @@ class ReadyGroup(msgspec.Struct, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        """Samples that no policy made (a dataset's) count as of the version they were admitted under."""
+        """Returns the oldest version of any trained step. Samples that no policy made (a dataset's) count as of the
+        version they were admitted under."""
         return min((v for s in self.samples for v in s.step_versions), default=self.admitted_version)
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
-    """What of a ready group is trained on, beside the trajectories that a rank has fetched: one entry per chosen
-    sample, in the same order everywhere.
+    """The part of a ready group that is trained on, beside the trajectories that a rank has fetched: one entry per
+    chosen sample, in the same order everywhere.
 
     `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one.
     `staleness[i][k]` is the version trained from minus the version that took trained step k. `weights[i][k]`, where
@@ -161,8 +162,8 @@ class TrainGroup(msgspec.Struct, frozen=True):
 
 
 class SampleDrift(msgspec.Struct, frozen=True):
-    """How far the proximal policy is from the one that made a sample: per trained step the log-ratio in nats, and the
-    exact KL in nats; both are of all `num_elements` latent elements together."""
+    """The distance of the proximal policy from the one that made a sample: per trained step the log-ratio in nats, and
+    the exact KL in nats; both are of all `num_elements` latent elements together."""
 
     log_ratio: tuple[float, ...]
     kappa: tuple[float, ...] | None
@@ -186,7 +187,7 @@ class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=False):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """What the trainer says after an update: `version` is the policy version it made (the number of updates so far)."""
+    """The trainer's report after an update: `version` is the policy version it made (the number of updates so far)."""
 
     version: int
     groups: tuple[int, ...]
@@ -207,7 +208,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """Where one tensor lies: `nbytes` bytes at `offset` of bucket number `bucket`."""
+    """The position of one tensor: `nbytes` bytes at `offset` of bucket number `bucket`."""
 
     name: str
     dtype: str
@@ -232,7 +233,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 class WeightReport(msgspec.Struct, frozen=True):
-    """An engine's answer after a swap: what it holds now."""
+    """An engine's answer after a swap: the version and digest that it holds now."""
 
     engine: str
     version: int

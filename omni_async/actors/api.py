@@ -1,5 +1,5 @@
-"""What the roles know of each other: Protocols that a plain object satisfies in one process, and a proxy does across
-Ray actors."""
+"""Defines the Protocols through which roles call each other: a plain object satisfies them in one process, and a proxy
+does across Ray actors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class CoordinatorApi(Protocol):
-    """See `omni_async.control.coordinator` for what each call waits for."""
+    """The coordinator as the other roles call it; `omni_async.control.coordinator` says what each call waits for."""
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]: ...
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None: ...
@@ -36,7 +36,7 @@ class CoordinatorApi(Protocol):
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None: ...
     async def closing(self) -> None: ...
     async def require_fields(self, fields: tuple[str, ...]) -> None: ...
-    async def next_groups(self, version: int, places: int) -> list[ReadyGroup]: ...
+    async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]: ...
     async def update_done(self, report: UpdateReport) -> bool: ...
     async def announce(self, version: int, digest: str) -> None: ...
     async def engine_holds(self, report: WeightReport) -> None: ...
@@ -55,32 +55,31 @@ class CoordinatorApi(Protocol):
 
 
 class ProducerApi(Protocol):
-    """What the publisher asks of a producer. `invitation` and `parcel` are the weight transport's own: its sender makes
-    them, the producer's receiver understands them."""
+    """The calls of the publisher to a producer. `invitation` and `parcel` are the weight transport's own: its sender
+    makes them, the producer's receiver understands them."""
 
     async def join_weights(self, invitation: Any) -> None: ...
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
 
 
 class PublisherApi(Protocol):
-    """Lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
+    """The publisher, which lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
 
     def withdraw(self) -> None:
-        """Before an export: a version that was handed over but has not left is superseded, so its memory may be used
-        again."""
+        """Releases memory before an export: a version that was handed over but has not left is superseded."""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Take over a version; everything that follows happens beside the training."""
+        """Takes over a version; everything that follows happens beside the training."""
 
     async def run(self) -> None:
-        """Carry versions to the engines, until cancelled."""
+        """Carries versions to the engines, until cancelled."""
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not
+        """Adds an engine: it gets the newest version that went out, and all that follow. EngineError if it does not
         take it."""
 
     def remove_engine(self, name: str) -> None:
-        """An engine is gone: nothing is sent to it any more."""
+        """Stops sending to an engine that is gone."""
 
 
 class RankApi(Protocol):
@@ -96,16 +95,16 @@ class RankApi(Protocol):
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Read this rank's share of a group before anything is computed with it, and keep it for this update.
+        """Reads this rank's share of a group before anything is computed with it, and keeps it for this update.
         ObjectLost if that is gone."""
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Copy out what a checkpoint holds of this rank and write it into `folder` from then on; what else has to be
-        kept, as plain values."""
+        """Copies out what a checkpoint holds of this rank and writes it into `folder` from then on. Returns the rest of
+        the rank's state, as plain values."""
 
     async def end_save(self) -> None:
-        """Until it is written."""
+        """Waits until the files of `begin_save` are written."""
 
 
 class Abandoned(Exception):
@@ -113,27 +112,26 @@ class Abandoned(Exception):
 
 
 class PolicyUpdate(Protocol):
-    """One update while it is made: give it `places` groups with `add`, then `finish`."""
+    """One update while it is made: give it `missing` groups with `add`, then `finish`."""
 
     groups: list[ReadyGroup]
 
     @property
-    def places(self) -> int:
-        """Groups still missing."""
+    def missing(self) -> int:
+        """Returns the number of groups that are still missing."""
 
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """All groups are in: what is left to compute; the metrics of the update. Abandoned, if it is to be given up and
-        can be."""
+        """Computes what is left when all groups are in, and returns the metrics of the update. Raises Abandoned if the
+        update is to be given up and can be."""
 
 
 class UpdateRule(Protocol):
-    """How the trainer turns groups into updates, and what that remembers from one update to the next (for
-    checkpoints)."""
+    """The way the trainer turns groups into updates, and its state from one update to the next (for checkpoints)."""
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool]) -> PolicyUpdate:
-        """`preempt`: whether the update is to be given up if it has not changed the weights yet."""
+        """Begins an update. `preempt` returns whether it is to be given up if it has not changed the weights yet."""
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...

@@ -1,9 +1,7 @@
-"""Writes checkpoints beside the training: the trainer waits while tensors are copied to host memory, and for nothing
-else of it.
+"""Writes checkpoints beside the training: the trainer waits only while tensors are copied to host memory.
 
-One checkpoint is written at a time; the next waits for it. It is in its place, under its name, only when every byte is
-on the disk. One that cannot be written is told of, and the next is tried when it is due; only the last one of a run has
-to succeed.
+One checkpoint is written at a time; the next waits for it. It gets its name only when every byte is on the disk. A
+failure to write one is reported, and the next is tried when it is due; only the last one of a run has to succeed.
 """
 
 from __future__ import annotations
@@ -29,12 +27,13 @@ from omni_async.control.waiting import is_cancelled
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 
-# For a checkpoint that is being written when the run fails.
+# Time left for a checkpoint that is being written when the run fails.
 _LAST_WRITE_S = 20.0
 
 
 class Checkpointer:
-    """`checkpoints` is the folder of the run's checkpoints. The update rule's state is taken when a save begins."""
+    """A writer of checkpoints into the folder `checkpoints` of the run. The update rule's state is taken when a save
+    begins."""
 
     def __init__(
         self,
@@ -56,7 +55,8 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, version: int) -> None:
-        """Between two updates; `version` is that of the weights. Returns when they may change again."""
+        """Begins a checkpoint between two updates; `version` is that of the weights. Returns when they may change
+        again."""
         await self.settle(last=False)
         folder = self._checkpoints / folder_name(version)
         try:
@@ -74,16 +74,16 @@ class Checkpointer:
         )
 
     async def settle(self, last: bool = True) -> None:
-        """Until nothing is being written. A failure is raised if it is the `last` one's, and otherwise told."""
+        """Waits until nothing is being written. Raises a failure if it is the `last` one's, and otherwise reports
+        it."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             await writing
         except Exception as error:
-            await asyncio.to_thread(
-                shutil.rmtree, partial(self._checkpoints / writing.get_name()), ignore_errors=True
-            )  # it takes room
+            unfinished = partial(self._checkpoints / writing.get_name())
+            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)  # it takes disk space
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -93,8 +93,8 @@ class Checkpointer:
             )
 
     async def close(self) -> None:
-        """What is being written gets a while to be finished, as others whom it needs may be gone, and none if the
-        caller is cancelled. Else it is left, in a folder without a name."""
+        """Gives a checkpoint under way some time to be finished, as other actors that it needs may be gone, and none if
+        the caller is cancelled. An unfinished one is left, in a folder without a name."""
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():
@@ -103,16 +103,16 @@ class Checkpointer:
             await asyncio.gather(writing, return_exceptions=True)
 
     async def _write(self, folder: Path, control: ControlState, engine: dict[str, Any], rule: dict[str, Any]) -> None:
-        place = partial(folder)
+        unfinished = partial(folder)
         await asyncio.gather(*(rank.end_save() for rank in self._ranks))
         kept, gone = [], []
         for group in control.ready:
             try:
                 trajectories = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
             except ObjectLost:
-                gone.append(Unfinished(group.group))  # it would be generated again in this life too
+                gone.append(Unfinished(group.group))  # it would be generated again in this attempt too
                 continue
-            await asyncio.to_thread(write_group, place, group.group, trajectories)
+            await asyncio.to_thread(write_group, unfinished, group.group, trajectories)
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
         state = State(
@@ -120,15 +120,15 @@ class Checkpointer:
         )
 
         def complete() -> None:
-            write_state(place, state)
-            write_manifest(place)
+            write_state(unfinished, state)
+            write_manifest(unfinished)
             finish(folder)
             rotate(self._checkpoints, self._config.checkpoint.keep, folder)
 
         await asyncio.to_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
-        """Put the trajectories of groups that were ready back into the store, and give the groups to the
+        """Puts the trajectories of groups that were ready back into the store, and gives the groups to the
         coordinator."""
         groups = []
         for group in state.control.ready:
@@ -139,7 +139,7 @@ class Checkpointer:
 
 
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Pictures are not kept."""
+    """Returns the group with these references to its trajectories, and without images."""
     samples = zip(group.samples, references, strict=True)
     return replace(
         group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)

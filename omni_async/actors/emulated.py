@@ -1,8 +1,8 @@
-"""Reward worker, trainer rank and update rule that replay a profile: they fetch what the real ones would and are busy
-for as long.
+"""Replays a profile as reward worker, trainer rank and update rule: they fetch the same objects as the real ones and
+are busy for as long.
 
-One device each, one job at a time, slept on the event loop and not in a thread, so they run on a loop of virtual time
-too. Imports no torch. Waits for the object store and the device; unblocked by those alone.
+Each has one device, and runs one job at a time as a sleep on the event loop and not in a thread, so they run on a loop
+of virtual time too. Imports no torch. Waits for the object store and the device; unblocked by those alone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _VERSION_BYTES = 8
 
 
 class EmulatedRewarder(Rewarder):
-    """Takes the profile's time over every batch. Where roles share devices, the first batch of an update waits for the
-    device to be handed over."""
+    """A reward worker that takes the profile's time over every batch. Where roles share devices, the first batch of an
+    update waits for the device to be handed over."""
 
     def __init__(
         self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
@@ -64,13 +64,13 @@ class EmulatedRewarder(Rewarder):
         self._since = self._device.now()  # fetching is part of the profile's time
         return await super()._fetch(jobs)
 
-    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
         await self._device.busy(self._replay.seconds(len(jobs)), self._since)
-        return [self._replayed(picture, job) for picture, job in zip(pictures, jobs, strict=True)]
+        return [self._replayed(image, job) for image, job in zip(images, jobs, strict=True)]
 
-    def _replayed(self, picture: np.ndarray, job: ScoreJob) -> Score | Failure:
+    def _replayed(self, image: np.ndarray, job: ScoreJob) -> Score | Failure:
         try:
-            return self._replay.score([picture], [job.prompt])[0]
+            return self._replay.score([image], [job.prompt])[0]
         except ValueError as error:
             return Failure(f"ValueError: {error}")
 
@@ -91,11 +91,11 @@ class EmulatedRank:
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """There is nothing to load."""
+        """Does nothing: there is nothing to load."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Part of the profile's time for the pass that follows. RuntimeError if a trajectory is not of the payload's
-        size."""
+        """Fetches the trajectories, as part of the profile's time for the pass that follows. RuntimeError if one is not
+        of the payload's size."""
         self._since = self._device.now()
         expected = self._profile.payload.trajectory
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
@@ -105,7 +105,7 @@ class EmulatedRank:
                 )
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Nothing is known of a drift that was not computed: an empty list."""
+        """Returns an empty list: no drift was computed."""
         await self._pass(self._profile.proximal)
         return []
 
@@ -117,14 +117,14 @@ class EmulatedRank:
         return {}
 
     async def discard(self) -> None:
-        """No gradients, nothing to forget."""
+        """Does nothing: there are no gradients."""
 
     async def switch(self) -> None:
-        """The device is handed over to the trainer."""
+        """Hands the device over to the trainer."""
         await self._device.busy(self._profile.switch.sample(self._random), self._device.now())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copying the payload, into memory that an earlier version no longer needs, is part of the profile's time for
+        """Copies the payload, into memory that an earlier version no longer needs, as part of the profile's time for
         it."""
         since = self._device.now()
         size = self._config.weights.bucket_mb * 2**20
@@ -142,11 +142,11 @@ class EmulatedRank:
         )
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """There are no weights."""
+        """Returns no state: there are no weights."""
         return {}
 
     async def end_save(self) -> None:
-        """Nothing was begun."""
+        """Does nothing: nothing was begun."""
 
     async def _pass(self, service: ServiceTime) -> None:
         since, self._since = self._since, None
@@ -156,7 +156,7 @@ class EmulatedRank:
 
 
 class EmulatedRule:
-    """Updates that take time and change nothing: an `UpdateRule`."""
+    """An `UpdateRule` whose updates take time and change nothing."""
 
     def __init__(self, config: Config, plan: Plan, rank: EmulatedRank) -> None:
         self._config = config
@@ -170,11 +170,12 @@ class EmulatedRule:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing is remembered."""
+        """Does nothing: there is no state."""
 
 
 class EmulatedUpdate:
-    """A group's passes run when it comes if the plan streams, and otherwise when all groups are in."""
+    """An update in which a group's passes run when it comes if the plan streams, and otherwise when all groups are
+    in."""
 
     def __init__(
         self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, preempt: Callable[[], bool]
@@ -189,7 +190,7 @@ class EmulatedUpdate:
         self.groups: list[ReadyGroup] = []
 
     @property
-    def places(self) -> int:
+    def missing(self) -> int:
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
@@ -236,5 +237,5 @@ class EmulatedUpdate:
 
 
 def _batch(group: ReadyGroup) -> TrainGroup:
-    """Nothing of it is computed."""
+    """Returns a group's batch without values: nothing is computed from it."""
     return TrainGroup(group.group, (), (), ())

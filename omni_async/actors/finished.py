@@ -1,5 +1,5 @@
-"""A generated sample on its way from the engine into the store. Imports no torch: what it holds may come from an
-emulated engine."""
+"""Describes a generated sample on its way from the engine into the store. Imports no torch: its contents may come from
+an emulated engine."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from omni_async.types import SampleRequest, SampleResult
 
 @dataclass(frozen=True)
 class Finished:
-    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `picture` is uint8 (H,
+    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `image` is uint8 (H,
     W, 3), or flat where an emulated engine made it."""
 
     request: SampleRequest
     tensors: Any
-    picture: NDArray[np.uint8]
+    image: NDArray[np.uint8]
     versions: tuple[int, ...]
     started: float
     finished: float
 
     @classmethod
     def of(cls, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> Finished:
-        image: Any = trajectory.image
-        picture = image if isinstance(image, np.ndarray) else image.permute(1, 2, 0).contiguous().numpy()
-        return cls(request, trajectory.tensors, picture, trajectory.versions, started, finished)
+        found: Any = trajectory.image
+        image = found if isinstance(found, np.ndarray) else found.permute(1, 2, 0).contiguous().numpy()
+        return cls(request, trajectory.tensors, image, trajectory.versions, started, finished)
 
     @property
     def description(self) -> dict[str, Any]:
-        """For the timeline, and for profiles that are made from it."""
+        """Returns the sample's facts for the timeline, and for profiles that are made from it."""
         oldest, newest = min(self.versions), max(self.versions)
         return {
             "sample": self.request.sample_id,
             "versions": str(oldest) if oldest == newest else f"{oldest}..{newest}",
             "trajectory_bytes": nbytes(self.tensors),
-            "media_bytes": nbytes(self.picture),
+            "media_bytes": nbytes(self.image),
         }
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:

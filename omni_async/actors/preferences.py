@@ -1,5 +1,5 @@
-"""The preference reader: stands in for producers and reward workers where a run trains on a dataset of pairs and
-samples nothing.
+"""Reads preference pairs in place of producers and reward workers, where a run trains on a dataset of pairs and samples
+nothing.
 
 A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the
 rejected one. It becomes a trajectory without steps, the image's latents and the prompt's conditioning, and its score is
@@ -42,13 +42,13 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Chosen and rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread. ValueError if there
-        is none."""
+        """Returns the chosen and the rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread.
+        ValueError if there is none."""
 
 
 class PreferenceReader:
-    """`device` is where images and prompts are encoded; None: the accelerator, or the CPU where placement.rollout.gpus
-    is 0."""
+    """The reader of a dataset of pairs. It encodes images and prompts on `device`; None: the accelerator, or the CPU
+    where placement.rollout.gpus is 0."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class PreferenceReader:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be
-        stopped."""
+        """Reads samples until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread
+        cannot be stopped."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
                 reading = tasks.create_task(self._read_samples())
                 await self._score_samples()
-                reading.cancel()  # the run is over: nobody wants what is still being read
+                reading.cancel()  # the run is over: samples still being read are not needed
                 flusher.cancel()
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one failure is enough to end the reader, and to tell why
+            raise failures.exceptions[0] from None  # one failure is enough to end the reader, and to say why
         finally:
             try:
                 await self._tracer.flush()
@@ -112,7 +112,7 @@ class PreferenceReader:
         started = self._clock.now()
         try:
             async with asyncio.timeout(limit) as deadline:
-                tensors, picture = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
+                tensors, image = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
         except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
             if deadline.expired():
                 raise EngineError(
@@ -122,7 +122,7 @@ class PreferenceReader:
             return
         finished = self._clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
-        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(picture))
+        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(image))
         # No policy made the sample, so there is no version that took a step of it.
         result = SampleResult(
             request.sample_id,
@@ -159,7 +159,7 @@ class PreferenceReader:
         self._conditioning = ConditioningCache(self._codec)
 
     def _make(self, request: SampleRequest) -> tuple[TensorDict, NDArray[np.uint8]]:
-        """The trajectory, on the CPU, and the picture (height, width, 3) that its latents stand for."""
+        """Returns the trajectory, on the CPU, and the image (height, width, 3) that its latents stand for."""
         import torch
         from tensordict import TensorDict
 
@@ -167,33 +167,33 @@ class PreferenceReader:
             raise ValueError(
                 f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them"
             )
-        pictures, latents = self._encode(request.prompt.index, request.spec)
+        images, latents = self._encode(request.prompt.index, request.spec)
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
             "conditioning": self._conditioning.of(request),
             "sigmas": self._policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }
-        return TensorDict(tensors, batch_size=[]).cpu(), pictures[request.sample]
+        return TensorDict(tensors, batch_size=[]).cpu(), images[request.sample]
 
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
-        """Both pictures of a pair, (height, width, 3), and their latents (2, T, C). Always both in one batch, so that
-        latents do not depend on what was leased together."""
+        """Returns both images of a pair, (height, width, 3), and their latents (2, T, C). Encodes both in one batch, so
+        that latents do not depend on what was leased together."""
         import torch
 
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (media,) = spec.media()
-            pictures = [fit(image, *media.shape[1:]) for image in self._pairs.images(pair)]
-            latents = self._codec.encode_images(torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous())
+            images = [fit(image, *media.shape[1:]) for image in self._pairs.images(pair)]
+            latents = self._codec.encode_images(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous())
             if not latents.isfinite().all():
                 raise ValueError(f"pair {pair}: the VAE's latents are not finite")
-            self._encoded = key, pictures, latents
+            self._encoded = key, images, latents
         return self._encoded[1], self._encoded[2]
 
 
 def fit(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """(H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with
+    """Fits (H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with
     Lanczos' filter. An image of that size stays as it is."""
     rows, columns = image.shape[:2]
     if (rows, columns) == (height, width):
@@ -207,5 +207,5 @@ def fit(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
 
 
 def _sample_of(sample_id: str) -> int:
-    """0 of `g12.s0`."""
+    """Returns the sample's number in its group: 0 of `g12.s0`."""
     return int(sample_id.rpartition(".s")[2])

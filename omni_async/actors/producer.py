@@ -1,4 +1,4 @@
-"""The producer: one per rollout engine. Keeps the engine full of leased samples and lets new weights in.
+"""Runs the producer, one per rollout engine: keeps the engine full of leased samples and lets new weights in.
 
 Waits for a lease (`backpressured` while nothing runs: the staleness budget or the buffers are full; unblocked by a
 publish, a score or a rejection) and for samples to finish. Samples that finish while others are handed over travel
@@ -30,7 +30,7 @@ from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
 class Producer:
-    """`receiver` is how weights arrive: through the object store unless given."""
+    """The producer of one engine. Weights arrive through `receiver`, which is the object store's unless given."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Producer:
         self._clock = clock
         self._tracer = Tracer(name, coordinator, clock)
         self._leased = 0  # samples that wait for the engine or are in it
-        self._running = 0  # those in it
+        self._running = 0  # samples in it
         self._idle_since = 0.0  # when the last sample was generated
         self._changed = asyncio.Condition()
         self._leasing_paused = False
@@ -61,8 +61,8 @@ class Producer:
         self._receiving: asyncio.Future[Any] | None = None
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not
         # started.
-        places = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
-        self._places = asyncio.Semaphore(places)
+        slots = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
+        self._slots = asyncio.Semaphore(slots)
         self._storing = Coalescer(self._store_all)
         self._reporting = Coalescer(self._report_all)
 
@@ -70,7 +70,8 @@ class Producer:
         await self._engine.start()
 
     async def run(self) -> None:
-        """Until the run is over. A dead engine ends it with EngineError; a failed sample only itself."""
+        """Generates leased samples until the run is over. A dead engine ends it with EngineError; a failed sample only
+        itself."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -84,9 +85,9 @@ class Producer:
                 flusher.cancel()
                 if not self._leaving:
                     for task in working:
-                        task.cancel()  # the run is over: nobody wants them any more
+                        task.cancel()  # the run is over: their samples are not needed any more
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to tell why
+            raise failures.exceptions[0] from None  # one failure is enough to end the engine, and to say why
         finally:
             try:
                 await self._tracer.flush()
@@ -94,7 +95,7 @@ class Producer:
                 await self._engine.close()
 
     async def leave(self) -> None:
-        """Take no more samples, and end when those under way are done."""
+        """Takes no more samples, and ends when those under way are done."""
         self._leaving = True
         await self._coordinator.engine_leaves(self.name)
 
@@ -105,7 +106,7 @@ class Producer:
         requests = await self._coordinator.next_samples(self.name, capacity - self._leased, capacity)
         if self._leased == 0:
             self._tracer.add("backpressured", max(asked, self._idle_since), self._clock.now())
-        await self._until(lambda: not self._leasing_paused)  # what was asked for before a drain waits for its end
+        await self._until(lambda: not self._leasing_paused)  # samples asked for before a drain wait for its end
         return requests
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -113,14 +114,14 @@ class Producer:
             await self._changed.wait_for(condition)
 
     async def _produce(self, request: SampleRequest) -> None:
-        """The engine's place is free while the sample is handed over."""
+        """Generates a sample and hands it over; the engine's slot is free during the second part."""
         finished = await self._generate(request)
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
 
     async def _generate(self, request: SampleRequest) -> Finished | None:
-        """None: it failed, and the coordinator knows."""
-        async with self._places:
+        """Returns the sample, or None if it failed and was reported to the coordinator."""
+        async with self._slots:
             await self._until(lambda: not self._starting_paused)
             self._running += 1
             started = self._clock.now()
@@ -152,10 +153,10 @@ class Producer:
         return finished
 
     async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
-        """Pictures lie apart from the rest, because scorers need them alone."""
+        """Stores images apart from the rest, because scorers need them alone."""
         trajectories = self._store.put_all([sample.tensors for sample in finished])
         references = zip(
-            *await asyncio.gather(trajectories, self._store.put_all([sample.picture for sample in finished])),
+            *await asyncio.gather(trajectories, self._store.put_all([sample.image for sample in finished])),
             strict=True,
         )
         return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]
@@ -165,14 +166,14 @@ class Producer:
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Once the engine has started, and again when engines come or go: join the sender that wrote `invitation`. What
-        is being received by the old way is given up."""
+        """Joins the sender that wrote `invitation`, once the engine has started, and again when engines come or go. A
+        version that is being received from the former sender is given up."""
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.connect(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stage in the background, then swap at the boundary that `weights.swap` names. TransportError if the weights
+        """Stages in the background, then swaps at the boundary that `weights.swap` names. TransportError if the weights
         do not arrive, EngineError if they arrive wrong."""
         async with self._swapping:
             staging = self._clock.now()
@@ -183,7 +184,7 @@ class Producer:
                 if is_cancelled():
                     raise
                 raise TransportError(
-                    f"{self.name}: version {manifest.version} was given up while engines met anew"
+                    f"{self.name}: version {manifest.version} was given up while engines connected again"
                 ) from None
             except (WeightError, LookupError) as error:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error

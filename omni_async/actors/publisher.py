@@ -1,5 +1,5 @@
-"""The weight publisher: carries each version that the trainer copied out to every engine, while generation and training
-go on.
+"""Carries each version that the trainer copied out to every engine, while generation and training go on: the weight
+publisher.
 
 Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not
 the one that trains. Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that
@@ -25,7 +25,7 @@ from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
 from omni_async.weights.transport.base import TransportError, WeightSender
 
-# Transports have the time-out themselves and say more when it passes; this is for those who do not even answer that.
+# Transports have the time-out themselves and say more when it passes; this is for engines that do not answer even then.
 _GRACE_S = 10.0
 # How often a version is sent again after the engines that receive it together were disturbed.
 _TRIES = 3
@@ -46,15 +46,15 @@ class WeightPublisher:
         self._sender = sender
         self._tracer = Tracer("publisher", coordinator, clock)
         self._waiting: Snapshot | None = None
-        self._carried: Snapshot | None = None  # on its way
-        self._newest: tuple[WeightManifest, Snapshot] | None = None  # that went out
-        self._met: set[str] = set()  # engines that can receive together
+        self._carried: Snapshot | None = None  # the version on its way
+        self._newest: tuple[WeightManifest, Snapshot] | None = None  # the newest version that went out
+        self._connected: set[str] = set()  # engines that can receive together
         self._sending = asyncio.Lock()
         self._event = Event()
 
     def withdraw(self) -> None:
-        """Before an export: its memory is that of a version which was handed over but has not left, or of the last that
-        went out while another is on its way to replace it."""
+        """Releases memory before an export: that of a version which was handed over but has not left, or of the last
+        that went out while another is on its way to replace it."""
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
@@ -63,13 +63,13 @@ class WeightPublisher:
             self._newest = None
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Take over a version; everything that follows happens beside the training."""
+        """Takes over a version; everything that follows happens beside the training."""
         self.withdraw()
         self._waiting = snapshot
         self._event.notify()
 
     async def run(self) -> None:
-        """Until cancelled. TransportError if a version can't be sent at all."""
+        """Publishes until cancelled. TransportError if a version can't be sent at all."""
         async with self._sending:
             await self._connect()
         while True:
@@ -94,16 +94,16 @@ class WeightPublisher:
             before[1].release()
 
     async def retire(self) -> None:
-        """Nobody will join any more: the memory of the last version is free once that is out."""
+        """Releases the memory of the last version, once that is out: no engine will join any more."""
         async with self._sending:
             if self._newest is not None:
                 self._newest[1].release()
                 self._newest = None
 
-    # ---- who comes and goes ------------------------------------------------------------------------------------------
+    # ---- membership --------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """An engine joins: it gets the newest version that went out, and all that follow. EngineError if it does not
+        """Adds an engine: it gets the newest version that went out, and all that follow. EngineError if it does not
         take it."""
         async with self._sending:
             self._producers[name] = producer
@@ -118,37 +118,35 @@ class WeightPublisher:
                 finally:
                     self._newest, self._carried = (manifest, snapshot), None
         if name not in self._producers:
-            raise EngineError(f"{name} could not join: the coordinator was told why")
+            raise EngineError(f"{name} could not join: the reason was reported to the coordinator")
 
     def remove_engine(self, name: str) -> None:
-        """An engine is gone: nothing is sent to it any more."""
+        """Stops sending to an engine that is gone."""
         self._producers.pop(name, None)
 
-    async def _lose(self, name: str, version: int | None, error: BaseException) -> None:
+    async def _lost(self, name: str, version: int | None, error: BaseException) -> None:
         if name in self._producers:
             self.remove_engine(name)
-            what = "it did not join the weight transport" if version is None else f"it did not take version {version}"
-            await self._coordinator.engine_lost(
-                name, f"{what}: {error}" if str(error) else f"{what}: {type(error).__name__}"
-            )
+            step = "join the weight transport" if version is None else f"take version {version}"
+            await self._coordinator.engine_lost(name, f"it did not {step}: {str(error) or type(error).__name__}")
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Every engine meets the sender. Who does not come is lost, and the rest meet again."""
+        """Connects every engine with the sender. An engine that does not come is lost, and the rest connect again."""
         while self._producers:
             failed: dict[str, BaseException] = {}
             joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
             try:
                 await self._sender.connect(joining)
-                self._met = {*joining}
+                self._connected = {*joining}
                 return
             except TransportError:
                 if not failed:
                     raise
-            # Who could be asked and then waited in vain for the others is not to blame, if anybody else is.
+            # An engine that could be asked and then waited in vain for the others is not to blame, if another one is.
             for name in [name for name, error in failed.items() if not isinstance(error, TransportError)] or [*failed]:
-                await self._lose(name, None, failed[name])
+                await self._lost(name, None, failed[name])
 
     async def _join(self, name: str, producer: ProducerApi, failed: dict[str, BaseException], invitation: Any) -> None:
         try:
@@ -159,12 +157,12 @@ class WeightPublisher:
             raise TransportError(f"{name}: {error}") from error
 
     async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
-        """Until every engine of `names` that is still there holds the version. Where all receive at once, and one
-        fails, all do: then those that are left meet again, and try again."""
+        """Sends until every engine of `names` that is still there holds the version. Where all receive at once, and one
+        fails, all do: then those that are left connect again, and try again."""
         left = [name for name in names if name in self._producers]
         for last in (*(False for _ in range(_TRIES)), True):
-            if not self._sender.one_by_one and self._met != self._producers.keys():
-                await self._connect()  # whoever is gone would be waited for
+            if not self._sender.one_by_one and self._connected != self._producers.keys():
+                await self._connect()  # an engine that is gone would be waited for
                 left = [*self._producers]
             if not (left or self._sender.one_by_one):
                 return  # there is no group to send to
@@ -173,7 +171,7 @@ class WeightPublisher:
             victims = [name for name, error in failed.items() if together and isinstance(error, TransportError)]
             for name, error in failed.items():
                 if name not in victims:
-                    await self._lose(name, manifest.version, error)
+                    await self._lost(name, manifest.version, error)
             if not victims:
                 return
             await self._connect()
@@ -195,14 +193,15 @@ class WeightPublisher:
         return failed
 
     async def _delivered(self, delivering: dict[asyncio.Task[None], str], failed: dict[str, BaseException]) -> None:
-        """Until all have the version or have failed. Of those who receive it together the rest would wait for their
-        time-outs when one fails: they are left alone, and meet again. TransportError then."""
+        """Waits until all have the version or have failed. Where engines receive it together and one fails, the rest
+        would wait for their time-outs: their deliveries are cancelled, and TransportError is raised, so that they
+        connect again."""
         left = set(delivering)
         try:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # an engine's failure is in `failed`; what the coordinator raises is nobody's to bear
+                    task.result()  # an engine's failure is in `failed`; what the coordinator raises goes on
                 if failed and not self._sender.one_by_one:
                     broken = TransportError("others that receive with it failed")
                     failed.update({delivering[task]: broken for task in left})

@@ -1,4 +1,4 @@
-"""One trainer rank: the engine of `omni_async.training` behind async calls, all its work in one thread and in call
+"""Runs one trainer rank: the engine of `omni_async.training` behind async calls, all its work in one thread and in call
 order."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class Rank:
-    """`build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
-    `paired`: the objective trains preference pairs."""
+    """A trainer rank. `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like
+    everything after it. `paired`: the objective trains preference pairs."""
 
     def __init__(
         self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
@@ -42,14 +42,14 @@ class Rank:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
         self._free: list[BucketSet] = []
         self._fetched: dict[int, list[Any]] = {}  # this rank's share of the update's groups
-        self._spent: set[int] = set()  # those accumulated since the last step
+        self._spent: set[int] = set()  # groups accumulated since the last step
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Join the other ranks at `rendezvous` (a torch.distributed init method) if there are any, load the model, and
-        the checkpoint if there is one."""
+        """Joins the other ranks at `rendezvous` (a torch.distributed init method) if there are any, loads the model,
+        and the checkpoint if there is one."""
 
         def work() -> None:
             self._engine = self._build()
@@ -64,23 +64,24 @@ class Rank:
         await self._run(work)
 
     async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """See `RankApi`."""
+        """Reads this rank's share of a group: see `RankApi`."""
         self._fetched[group] = await asyncio.gather(
             *(self._store.get(reference) for reference in trajectories[self._mine])
         )
 
     @property
     def _mine(self) -> slice:
-        """Every world_size-th sample; of a preference pair both, since its noise draws are dealt instead."""
+        """Selects every world_size-th sample; of a preference pair both, since its noise draws are divided among the
+        ranks instead."""
         return slice(None) if self._paired else slice(self._rank, None, self._world_size)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """A forward pass over this rank's share of a group, before the update's first step."""
+        """Runs a forward pass over this rank's share of a group, before the update's first step."""
         mine = self._share(batch)
         return await self._run(lambda: self._engine.recompute_proximal(mine))
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        """Forward and backward over this rank's share of a group."""
+        """Runs forward and backward over this rank's share of a group."""
         mine = self._share(batch)
         self._spent.add(batch.group)
         await self._run(lambda: self._engine.accumulate(mine, row_weight))
@@ -109,7 +110,7 @@ class Rank:
         await self._run(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:
-        """A copy of the weights as `version`; None off rank 0. The memory of snapshots that were released is used
+        """Copies the weights out as `version`; None off rank 0. The memory of snapshots that were released is used
         again: two sets are enough where at most one snapshot is on its way when the next is taken."""
         return await self._run(lambda: self._snapshot(version))
 

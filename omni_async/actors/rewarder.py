@@ -1,12 +1,12 @@
-"""The reward worker: scores samples the moment they are generated, in batches of whatever is there.
+"""Runs the reward worker: scores samples the moment they are generated, in batches of those that are there.
 
 Waits for a generated sample (`starved`); unblocked by a producer's `samples_done` or a retried score. While a scorer is
 down it asks for no samples and waits for the scorer (`outage`); unblocked by its answer, by `reward.outage_s`, or by
 the end of the run. What fails is reported as an error, never as a number. Scorers run in threads, off the event loop;
 see `omni_async.rewards.guard` for how they may fail.
 
-Before it asks for the first sample, its scorers score a synthetic one: one that is simply wrong ends the run then,
-while engines still load.
+Before the worker asks for the first sample, its scorers score a synthetic one: a scorer that is simply wrong ends the
+run then, while engines still load.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Gone:
-    """A picture that is gone from the store: the sample has to be generated again."""
+    """An image that is gone from the store: the sample has to be generated again."""
 
     reason: str
 
 
 class Rewarder:
-    """`probe`: what the scorers are tried with at the start; None: nothing."""
+    """The reward worker. `probe`: the sample that the scorers are tried with at the start; None: none."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Rewarder:
     ) -> None:
         self.name = name
         self._config = config
-        self._panel = Panel(name, reward, config.reward, clock, self._tell, probe=probe)
+        self._panel = Panel(name, reward, config.reward, clock, self._report_phase, probe=probe)
         self._trial: asyncio.Task[str | None] | None = None
         self._coordinator = coordinator
         self._store = store
@@ -66,7 +66,7 @@ class Rewarder:
         self._tracer = Tracer(name, coordinator, clock)
 
     async def start(self) -> None:
-        """The scorers were built with their models loaded; they are tried. WrongScorer if that has ended the run."""
+        """Tries the scorers, which were built with their models loaded. WrongScorer if that has ended the run."""
         self._trial = asyncio.create_task(self._try_out())
         try:
             await asyncio.wait({self._trial}, timeout=_START_S)
@@ -78,13 +78,13 @@ class Rewarder:
             raise WrongScorer(wrong)
 
     async def _try_out(self) -> str | None:
-        """Why the run is over, if the scorers are wrong."""
+        """Returns why the run is over, if the scorers are wrong."""
         wrong = await self._panel.try_out()
         return wrong if wrong is not None and await self._coordinator.scorer_wrong(wrong) else None
 
     async def run(self) -> None:
-        """Until the run is over; what is being scored then is of no use any more. Raises ScorerHangs if this worker has
-        to be replaced."""
+        """Scores samples until the run is over; scores under way then are of no use any more. Raises ScorerHangs if
+        this worker has to be replaced."""
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await first_of(self._work(), self._coordinator.closing())
@@ -95,7 +95,7 @@ class Rewarder:
             await self._tracer.flush()
 
     async def leave(self) -> None:
-        """Take no more samples, and end when those under way are scored."""
+        """Takes no more samples, and ends when those under way are scored."""
         await self._coordinator.scorer_leaves(self.name)
 
     async def _work(self) -> None:
@@ -104,7 +104,7 @@ class Rewarder:
         jobs = await self._next_jobs()
         while jobs:
             results = await self._score_all(jobs)
-            # Told and asked at once: one message's time between two batches instead of two.
+            # Reported and asked at once: one message's time between two batches instead of two.
             _, jobs = await asyncio.gather(self._report(jobs, results), self._next_jobs())
 
     async def _report(self, jobs: list[ScoreJob], results: list[ScoreResult]) -> None:
@@ -119,39 +119,37 @@ class Rewarder:
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         with self._tracer.span("score", samples=len(jobs)):
-            pictures = await self._fetch(jobs)
+            images = await self._fetch(jobs)
             found = [
-                (job, picture)
-                for job, picture in zip(jobs, pictures, strict=True)
-                if not isinstance(picture, Failure | Gone)
+                (job, image) for job, image in zip(jobs, images, strict=True) if not isinstance(image, Failure | Gone)
             ]
-            outcomes = iter(await self._score([picture for _, picture in found], [job for job, _ in found]))
+            outcomes = iter(await self._score([image for _, image in found], [job for job, _ in found]))
             return [
-                _result(job, picture if isinstance(picture, Failure | Gone) else next(outcomes))
-                for job, picture in zip(jobs, pictures, strict=True)
+                _result(job, image if isinstance(image, Failure | Gone) else next(outcomes))
+                for job, image in zip(jobs, images, strict=True)
             ]
 
     async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
-        """Each job's picture. That one is gone says nothing of the scorers."""
-        return await asyncio.gather(*(self._picture(job) for job in jobs))
+        """Fetches each job's image. A missing one says nothing about the scorers."""
+        return await asyncio.gather(*(self._image(job) for job in jobs))
 
-    async def _picture(self, job: ScoreJob) -> np.ndarray | Failure | Gone:
+    async def _image(self, job: ScoreJob) -> np.ndarray | Failure | Gone:
         timeout_s = self._config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                picture: np.ndarray = await self._store.get(job.media)
-                return picture
+                image: np.ndarray = await self._store.get(job.media)
+                return image
         except TimeoutError:
-            return Failure(f"its picture did not arrive within {timeout_s:g} s")
+            return Failure(f"its image did not arrive within {timeout_s:g} s")
         except ObjectLost as error:
             return Gone(str(error))
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
 
-    async def _score(self, pictures: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return await self._panel.score(pictures, [job.prompt for job in jobs])
+    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return await self._panel.score(images, [job.prompt for job in jobs])
 
-    async def _tell(self, text: str) -> None:
+    async def _report_phase(self, text: str) -> None:
         await self._coordinator.phase(text)
 
 

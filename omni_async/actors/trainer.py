@@ -1,4 +1,4 @@
-"""The trainer: drives the ranks through updates, publishes versions, writes checkpoints.
+"""Drives the ranks through updates, publishes versions, writes checkpoints: the trainer.
 
 Waits for the next group (`starved`; unblocked by the group's last score) and for nothing else: publishing goes on in
 the publisher while the next update's first groups are trained. Ends when all updates are done or the coordinator says
@@ -36,8 +36,8 @@ _MISMATCH_NATS = 1.0
 
 
 class Trainer:
-    """`ranks[0]` lives here on `host`, exports, and its metrics count; `rule` makes updates on the ranks. `checkpoints`
-    is the folder of the run's checkpoints."""
+    """The trainer. `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on
+    the ranks. `checkpoints` is the folder of the run's checkpoints."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Trainer:
         self._saved: int | None = None
 
     async def start(self) -> None:
-        """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
+        """Loads the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
         rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
         resume = self._config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self._ranks))
@@ -105,29 +105,29 @@ class Trainer:
             await self._tracer.flush()
 
     async def run_publisher(self) -> None:
-        """Beside `run`, until cancelled: what follows an export."""
+        """Runs the publisher beside `run`, until cancelled: everything that follows an export."""
         await self._publisher.run()
 
     async def preempt(self) -> None:
-        """The machine will be taken away: give the update under way up if it has not changed the weights yet, and
-        save."""
+        """Gives the update under way up if it has not changed the weights yet, and saves: the machine will be taken
+        away."""
         self._preempt = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
-        """An engine joins: until it holds the current weights. EngineError if it does not take them."""
+        """Adds an engine and waits until it holds the current weights. EngineError if it does not take them."""
         await self._publisher.admit(engine, producer)
 
     async def remove_engine(self, engine: str) -> None:
-        """An engine is gone."""
+        """Stops publishing to an engine that is gone."""
         self._publisher.remove_engine(engine)
 
     async def _update(self) -> bool:
-        """One update; False if the run is over, be it before its last group came."""
+        """Makes one update. Returns False if the run is over, even before its last group came."""
         started = self._clock.now()
         update = self._rule.begin(self._version, self._tracer, lambda: self._preempt)
-        while update.places:
+        while update.missing:
             with self._tracer.span("starved"):
-                groups = await self._coordinator.next_groups(self._version, update.places)
+                groups = await self._coordinator.next_groups(self._version, update.missing)
             if not groups:
                 return False
             for group in groups:
@@ -152,8 +152,8 @@ class Trainer:
             await self._coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
-        """Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
-        drift."""
+        """Reports a large mismatch between engine and trainer. Fresh samples differ from the trainer only by how the
+        two compute: that must stay small beside a policy's own drift."""
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
             await self._coordinator.phase(
@@ -163,7 +163,7 @@ class Trainer:
             )
 
     async def _publish(self) -> None:
-        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher. A dataset's
+        """Copies the weights out (that is all the trainer waits for) and leaves the rest to the publisher. A dataset's
         reader needs none: for it the version's number is enough."""
         if self._config.data.preferences is not None:
             await self._coordinator.announce(self._version, "")

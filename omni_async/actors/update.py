@@ -1,5 +1,5 @@
-"""One policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer steps
-out."""
+"""Makes one policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer
+steps out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 
 class PolicyGradient:
-    """Updates by gradients on the ranks: an `UpdateRule`."""
+    """An `UpdateRule` that updates by gradients on the ranks."""
 
     def __init__(self, config: Config, plan: Plan, ranks: Sequence[RankApi]) -> None:
         self._config = config
@@ -72,12 +72,13 @@ class Update:
         self.groups: list[ReadyGroup] = []
 
     @property
-    def places(self) -> int:
-        """Groups still missing."""
+    def missing(self) -> int:
+        """Returns the number of groups that are still missing."""
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        """ObjectLost, with nothing changed, if a rank cannot read the group."""
+        """Adds a group and computes with it as early as the plan allows. ObjectLost, with nothing changed, if a rank
+        cannot read the group."""
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         await asyncio.gather(*(rank.fetch(group.group, trajectories) for rank in self._ranks))
         self.groups.append(group)
@@ -89,7 +90,7 @@ class Update:
             await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
 
     async def finish(self) -> dict[str, float]:
-        """All groups are in: whatever is left to compute, and the metrics of the update."""
+        """Computes what is left when all groups are in, and returns the metrics of the update."""
         extra: dict[str, float] = {}
         if self._plan.mode == "as_ready":
             await self._step()
@@ -123,8 +124,8 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
-        """Importance weights of every group's samples and steps, made from all of them; and what is to be logged of
-        that."""
+        """Returns importance weights of every group's samples and steps, made from all of them, and the metrics of the
+        correction."""
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         drift = Drift(
@@ -144,7 +145,7 @@ class Update:
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
-        """(N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
+        """Returns (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
         if self._advantage.aggregate == "rewards":
             return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(
                 1, dtype=torch.float64
@@ -184,16 +185,16 @@ class Update:
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
         samples = self._chosen(group)
-        whose = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
+        names = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
             advantages=tuple(advantages),
-            seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in whose),
+            seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in names),
             staleness=tuple(tuple(self._version - v for v in sample.step_versions) for sample in samples),
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
-        """The samples that are trained on."""
+        """Returns the samples that are trained on."""
         return [
             group.samples[i]
             for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
@@ -222,8 +223,8 @@ class Update:
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Those of an update from those of its optimizer steps: maxima stay maxima, everything else is averaged over the
-    steps that have it (steps of other windows have other metrics per denoising step)."""
+    """Merges the metrics of an update's optimizer steps: maxima stay maxima, everything else is averaged over the steps
+    that have it (steps of other windows have other metrics per denoising step)."""
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():

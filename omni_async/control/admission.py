@@ -1,6 +1,6 @@
-"""Slots: what bounds staleness.
+"""Bounds staleness with slots.
 
-There are (S + 1) x P of them. A group takes one when it is admitted and gives it back when the update that trained it
+There are (S + 1) x P slots. A group takes one when it is admitted and gives it back when the update that trained it
 is held by every engine, or when the group ended otherwise. A group admitted at version a therefore always meets a
 trainer that is at most S updates further: everything in flight, the trained-but-not-yet-held included, fits into S + 1
 updates.
@@ -26,8 +26,8 @@ class SlotStatistics(Struct, frozen=True):
 
 
 class Slots:
-    """Owns who holds a slot. Waits for nothing: whoever needs a free slot asks again after `release`, `hold` or
-    `end`."""
+    """The slots and the groups that hold them. Nothing waits here: a caller that needs a free slot asks again after
+    `held` or `end`."""
 
     def __init__(self, max_updates: int, groups_per_update: int) -> None:
         self.capacity = (max_updates + 1) * groups_per_update
@@ -40,7 +40,7 @@ class Slots:
 
     @property
     def live(self) -> Set[int]:
-        """Groups admitted and not ended: a view."""
+        """Returns a view of the groups that were admitted and have not ended."""
         return self._live
 
     def take(self, group: int) -> None:
@@ -51,19 +51,19 @@ class Slots:
         self._live.add(group)
 
     def trained(self, group: int, version: int) -> None:
-        """The group was trained by the update that makes `version`; its slot waits for that version to be held."""
+        """Marks the group as trained by the update that makes `version`; its slot waits for that version to be held."""
         self._live.remove(group)
         self._trained[group] = version
 
     def held(self, version: int) -> int:
-        """Every live engine holds `version`: give back the slots of all groups trained up to it. Returns how many."""
+        """Frees the slots of all groups trained up to `version`, which every live engine holds. Returns how many."""
         done = [group for group, trained in self._trained.items() if trained <= version]
         for group in done:
             del self._trained[group]
         return len(done)
 
     def end(self, group: int) -> None:
-        """The group was rejected or dropped: its slot is free at once."""
+        """Frees the slot of a group that was rejected or dropped, at once."""
         self._live.remove(group)
 
     def statistics(self) -> SlotStatistics:

@@ -1,13 +1,14 @@
-"""A circuit breaker: whether somebody who keeps failing is asked at all. Pure bookkeeping; it owns no task and waits
-for nothing.
+"""Implements a circuit breaker, which decides whether a service that keeps failing is asked at all. Pure bookkeeping;
+it owns no task and waits for nothing.
 
     closed ------ trip ------> open --- try_again, after a pause ---> half open
        ^                        ^                                        |
        |                        +--------------- missed -----------------+
        +------------------------ succeeded ------------------------------+
 
-Open, nobody is asked. Half open, an attempt is made to see. The pauses grow from one attempt to the next, and
-`give_up_s` after it opened the breaker has *given up*: attempts go on, but nobody should wait for them any more.
+While it is open, the service is not asked. While it is half open, one attempt is made. The pauses grow from one attempt
+to the next, and `give_up_s` after it opened the breaker has *given up*: attempts go on, but no caller should wait for
+them any more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Breaker:
         self.state = State.HALF_OPEN
 
     def missed(self, reason: str) -> None:
-        """The attempt failed too."""
+        """Records that the attempt failed too."""
         self.state = State.OPEN
         self.reason = reason
         self._attempts += 1
@@ -56,12 +57,12 @@ class Breaker:
 
     @property
     def pause_s(self) -> float:
-        """Between the last attempt and the next."""
+        """Returns the pause between the last attempt and the next, in seconds."""
         return self._pauses.pause_s(self._attempts)
 
     @property
     def due(self) -> bool:
-        """Whether that pause is over."""
+        """Returns whether that pause is over."""
         return self._clock.now() - self._missed >= self.pause_s
 
     @property

@@ -1,6 +1,6 @@
-"""The two bounded buffers between the roles.
+"""Implements the two bounded buffers between the roles.
 
-Room is reserved *before* work begins: a sample's place when it is leased to an engine, a group's place when it is
+Room is reserved *before* work begins: a sample's buffer slot when it is leased to an engine, a group's when it is
 admitted. So `put` never waits, nothing that is finished ever waits for room, and the classic deadlock (a buffer full of
 young groups while the trainer waits for the oldest) cannot form. Backpressure is felt where it does no harm: at the
 next lease or admission.
@@ -18,7 +18,7 @@ from omni_async.types import ReadyGroup, SampleKind, ScoreJob
 
 
 class BufferStatistics(Struct, frozen=True):
-    """`reserved` counts places promised or filled, `ready` what can be taken now."""
+    """Counts of a buffer: `reserved` counts slots promised or filled, `ready` the entries that can be taken now."""
 
     capacity: int
     reserved: int
@@ -44,37 +44,39 @@ class TrajectoryBuffer:
 
     def reserve(self, sample_id: str) -> None:
         if self.free <= 0:
-            raise ValueError(f"no room for sample {sample_id}: all {self.capacity} places are reserved")
+            raise ValueError(f"no room for sample {sample_id}: all {self.capacity} buffer slots are reserved")
         self._reserved.add(sample_id)
 
     def put(self, job: ScoreJob) -> None:
         if job.sample_id not in self._reserved:
-            raise ValueError(f"sample {job.sample_id} has no place reserved")
+            raise ValueError(f"sample {job.sample_id} has no buffer slot reserved")
         self._queues[job.kind][job.sample_id] = job
 
     def put_off(self, job: ScoreJob) -> None:
-        """Its reward worker answered, and it is to be scored again, but not yet."""
+        """Removes the job from those being scored: its reward worker answered, and the sample is to be scored again,
+        but not yet."""
         self._scoring.pop(job.sample_id, None)
 
     def retry(self, job: ScoreJob) -> None:
-        """Back to the front: an older sample's group is waited for sooner."""
+        """Puts the job at the front of its queue: the trainer needs the group of an older sample sooner."""
         self._scoring.pop(job.sample_id, None)
         self.put(job)
         self._queues[job.kind].move_to_end(job.sample_id, last=False)
 
     def suspect(self, sample_id: str) -> None:
-        """It is handed out alone from now on: what it does to its reward worker is not to be blamed on others."""
+        """Marks the sample to be handed out alone from now on: if it breaks its reward worker, no other sample is to
+        blame."""
         self._suspects.add(sample_id)
 
     def queued(self, kind: SampleKind) -> bool:
-        """Whether a sample of this kind waits for a score."""
+        """Returns whether a sample of this kind waits for a score."""
         return bool(self._queues[kind])
 
     def take(self, worker: str, limit: int, kinds: Iterable[SampleKind] = ("validation", "train")) -> list[ScoreJob]:
-        """Samples for a reward worker, of one kind after the other, each in the order they came; or one suspect."""
+        """Hands samples to a reward worker, one kind after the other, each in the order of arrival; or one suspect."""
         waiting = chain.from_iterable(self._queues[kind].values() for kind in kinds)
         jobs = list(islice(waiting, limit))
-        first_suspect = next((place for place, job in enumerate(jobs) if job.sample_id in self._suspects), limit)
+        first_suspect = next((position for position, job in enumerate(jobs) if job.sample_id in self._suspects), limit)
         jobs = jobs[: max(1, first_suspect)]
         for job in jobs:
             del self._queues[job.kind][job.sample_id]
@@ -82,21 +84,22 @@ class TrajectoryBuffer:
         return jobs
 
     def being_scored(self, worker: str, sample_id: str) -> bool:
-        """Taken by this reward worker, which has not answered yet, and still of use."""
+        """Returns whether this reward worker has taken the sample and not answered yet, and the score is still of
+        use."""
         return sample_id in self._scoring and self._scoring[sample_id][0] == worker
 
     def jobs_of(self, worker: str) -> list[ScoreJob]:
-        """What it has taken and not answered, in that order."""
+        """Returns the jobs that the reward worker has taken and not answered, in that order."""
         return [job for owner, job in self._scoring.values() if owner == worker]
 
     def release(self, sample_id: str) -> None:
-        """The sample's place is free: it was scored, or will never be."""
+        """Frees the sample's buffer slot: it was scored, or will never be."""
         self._reserved.discard(sample_id)
         self._suspects.discard(sample_id)
         self._scoring.pop(sample_id, None)
 
     def discard(self, sample_ids: set[str]) -> None:
-        """Forget samples that nobody is to score: they have no place here any more."""
+        """Removes samples that are not to be scored, and frees their buffer slots."""
         for sample_id in sample_ids:
             for queue in self._queues.values():
                 queue.pop(sample_id, None)
@@ -113,8 +116,8 @@ class ReplayBuffer:
 
     `window` = 1 is strict first-in-first-out. With a larger window a ready group may overtake up to `window - 1` older
     ones that are not ready, but only while every other untaken group can still be trained within its own budget: group
-    g, admitted at version a, must be taken by update a + S, so before a younger group takes a place there must be
-    enough places left for all groups due by each later update.
+    g, admitted at version a, must be taken by update a + S, so before a younger group takes a position in an update,
+    enough positions must be left for all groups due by each later update.
     """
 
     def __init__(self, capacity: int, *, window: int, max_updates: int, groups_per_update: int) -> None:
@@ -132,37 +135,37 @@ class ReplayBuffer:
 
     def reserve(self, group: int, version: int) -> None:
         if self.free <= 0:
-            raise ValueError(f"no room for group {group}: all {self.capacity} places are reserved")
+            raise ValueError(f"no room for group {group}: all {self.capacity} buffer slots are reserved")
         self._admitted[group] = version
         self._of_version[version] += 1
 
     def put(self, group: ReadyGroup) -> None:
         if group.group not in self._admitted:
-            raise ValueError(f"group {group.group} has no place reserved")
+            raise ValueError(f"group {group.group} has no buffer slot reserved")
         self._ready[group.group] = group
 
     def unput(self, group: int) -> None:
-        """It is not ready after all, if it was, and keeps its place."""
+        """Marks a group as not ready, if it was ready; it keeps its buffer slot."""
         self._ready.pop(group, None)
 
     def end(self, group: int) -> None:
-        """The group was rejected or dropped."""
+        """Removes a group that was rejected or dropped."""
         if group in self._admitted:
             self._leave(group)
             self._ready.pop(group, None)
 
     @property
     def all_ready(self) -> bool:
-        """Whether every untaken group could be taken."""
+        """Returns whether every untaken group could be taken."""
         return len(self._ready) == len(self._admitted)
 
-    def take(self, update: int, places: int) -> ReadyGroup | None:
-        """The group that update number `update` (version being trained) should train next, if one is ready; `places` is
-        how many groups the update still needs, this one included."""
+    def take(self, update: int, needed: int) -> ReadyGroup | None:
+        """Returns the group that update number `update` (version being trained) should train next, if one is ready;
+        `needed` is how many groups the update still needs, this one included."""
         for overtaken, group in enumerate(self._admitted):
             if overtaken >= self._window:
                 return None
-            if group in self._ready and (overtaken == 0 or self._others_stay_in_time(group, update, places - 1)):
+            if group in self._ready and (overtaken == 0 or self._others_stay_in_time(group, update, needed - 1)):
                 self._leave(group)
                 return self._ready.pop(group)
         return None
@@ -173,18 +176,18 @@ class ReplayBuffer:
         if not self._of_version[version]:
             del self._of_version[version]
 
-    def _others_stay_in_time(self, taken: int, update: int, places: int) -> bool:
-        """All that is due by an update must fit into the places up to it."""
+    def _others_stay_in_time(self, taken: int, update: int, positions: int) -> bool:
+        """Returns whether all groups due by each update still fit into the positions up to it."""
         due = 0
         for version in sorted(self._of_version):
             others = self._of_version[version] - (version == self._admitted[taken])
             due += others
-            if others and due > places + (version + self._max_updates - update) * self._per_update:
+            if others and due > positions + (version + self._max_updates - update) * self._per_update:
                 return False
         return True
 
     def ready(self) -> list[ReadyGroup]:
-        """Those that wait to be taken, oldest first."""
+        """Returns the groups that wait to be taken, oldest first."""
         return [self._ready[group] for group in self._admitted if group in self._ready]
 
     def __contains__(self, group: int) -> bool:

@@ -1,4 +1,4 @@
-"""Time is injected, so that the same control plane runs against a wall clock, in tests and in virtual time."""
+"""Defines injected time, so that the same control plane runs against a wall clock, in tests and in virtual time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since the epoch (of the run's world, virtual or real)."""
+        """Returns seconds since the epoch (of the run's world, virtual or real)."""
 
 
 class WallClock:
@@ -17,7 +17,7 @@ class WallClock:
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

@@ -1,7 +1,7 @@
-"""Sending together what comes together: for calls that cost as much for one item as for many.
+"""Sends together the items that arrive together: for calls that cost as much for one item as for many.
 
-Owns the items that wait and one delivery under way. `send` waits for its item's delivery; a delivery waits for nothing
-but itself, and the next one starts when it ends, with everything that came meanwhile. Nothing is held back to fill a
+Owns the waiting items and one delivery under way. `send` waits for its item's delivery; a delivery waits for nothing
+but itself, and the next one starts when it ends, with all items that came meanwhile. Nothing is held back to fill a
 batch.
 """
 
@@ -16,8 +16,8 @@ R = TypeVar("R")
 
 
 class Coalescer(Generic[T, R]):
-    """`deliver` takes items and returns one result for each, in their order; what it raises, all their senders get. A
-    sender that is cancelled withdraws its item unless that has left."""
+    """A batching front of `deliver`, which takes items and returns one result for each, in their order; an error that
+    it raises goes to all their senders. A sender that is cancelled withdraws its item unless that has left."""
 
     def __init__(self, deliver: Callable[[list[T]], Awaitable[Sequence[R]]]) -> None:
         self._deliver = deliver
@@ -46,7 +46,7 @@ class Coalescer(Generic[T, R]):
             for (_, future), result in zip(leaving, results, strict=True):
                 if not future.done():
                     future.set_result(result)
-        except Exception as error:  # noqa: BLE001 (it is the senders', who wait for it)
+        except Exception as error:  # noqa: BLE001 (raised in the senders, which wait for it)
             for _, future in leaving:
                 if not future.done():
                     future.set_exception(error)

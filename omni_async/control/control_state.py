@@ -1,9 +1,9 @@
-"""What a checkpoint keeps of the control plane, so that a run goes on where it stopped: nothing lost, and nothing
-trained twice.
+"""Defines the part of the control plane that a checkpoint keeps, so that a run goes on where it stopped: nothing lost,
+and nothing trained twice.
 
-Taken between two updates, when no group is in training. What happened after it never happened: the lines that the
-ledger got since are void, and their groups are among those that this knows as unfinished, or have numbers that it gives
-out again, with the same prompts and seeds.
+The state is taken between two updates, when no group is in training. A resumed run ignores what happened after it: the
+lines that the ledger got since are void, and their groups are among those that the state lists as unfinished, or have
+numbers that are given out again, with the same prompts and seeds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from omni_async.types import ReadyGroup
 
 
 class LedgerState(Struct, frozen=True):
-    """Of the lines up to here: how many groups were admitted, how they ended, why, and how old they were trained; how
-    many bytes the lines are, and their digest (`ledger_prefix`)."""
+    """Totals over the ledger's lines so far: how many groups were admitted, how they ended, why, and how old they were
+    when trained; how many bytes the lines are, and their digest (`ledger_prefix`)."""
 
     admitted: int = 0
     events: dict[str, int] = {}
@@ -32,15 +32,16 @@ class LedgerState(Struct, frozen=True):
 
 
 class Unfinished(Struct, frozen=True):
-    """A group that was admitted and not scored yet. `attempts`: most generations that any of its samples needed."""
+    """A group that was admitted and not scored yet. `attempts` is the most generations that any of its samples
+    needed."""
 
     group: int
     attempts: int = 1
 
 
 class Round(Struct, frozen=True):
-    """A validation round that is over: the version it was of, the mean reward and the means of the scorer's parts; null
-    where not finite."""
+    """A validation round that is over: its version, the mean reward and the means of the scorer's parts; null where not
+    finite."""
 
     version: int
     reward: float | None
@@ -48,10 +49,11 @@ class Round(Struct, frozen=True):
 
 
 class ControlState(Struct, frozen=True):
-    """`version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
-    training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
-    references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`
-    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation."""
+    """The control plane between two updates. `version` is the policy's, `next_group` the first number that was not
+    given out, `images` those generated for training, `validated` the last version a validation round began with.
+    `ready` groups wait for the trainer; their references lead to trajectories that the checkpoint holds too.
+    `unfinished` groups are generated again. `rewards` has the mean reward of each of the run's updates (null: it was
+    not finite), `rounds` its validation."""
 
     version: int = 0
     next_group: int = 0
@@ -64,11 +66,11 @@ class ControlState(Struct, frozen=True):
     rounds: tuple[Round, ...] = ()
 
     def to_admit(self, max_updates: int, groups_per_update: int) -> Iterator[Unfinished | ReadyGroup]:
-        """The groups to take up again, in the order of their admission. One that would be trained beyond a budget,
-        because that was made smaller meanwhile, is generated again."""
+        """Yields the groups to admit again, in the order of their admission. One that would be trained beyond the
+        staleness budget, because that was made smaller meanwhile, is generated again."""
         groups: list[Unfinished | ReadyGroup] = [*self.unfinished, *self.ready]
-        for place, one in enumerate(sorted(groups, key=lambda one: one.group)):
-            trained_from = self.version + place // groups_per_update
+        for position, one in enumerate(sorted(groups, key=lambda one: one.group)):
+            trained_from = self.version + position // groups_per_update
             if isinstance(one, ReadyGroup) and trained_from - one.oldest_version > max_updates:
                 yield Unfinished(one.group)
             else:

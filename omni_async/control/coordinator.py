@@ -1,20 +1,20 @@
-"""The coordinator: one asyncio class that hosts the whole control plane. Everybody else asks it for work and tells it
-what was done.
+"""Hosts the whole control plane in one asyncio class, the coordinator. All other roles ask it for work and report their
+results to it.
 
 | call            | made by  | waits for                          | unblocked by                                     |
 |-----------------|----------|------------------------------------|--------------------------------------------------|
 | `next_samples`  | producer | a queued sample and                | admission (a slot freed), a score,               |
-|                 |          | a trajectory place                 | a retry, validation                              |
+|                 |          | a trajectory slot                  | a retry, validation                              |
 | `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
-| `closing`       | rewarder | the run's being over               | its end, however it comes                        |
+| `closing`       | rewarder | the end of the run                 | its end, however it comes                        |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
 | `events`        | driver   | anything that happened             | any of the above                                 |
 
-A run ends in two moments. *Closing*: nobody gets more work, and every wait returns nothing. *Ended*: the update under
-way has been answered for, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by the
-trainer's leaving it; what is unfinished then is dropped, though a run that goes on from the checkpoint takes it up
-again. No call here touches a tensor or runs in another thread, and none blocks but for the ledger's file, which
-`continuation` synchronises; state changes only between awaits. A worker that leaves is told at once: it gets nothing.
+A run ends in two steps. *Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has
+answered for the update under way, by `update_done` (its groups are trained, as the checkpoint that follows has them) or
+by leaving it; groups unfinished then are dropped, though a run resumed from the checkpoint admits them again. No call
+here touches a tensor or runs in another thread, and none blocks but for the ledger's file, which `continuation`
+synchronises; state changes only between awaits. A worker that leaves gets an empty answer at once.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Coordinator:
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
-        """`start`: what an earlier life of the run had come to. `ledger_sync` makes what `ledger_sink` got survive the
-        machine. `has_scored`: the scorers, as they are now, have scored samples of this run: one that fails is waited
-        for."""
+        """Starts from `start`, the state that an earlier attempt of the run reached, if there was one. `ledger_sync`
+        makes the lines given to `ledger_sink` survive a crash of the machine. `has_scored`: the scorers, as they are
+        now, have scored samples of this run, so the run waits for one that fails."""
         start = start or ControlState()
         self._ledger_sync = ledger_sync
         self._config = config
@@ -108,34 +108,35 @@ class Coordinator:
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine that holds `capacity` at most. Empty: the run is over, or goes on
-        without this engine."""
+        """Leases up to `free` samples to an engine that holds `capacity` at most. Returns an empty list if the run is
+        over, or goes on without this engine."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
-            await self._weights.wait()  # nobody generates with weights that nobody checked
+            await self._weights.wait()  # no engine generates with unchecked weights
         return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
         self._sample_events.samples_done(engine, results)
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        """It is generated again with the same seed; after `rollout.retries` the group is dropped."""
+        """Generates the sample again with the same seed; after `rollout.retries` the group is dropped."""
         self._sample_events.sample_failed(engine, sample_id, error)
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Up to `limit` generated samples, as many as there are. Empty: the run is over, or goes on without this
-        worker."""
+        """Returns up to `limit` generated samples, as many as there are; an empty list if the run is over, or goes on
+        without this worker."""
         self._sample_events.asks(worker)
         return await self._samples.jobs(worker, limit)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        """`kinds` maps the sample ids to train or validation, as their jobs said."""
+        """Records scores and failures. `kinds` maps the sample ids to train or validation, as their jobs do."""
         self._sample_events.scored(worker, kinds, results)
 
     async def scorer_wrong(self, reason: str) -> bool:
-        """A scorer fails what it is tried with before it gets a sample, in the same way every time. Whether that ends
-        the run: not if samples were scored before, for then something that scorers need has gone, and may come back."""
+        """Records that a scorer fails its trial before it gets a sample, in the same way every time. Returns whether
+        that ends the run: not if samples were scored before, for then something that scorers need has gone, and may
+        come back."""
         if self._sample_events.has_scored:
             return False
         self._fail(reason)
@@ -144,15 +145,16 @@ class Coordinator:
     # ---- trainer -----------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
-        """Before the first version is published: what training samples must carry."""
+        """Sets the trajectory tensors that training samples must carry; called before the first version is
+        published."""
         self._factory.fields = fields
 
-    async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
-        """Groups for the update that starts from `version` and still needs `places` groups, as many as may be trained
-        by now. Empty: the run is over, and the update will not be made."""
+    async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
+        """Returns groups for the update that starts from `version` and still needs `needed` groups, as many as may be
+        trained by now; an empty list if the run is over, and the update will not be made."""
         taken: list[ReadyGroup] = []
         while not self._closed:
-            while len(taken) < places and (ready := self._take(version, places - len(taken))):
+            while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
                 taken.append(ready)
             if taken or self._closed:
                 break
@@ -162,12 +164,12 @@ class Coordinator:
             return []
         return taken
 
-    def _take(self, version: int, places: int) -> ReadyGroup | None:
-        """None: there is none, or the run is over because one is too old."""
+    def _take(self, version: int, needed: int) -> ReadyGroup | None:
+        """Returns the next group to train; None if there is none, or the run is over because one is too old."""
         if not self._may_train(version):
             return None
         try:
-            ready = self._groups.take(version, places)
+            ready = self._groups.take(version, needed)
         except TooStale as error:
             self._fail(str(error))
             return None
@@ -176,15 +178,16 @@ class Coordinator:
         return ready
 
     def _may_train(self, version: int) -> bool:
-        """With `staleness.exact` nothing is trained while anything could still be generated."""
+        """Returns whether groups may be trained: with `staleness.exact`, none while anything could still be
+        generated."""
         if not self._config.staleness.exact:
             return True
         return self.versions.held == version and self._groups.all_ready
 
     async def update_done(self, report: UpdateReport) -> bool:
-        """The trainer made `report.version` from these groups: they are trained, and their slots wait for the publish.
-        Reported after the run ended it comes too late: its groups are in the ledger as dropped. Returns whether the run
-        goes on."""
+        """Records that the trainer made `report.version` from these groups: they are trained, and their slots wait for
+        the publish. A report after the run ended comes too late: its groups are in the ledger as dropped. Returns
+        whether the run goes on."""
         self.versions.trained = report.version
         if self._ended:
             return False
@@ -209,19 +212,19 @@ class Coordinator:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def announce(self, version: int, digest: str) -> None:
-        """The publisher is about to send `version` to the engines."""
+        """Records that the publisher is about to send `version` to the engines."""
         self.versions.announce(version, digest)
 
     async def engine_holds(self, report: WeightReport) -> None:
-        """An engine swapped. Once all engines hold a version, the slots of the groups it was trained on are free
-        again."""
+        """Records that an engine swapped. Once all engines hold a version, the slots of the groups it was trained on
+        are free again."""
         if not self.versions.knows(report.engine):
             return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
         try:
             self.versions.report(report)
         except WeightMismatch as error:
-            await self.engine_lost(report.engine, str(error))  # and with it whatever it made of them
+            await self.engine_lost(report.engine, str(error))  # and with it the samples it made with them
             return
         if newcomer and self.versions.held is not None:
             self._weights.notify()
@@ -238,7 +241,7 @@ class Coordinator:
         self._finish_if_complete()
 
     def _admit(self) -> None:
-        """Admit groups while there is a slot, room for them downstream, and an update left that will train them."""
+        """Admits groups while there is a slot, room for them downstream, and an update left that will train them."""
         version = self.versions.held
         if version is None or self._closed:
             return
@@ -251,16 +254,16 @@ class Coordinator:
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])
 
-    # ---- who comes and goes ------------------------------------------------------------------------------------------
+    # ---- membership --------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
-        """It gets work once it holds weights no older than everybody's."""
+        """Adds an engine. It gets work once it holds weights no older than those of all others."""
         self.versions.join(engine)
         self._samples.engine_joins(engine)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
-        """It is gone, or given up: its samples are generated again, with their seeds, by others; what it still says is
-        ignored."""
+        """Removes an engine that is gone, or given up: others generate its samples again, with their seeds; its late
+        messages are ignored."""
         if not self.versions.knows(engine):
             return
         if not self._closed:
@@ -269,40 +272,40 @@ class Coordinator:
         self.versions.leave(engine)
         self._weights.notify()
         leased = self._samples.engine_lost(engine)
-        self._held_may_differ(
-            before
-        )  # first: a round that ends with the engine's samples must not be the last one if another is due
+        # First: a round that ends with the engine's samples must not be the last one if another is due.
+        self._held_may_differ(before)
         for sample_id in leased:
             self._sample_events.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
 
     async def scorer_lost(self, worker: str) -> None:
-        """It is gone, or given up: what it had taken is scored by others."""
+        """Removes a reward worker that is gone, or given up: others score the samples it had taken."""
         self._sample_events.scorer_lost(worker)
 
     async def engine_leaves(self, engine: str) -> None:
-        """It is not needed any more: it gets no work, and `engine_lost` follows when it has answered for what it
-        has."""
+        """Stops giving work to an engine that is not needed any more; `engine_lost` follows when it has answered for
+        its leases."""
         self._samples.engine_leaves(engine)
 
     async def scorer_leaves(self, worker: str) -> None:
-        """It is not needed any more: it gets no work, and answers for what it has."""
+        """Stops giving work to a reward worker that is not needed any more; it answers for the samples it has."""
         self._samples.scorer_leaves(worker)
 
     async def objects_lost(self, engine: str) -> None:
-        """The store of a process that is gone went with it: what it had generated, and the trainer has not read, is
-        generated again."""
+        """Generates again the samples that a lost process had generated and the trainer has not read: its store went
+        with it."""
         if not self._closed:
             self._sample_events.objects_lost(engine)
 
     async def group_gone(self, group: int, reason: str) -> None:
-        """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
+        """Takes back a group that the trainer has taken and cannot read: it is generated again, and taken before any
+        other."""
         if not self._closed:
             self._sample_events.group_gone(group, reason)
 
     # ---- ends of groups and rounds -----------------------------------------------------------------------------------
 
     def end_round(self, round_: ValidationRound) -> None:
-        """If it is complete."""
+        """Ends a validation round if it is complete."""
         if not round_.complete:
             return
         del self._validation.rounds[round_.version]
@@ -311,7 +314,7 @@ class Coordinator:
         self._finish_if_complete()
 
     def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
-        """Reject or drop a live group; its slot admits a replacement at once."""
+        """Rejects or drops a live group; its slot admits a replacement at once."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
         self._samples.forget(group.group, group.samples)
         if why is not None:
@@ -336,12 +339,12 @@ class Coordinator:
             self._close("done", None)
 
     async def closing(self) -> None:
-        """For workers who wait for something else than work: returns once nobody gets any more."""
+        """Returns once no worker gets work any more, for workers that wait for something else than work."""
         while not self._closed:
             await self._weights.wait()
 
     async def stop(self, reason: str) -> None:
-        """End the run early, in order: workers see their calls return nothing."""
+        """Ends the run early, in order: workers see their calls return nothing."""
         self._close("interrupted", reason)
 
     async def fail(self, reason: str) -> None:
@@ -363,8 +366,8 @@ class Coordinator:
             self._end()
 
     async def conclude(self) -> None:
-        """Every role has finished, or is given up: what the trainer has not answered for is dropped. Nothing is told
-        after this."""
+        """Drops the groups that the trainer has not answered for, once every role has finished, or is given up. No
+        event follows this."""
         self._close("failed", "the roles finished before the run did")
         self._end()
         self._log.add("concluded", {})
@@ -410,13 +413,14 @@ class Coordinator:
         self._log.add("phase", {"text": text})
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Before the first version is published: groups of the checkpoint, with their trajectories, that need not be
-        made again."""
+        """Takes over groups of the checkpoint, with their trajectories, that need not be made again; called before the
+        first version is published."""
         self._source.take_up(groups)
 
     async def continuation(self) -> ControlState:
-        """For a checkpoint of the newest version: the trainer asks between two updates. Once the run has ended: as it
-        was before what was unfinished was dropped. OSError if the ledger lines that it counts are not safe."""
+        """Returns the state for a checkpoint of the newest version; the trainer asks between two updates. Once the run
+        has ended: the state before unfinished groups were dropped. OSError if the ledger lines that it counts are not
+        safe."""
         self._ledger_sync()
         return self._last_state or self._state()
 

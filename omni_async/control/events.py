@@ -1,4 +1,4 @@
-"""What the run tells whoever watches it (the driver: console, MLflow, files). One consumer, long-polling."""
+"""Carries the run's events to the driver (console, MLflow, files). One consumer, long-polling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing",
 
 
 class Picture(Struct, frozen=True):
-    """A reference to an image worth showing, what was asked for and what it earned."""
+    """A reference to an image to show, with its prompt and its score."""
 
     media: Any
     prompt: Prompt
@@ -21,7 +21,7 @@ class Picture(Struct, frozen=True):
 
 
 class RunEvent(Struct, frozen=True):
-    """`update`, `validation` and `ended` carry plain numbers and strings in `data`."""
+    """An event of the run. `update`, `validation` and `ended` carry plain numbers and strings in `data`."""
 
     kind: EventKind
     data: dict[str, Any] = {}
@@ -38,7 +38,7 @@ class EventLog:
         self._event.notify()
 
     async def take(self) -> list[RunEvent]:
-        """All events since the last call, at least one."""
+        """Returns all events since the last call, at least one."""
         while not self._events:
             await self._event.wait()
         events, self._events = self._events, []

@@ -1,16 +1,16 @@
-"""Samples on their way from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping
-but for two waits.
+"""Moves samples from request to score: queued, leased to an engine, generated, being scored. Pure bookkeeping but for
+two waits.
 
 | call    | made for      | waits for                              | unblocked by                                     |
 |---------|---------------|----------------------------------------|--------------------------------------------------|
-| `lease` | a producer    | a queued sample and a place            | `add`, what frees a place (`release`, `forget`), |
-|         |               | for a trajectory                       | `engine_leaves`, `_lost`                         |
-| `jobs`  | reward worker | a generated sample whose time has come | `generated`, `answered`, `forget`, a timer,      |
+| `lease` | a producer    | a queued sample and a slot             | `add`, calls that free a slot (`release`,        |
+|         |               | for a trajectory                       | `forget`), `engine_leaves`, `_lost`              |
+| `jobs`  | reward worker | a generated sample that may be scored  | `generated`, `answered`, `forget`, a timer,      |
 |         |               |                                        | `scorer_leaves`, `_lost`                         |
 
-A sample holds its place in the trajectory buffer from its lease to its score. With `reward.streaming: false` the time
-of training samples comes when none is at an engine and none could be: none is queued, or no place is free. What is full
-is therefore emptied, and nothing waits for ever.
+A sample holds its slot in the trajectory buffer from its lease to its score. With `reward.streaming: false` training
+samples may be scored when none is at an engine and none could be: none is queued, or no slot is free. A full buffer is
+therefore emptied, and nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from omni_async.types import SampleRequest, ScoreJob
 class SampleFlow:
     def __init__(self, config: Config) -> None:
         self._streaming = config.reward.streaming
-        self._places = config.buffer.trajectories
-        self._engines: set[str] = set()  # that share the work
+        self._slots = config.buffer.trajectories
+        self._engines: set[str] = set()  # those that share the work
         self._lost_scorers: set[str] = set()
         self._queue = WorkQueue(config.validation.share if config.validation else 1.0)
         self._buffer = TrajectoryBuffer(config.buffer.trajectories)
@@ -49,7 +49,7 @@ class SampleFlow:
         self._producers.notify()
 
     def lease(self, engine: str, free: int, capacity: int) -> Awaitable[list[SampleRequest]]:
-        """Up to `free` samples for an engine that holds `capacity` at most; none when closed."""
+        """Leases up to `free` samples to an engine that holds `capacity` at most; none when closed."""
         return self._producers.take(lambda: self._lease(engine, free, capacity), engine)
 
     def _may_lease(self) -> bool:
@@ -59,7 +59,7 @@ class SampleFlow:
         if self._closed or engine not in self._engines:
             return []
         engines = len(self._engines)
-        capacity = min(capacity, math.ceil(self._places / engines))
+        capacity = min(capacity, math.ceil(self._slots / engines))
         leased = self._queue.lease(engine, min(free, self._buffer.free), capacity, engines)
         for request in leased:
             self._buffer.reserve(request.sample_id)
@@ -69,19 +69,19 @@ class SampleFlow:
         self._engines.add(engine)
 
     def engine_leaves(self, engine: str) -> None:
-        """It gets no more leases, though it may have asked, and answers for those it has."""
+        """Stops leases to the engine, a waiting one included; it answers for those it has."""
         self._engines.discard(engine)
         self._producers.evict(engine)
 
     def engine_lost(self, engine: str) -> list[str]:
-        """It gets no more leases, though it may have asked. Returns the samples it has not answered for."""
+        """Stops leases to the engine, a waiting one included. Returns the samples it has not answered for."""
         self._engines.discard(engine)
         self._producers.evict(engine)
         return self._queue.leases_of(engine)
 
     def answered(self, engine: str, sample_id: str) -> SampleRequest | None:
-        """The lease that ends with this answer; None if the engine holds none (any more). The sample keeps its
-        place."""
+        """Ends the lease that this answer is for and returns its request; None if the engine holds no such lease (any
+        more). The sample keeps its slot."""
         request = self._queue.end_lease(engine, sample_id)
         if not self._streaming:
             self._rewarders.notify()
@@ -94,7 +94,7 @@ class SampleFlow:
         self._rewarders.notify()
 
     def jobs(self, worker: str, limit: int) -> Awaitable[list[ScoreJob]]:
-        """Up to `limit` samples for a reward worker to score, as many as there are; none when closed."""
+        """Returns up to `limit` samples for a reward worker to score, as many as there are; none when closed."""
         return self._rewarders.take(lambda: self._jobs(worker, limit), worker)
 
     def _may_score(self) -> bool:
@@ -117,17 +117,17 @@ class SampleFlow:
         )
 
     def being_scored(self, worker: str, sample_id: str) -> bool:
-        """With this reward worker, which has not answered yet, and still of use."""
+        """Returns whether this reward worker has the sample and has not answered yet, and the score is still of use."""
         return self._buffer.being_scored(worker, sample_id)
 
     def scorer_leaves(self, worker: str) -> None:
-        """It gets no more samples, though it may have asked, and answers for those it has."""
+        """Stops jobs to the reward worker, a waiting call included; it answers for those it has."""
         self._lost_scorers.add(worker)
         self._rewarders.evict(worker)
 
     def scorer_lost(self, worker: str) -> list[ScoreJob]:
-        """It gets no more samples, though it may have asked; those it has, which are returned, wait for others, before
-        all that came later."""
+        """Stops jobs to the reward worker, a waiting call included. Returns those it has, which wait for other workers,
+        before all that came later."""
         self._lost_scorers.add(worker)
         jobs = self._buffer.jobs_of(worker)
         for job in reversed(jobs):
@@ -137,16 +137,18 @@ class SampleFlow:
         return jobs
 
     def suspect(self, sample_id: str) -> None:
-        """A reward worker or a scorer went down over a batch that it was in: it is scored alone from now on."""
+        """Marks the sample to be scored alone from now on: a reward worker or a scorer went down over a batch with
+        it."""
         self._buffer.suspect(sample_id)
 
     def retry_score(self, job: ScoreJob, failures: int) -> None:
-        """When the pause after so many failures is over, before all that came later. It keeps its place meanwhile."""
+        """Queues the sample again when the pause after `failures` failures is over, before all that came later. It
+        keeps its slot meanwhile."""
         self._buffer.put_off(job)
         self._retries.call(job.sample_id, self._backoff.pause_s(failures), partial(self._retry, job))
 
     def postpone_score(self, job: ScoreJob) -> None:
-        """After all others: a scorer that failed is tried with another sample."""
+        """Queues the sample behind all others: a scorer that failed is tried with another sample."""
         self._buffer.put_off(job)
         self._buffer.put(job)
         self._rewarders.notify()
@@ -158,19 +160,19 @@ class SampleFlow:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def release(self, sample_id: str) -> None:
-        """The sample's place is free: it was scored, or will not be."""
+        """Frees the sample's slot: it was scored, or will not be."""
         self._buffer.release(sample_id)
         self._producers.notify()
 
     def withdraw(self, sample_id: str) -> None:
-        """What was made of it is gone: nobody is to score that."""
+        """Removes a sample that was generated and lost, so that it is not scored."""
         self._retries.cancel([sample_id])
         self._buffer.discard({sample_id})
         self._producers.notify()
 
     def forget(self, group: int, sample_ids: Iterable[str]) -> None:
-        """The group ended. Leased samples keep their place until their engine answers; everything else of the group is
-        gone."""
+        """Removes the samples of a group that ended. Leased ones keep their slot until their engine answers; all others
+        are gone."""
         self._queue.forget(group)
         gone = {sample_id for sample_id in sample_ids if not self._queue.leased(sample_id)}
         self._retries.cancel(gone)
@@ -179,7 +181,7 @@ class SampleFlow:
         self._rewarders.notify()
 
     def close(self) -> None:
-        """The run is over: everybody who waits, or asks, gets nothing."""
+        """Ends all waits: the run is over, and every caller gets nothing."""
         self._closed = True
         self._retries.close()
         self._producers.notify()

@@ -1,5 +1,5 @@
-"""Which group is admitted next: one that an earlier life of the run had begun, in the order of its admission, or else
-the next number's.
+"""Decides which group is admitted next: one that an earlier attempt of the run had begun, in the order of its
+admission, or else the next number's.
 
 Owns the numbers that were given out and the prompts behind them. Pure bookkeeping; waits for nothing.
 """
@@ -25,8 +25,8 @@ class GroupSource:
         self.next_group = start.next_group  # the first number that was not given out
 
     def next(self, version: int) -> GroupProgress:
-        """A group for admission at `version`. It is complete if an earlier life had it ready, for the same prompt and
-        with as many samples."""
+        """Returns a group for admission at `version`. It is complete if an earlier attempt had it ready, for the same
+        prompt and with as many samples."""
         if not self._begun:
             self.next_group += 1
             return self._group(self.next_group - 1, version)
@@ -45,12 +45,12 @@ class GroupSource:
         return GroupProgress(number, prompt, window, version, self._factory.training(number, prompt, window))
 
     def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Ready groups of the earlier life, now with their trajectories."""
+        """Adds the trajectories to ready groups of the earlier attempt."""
         found = {group.group: group for group in groups}
         self._begun = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._begun)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Of the earlier life, what waits to be admitted again: unfinished and ready."""
+        """Returns the groups of the earlier attempt that wait to be admitted again: unfinished and ready."""
         waiting = tuple(self._begun)
         return (
             tuple(one for one in waiting if isinstance(one, Unfinished)),

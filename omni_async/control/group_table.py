@@ -1,4 +1,5 @@
-"""Every admitted group, from its slot to its terminal event. Pure bookkeeping: waits for nothing and tells nobody.
+"""Tracks every admitted group, from its slot to its terminal event. Pure bookkeeping: waits for nothing and sends no
+messages.
 
 A group is *live* from its admission until the trainer takes it, and *in training* until the trainer has answered for
 its update. Each ends in exactly one line of the ledger: trained, rejected or dropped.
@@ -21,7 +22,7 @@ from omni_async.types import ReadyGroup, Terminal, UpdateReport
 
 
 class TooStale(RuntimeError):
-    """A group reached the trainer beyond the staleness budget. Always a bug of ours."""
+    """A group reached the trainer beyond the staleness budget. Always a bug in omni_async."""
 
 
 class GroupTable:
@@ -34,9 +35,8 @@ class GroupTable:
             config.buffer.groups, window=config.buffer.window, max_updates=self._budget, groups_per_update=per_update
         )
         self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
-        self._returned: dict[
-            int, ReadyGroup | None
-        ] = {}  # by the trainer, which waits for them before it takes younger ones
+        # Groups returned by the trainer, which waits for them before it takes younger ones; None: not ready.
+        self._returned: dict[int, ReadyGroup | None] = {}
         self.slots = Slots(self._budget, per_update)
         self._fruitless = Fruitless(self.slots.capacity)
         self.live: dict[int, GroupProgress] = {}
@@ -46,7 +46,7 @@ class GroupTable:
 
     @property
     def may_admit(self) -> bool:
-        """There is a slot, room downstream, and an update left that would train another group."""
+        """Returns whether there is a slot, room downstream, and an update left that would train another group."""
         unfinished = len(self._training) + len(self.live)
         return (
             self.slots.free > 0 and self._replay.free > 0 and self.ledger.events["trained"] + unfinished < self._wanted
@@ -59,7 +59,7 @@ class GroupTable:
         self.live[progress.group] = progress
 
     def complete(self, progress: GroupProgress) -> None:
-        """Every sample is scored: the trainer may have it."""
+        """Hands the group to the trainer: every sample is scored."""
         self._fruitless.reset()
         if progress.group in self._returned:
             self._returned[progress.group] = progress.ready()
@@ -67,14 +67,15 @@ class GroupTable:
             self._replay.put(progress.ready())
 
     def incomplete(self, progress: GroupProgress) -> None:
-        """Samples of it are gone."""
+        """Takes the group back from those that are ready: samples of it are gone."""
         if progress.group in self._returned:
             self._returned[progress.group] = None
         else:
             self._replay.unput(progress.group)
 
     def give_back(self, group: int) -> GroupProgress | None:
-        """The trainer has taken it and cannot read it. None if it has not."""
+        """Makes a group live again that the trainer has taken and cannot read. Returns None if the trainer does not
+        have it."""
         if group not in self._training:
             return None
         progress, _ = self._training.pop(group)
@@ -84,13 +85,13 @@ class GroupTable:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every live group could be taken."""
+        """Returns whether every live group could be taken."""
         return self._replay.all_ready and None not in self._returned.values()
 
-    def take(self, version: int, places: int) -> ReadyGroup | None:
-        """What the update that starts from `version` and needs `places` more groups should train next, if it is ready.
-        Raises TooStale."""
-        ready = self._take_returned() if self._returned else self._replay.take(version, places)
+    def take(self, version: int, needed: int) -> ReadyGroup | None:
+        """Returns the group that the update that starts from `version` and needs `needed` more groups should train
+        next, if it is ready. Raises TooStale."""
+        ready = self._take_returned() if self._returned else self._replay.take(version, needed)
         if ready is None:
             return None
         staleness = version - ready.oldest_version
@@ -102,7 +103,8 @@ class GroupTable:
         return ready
 
     def _take_returned(self) -> ReadyGroup | None:
-        """Younger groups would push them into a later update, and beyond the staleness budget."""
+        """Returns a returned group that is ready. Younger groups wait for these: they would push them into a later
+        update, and beyond the staleness budget."""
         for group, ready in self._returned.items():
             if ready is not None:
                 del self._returned[group]
@@ -114,8 +116,8 @@ class GroupTable:
         return bool(self._training)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """The live groups that are not scored yet, and those that are, be it that the trainer has them and leaves
-        them."""
+        """Returns the live groups that are not scored yet, and those that are, including those that the trainer has and
+        leaves."""
         returned = (ready for ready in self._returned.values() if ready is not None)
         ready = (*(ready for _, ready in self._training.values()), *returned, *self._replay.ready())
         done = {group.group for group in ready}
@@ -125,7 +127,7 @@ class GroupTable:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def trained(self, report: UpdateReport) -> list[ReadyGroup]:
-        """The update is made; the slots of its groups wait for the version to be held."""
+        """Records that the update is made and returns its groups; their slots wait for the version to be held."""
         groups = []
         for number in report.groups:
             progress, ready = self._training.pop(number)
@@ -136,7 +138,7 @@ class GroupTable:
         return groups
 
     def end(self, progress: GroupProgress, event: Terminal, reason: str) -> str | None:
-        """Reject or drop a live group. Returns why the run should end, if too many have ended so in a row."""
+        """Rejects or drops a live group. Returns why the run should end, if too many have ended so in a row."""
         del self.live[progress.group]
         self._drop(progress, event, reason)
         self._replay.end(progress.group)
@@ -149,7 +151,7 @@ class GroupTable:
         )
 
     def drop_all(self, reason: str) -> None:
-        """The run is over, and the trainer will not answer for what it has any more."""
+        """Drops all groups: the run is over, and the trainer will not answer for those it has any more."""
         for progress in [*(progress for progress, _ in self._training.values()), *self.live.values()]:
             self._drop(progress, "dropped", reason)
         self._training.clear()

@@ -1,4 +1,4 @@
-"""One admitted prompt group on its way from prompt to `ReadyGroup`. Pure bookkeeping: no waiting, no tensors."""
+"""Tracks one admitted prompt group on its way from prompt to `ReadyGroup`. Pure bookkeeping: no waiting, no tensors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from omni_async.types import (
 
 
 def trained_steps(request: SampleRequest) -> tuple[int, ...]:
-    """The numbers of step versions that a result of `request` may carry. A training sample without a window carries all
-    its steps', or none if it comes from a dataset."""
+    """Returns the numbers of step versions that a result of `request` may carry. A training sample without a window
+    carries those of all its steps, or none if it comes from a dataset."""
     if request.window is not None:
         return (request.window.size,)
     return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
 
 
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
-    """ValueError unless the result has a version for every trained step of its request."""
+    """Raises ValueError unless the result has a version for every trained step of its request."""
     if len(result.step_versions) not in (expected := trained_steps(request)):
         raise ValueError(
             f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]}"
@@ -36,9 +36,9 @@ def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
 
 
 class SampleProgress:
-    """One sample: requested, generated (has a result), scored. `failures` are its own, not those of what it was lost
-    with; `suspected` counts the reward workers and scorers that died or went down over it, be it by chance; `went_down`
-    are the workers whose scorer did since then."""
+    """One sample: requested, generated (has a result), scored. `failures` counts its own, not those of an engine or a
+    batch that it was lost with; `suspected` counts the reward workers and scorers that died or went down over it,
+    possibly by chance; `went_down` are the workers whose scorer did since then."""
 
     __slots__ = ("failures", "request", "result", "score", "score_attempts", "suspected", "went_down")
 
@@ -52,7 +52,7 @@ class SampleProgress:
         self.went_down: set[str] = set()
 
     def again(self) -> SampleRequest:
-        """Nothing that was made of it counts: the request to make it again, from the same seed."""
+        """Discards all results of the sample and returns the request to make it again, from the same seed."""
         self.request = replace(self.request, attempt=self.request.attempt + 1)
         self.result = self.score = None
         return self.request
@@ -82,12 +82,12 @@ class GroupProgress:
         self._num_unscored = len(requests)
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Whether it will look like this when it is complete."""
+        """Returns whether the group will have the same prompt, window and samples as `ready` when it is complete."""
         samples = {sample.sample_id for sample in ready.samples}
         return (self.prompt, self.window) == (ready.prompt, ready.window) and self.samples.keys() == samples
 
     def restore(self, ready: ReadyGroup) -> None:
-        """As it was when it was complete."""
+        """Restores the group as it was when it was complete."""
         for sample in ready.samples:
             progress = self.samples[sample.sample_id]
             versions = sample.step_versions
@@ -98,14 +98,14 @@ class GroupProgress:
             self.scored(progress, sample.score)
 
     def again(self, progress: SampleProgress) -> SampleRequest:
-        """One of its samples is made again."""
+        """Returns the request to make one of its samples again."""
         self._num_unscored += progress.score is not None
         request = progress.again()
         self.attempts = max(self.attempts, request.attempt)
         return request
 
     def scored(self, progress: SampleProgress, score: Score) -> None:
-        """The sample's first score."""
+        """Records the sample's first score."""
         progress.score = score
         self._num_unscored -= 1
 
@@ -124,13 +124,13 @@ class GroupProgress:
 
     @property
     def step_versions(self) -> tuple[int, int] | None:
-        """Oldest and newest version of any trained step so far."""
+        """Returns the oldest and newest version of any trained step so far."""
         versions = [v for s in self.samples.values() if s.result is not None for v in s.result.step_versions]
         return (min(versions), max(versions)) if versions else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
-        """The line of the ledger. Staleness is the version trained from, one before `trained_version`, minus the oldest
-        that took a step, or minus the one of admission where no policy took any."""
+        """Returns the group's line of the ledger. Staleness is the version trained from, one before `trained_version`,
+        minus the oldest that took a step, or minus the one of admission where no policy took any."""
         versions = self.step_versions
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(

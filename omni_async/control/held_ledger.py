@@ -1,7 +1,7 @@
 """Keeps the ledger of a resumed run as it is until the attempt has something to record.
 
-What an attempt says of groups before its first update, those that it rejected or dropped, is void if it ends there: the
-checkpoint that it went on from does not count these lines, and whoever resumes next makes the groups again.
+Entries that an attempt makes before its first update, for groups that it rejected or dropped, are void if it ends
+there: the checkpoint that it went on from does not count these lines, and the next attempt makes the groups again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class LedgerSink(Protocol):
     def __call__(self, entry: LedgerEntry) -> None: ...
 
     def sync(self) -> None:
-        """Makes every line survive the machine."""
+        """Makes every line survive a crash of the machine."""
 
 
 class HeldBackSink:
-    """Holds entries in memory until a group is trained, or until `sync`: from then on whatever counts them counts lines
-    of the file.
+    """A sink that holds entries in memory until a group is trained, or until `sync`: from then on a checkpoint that
+    counts them counts lines of the file.
 
-    `take_over` opens the file's sink, and with that makes what an earlier attempt left there after the checkpoint void.
-    It is called once, or again after it raised.
+    `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
+    void. It is called once, or again after it raised.
     """
 
     def __init__(self, take_over: Callable[[], LedgerSink]) -> None:
@@ -39,8 +39,8 @@ class HeldBackSink:
             self._hand_over()
 
     def _hand_over(self) -> LedgerSink:
-        """OSError if the lines cannot be written, also because the file is not the one that the attempt began from any
-        more."""
+        """Writes the held entries. OSError if they cannot be written, also because the file is no longer the one that
+        the attempt began from."""
         if self._sink is None:
             try:
                 self._sink = self._take_over()
@@ -51,5 +51,5 @@ class HeldBackSink:
         return self._sink
 
     def sync(self) -> None:
-        """Makes every line survive the machine, the held ones included. OSError if they do not."""
+        """Makes every line survive a crash of the machine, the held ones included. OSError if they do not."""
         self._hand_over().sync()

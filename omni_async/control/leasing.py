@@ -1,4 +1,4 @@
-"""Samples on their way to an engine: queued, then leased to exactly one engine until it answers. Pure bookkeeping;
+"""Leases samples to engines: each is queued, then leased to exactly one engine until it answers. Pure bookkeeping;
 waits for nothing."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from omni_async.types import SampleKind, SampleRequest
 
 
 class WorkQueue:
-    """Training samples leave oldest group first, so a sample that is generated again goes first; validation samples in
-    their order, at most `share` of an engine's places while training samples wait. Engines are kept equally full of
-    training samples."""
+    """A queue that training samples leave oldest group first, so a sample that is generated again goes first;
+    validation samples leave in their order, for at most `share` of an engine's slots while training samples wait.
+    Engines are kept equally full of training samples."""
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -27,7 +27,7 @@ class WorkQueue:
 
     @property
     def waiting(self) -> bool:
-        """Whether a sample of either kind is queued."""
+        """Returns whether a sample of either kind is queued."""
         return self.num_training > 0 or bool(self._validation)
 
     def add(self, request: SampleRequest) -> None:
@@ -41,7 +41,7 @@ class WorkQueue:
         self.num_training += 1
 
     def lease(self, engine: str, free: int, capacity: int, engines: int) -> list[SampleRequest]:
-        """Up to `free` samples for an engine with `capacity` places, one of `engines`; at least one if any is
+        """Leases up to `free` samples to an engine with `capacity` slots, one of `engines`; at least one if any is
         queued."""
         chosen = self._take_validation(engine, free, capacity) if self._validation else []
         if self.num_training:
@@ -75,8 +75,8 @@ class WorkQueue:
         return request
 
     def end_lease(self, engine: str, sample_id: str) -> SampleRequest | None:
-        """What the engine was asked for; None for a second answer, or one from an engine the sample is not leased to
-        (any more): the sample's place, if it has one, belongs to somebody else."""
+        """Ends the lease and returns its request; None for a second answer, or one from an engine the sample is not
+        leased to (any more): the sample's buffer slot, if it has one, belongs to another engine's lease."""
         owner, request = self._leases.get(sample_id, (None, None))
         if owner != engine or request is None:
             return None
@@ -86,12 +86,12 @@ class WorkQueue:
         return request
 
     def leases_of(self, engine: str) -> list[str]:
-        """Samples it has not answered for, in the order it got them."""
+        """Returns the samples that the engine has not answered for, in the order it got them."""
         return [sample_id for sample_id, (owner, _) in self._leases.items() if owner == engine]
 
     def leased(self, sample_id: str) -> bool:
         return sample_id in self._leases
 
     def forget(self, group: int) -> None:
-        """The group ended: none of its queued samples is wanted. Leases stay until their engines answer."""
+        """Removes the queued samples of a group that ended. Leases stay until their engines answer."""
         self.num_training -= len(self._training.pop(group, ()))

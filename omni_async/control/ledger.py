@@ -1,8 +1,8 @@
-"""The ledger: every admitted group ends in exactly one event, and that is checked, not hoped for.
+"""Records that every admitted group ends in exactly one event, and checks it.
 
 Owns the counters and hands each terminal event to a sink (a file in production, a list in tests) at the moment it
-happens. A sink that fails is told of in `problem`, where whoever ended the group looks: the books stay right, and the
-run can end in order.
+happens. A sink's failure is reported in `problem`, which the code that ended the group reads: the counters stay right,
+and the run can end in order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from omni_async.types import LedgerEntry
 
 
 class ConservationError(AssertionError):
-    """admitted != trained + rejected + dropped + live: a group was lost or counted twice. Always a bug of ours."""
+    """admitted != trained + rejected + dropped + live: a group was lost or counted twice. Always a bug in
+    omni_async."""
 
 
 class Ledger:
-    """`start`: what earlier lives of the run have recorded."""
+    """The ledger of a run; `start` has the totals of its earlier attempts."""
 
     def __init__(self, sink: Callable[[LedgerEntry], None], start: LedgerState | None = None) -> None:
         start = start or LedgerState()
@@ -69,7 +70,7 @@ class Ledger:
             self.problem = self.problem or f"the ledger cannot be written: {error}"
 
     def check(self, live: Set[int]) -> None:
-        """Compare with who *should* be live, counted independently (slots); raises ConservationError."""
+        """Compares with the groups that *should* be live, counted independently (slots). Raises ConservationError."""
         ended = sum(self.events.values())
         if self.admitted != ended + len(live) or self._live != live:
             raise ConservationError(
@@ -78,7 +79,7 @@ class Ledger:
             )
 
     def state(self) -> LedgerState:
-        """Of everything but the live groups, which a continued run admits again."""
+        """Returns the totals of everything but the live groups, which a resumed run admits again."""
         admitted = self.admitted - len(self._live)
         return LedgerState(
             admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest
@@ -88,14 +89,14 @@ class Ledger:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
 
     def summary(self) -> dict[str, Any]:
-        """What became of all groups: how many, why, and how old they were trained."""
+        """Returns how all groups ended: how many, why, and how old they were when trained."""
         staleness = {str(age): count for age, count in sorted(self.staleness.items())}
         return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
 
 
 class JsonlSink:
-    """Appends a line per event and hands it to the operating system, so that a killed run has told all it knew. What
-    could not be written is written before the next line.
+    """A sink that appends a line per event and hands it to the operating system, so that the file of a killed run has
+    every event. A line that could not be written is written before the next.
 
     `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin
     with them, OSError if it is not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
@@ -116,13 +117,13 @@ class JsonlSink:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
-        """Every line survives the machine. OSError if it does not."""
+        """Makes every line survive a crash of the machine. OSError if it does not."""
         self._write()
         os.fsync(self._file.fileno())
 
 
 def _keep(path: Path, counted: LedgerState) -> None:
-    """Void lines are in their file before they are gone from this one."""
+    """Moves lines that do not count: they are in the void file before they are gone from this one."""
     require_prefix(path, counted)
     if not path.exists():
         return

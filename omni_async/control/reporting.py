@@ -1,5 +1,5 @@
-"""What the coordinator tells of updates and validation rounds: numbers of finished groups, and which pictures to show.
-Pure functions."""
+"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the images to
+show. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
-    """`staleness` has one entry per group: the version trained from, minus the oldest version that took any of its
-    trained steps."""
+    """Returns an update's event data. `staleness` has one entry per group: the version trained from, minus the oldest
+    version that took any of its trained steps."""
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,
@@ -29,7 +29,7 @@ def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str,
 
 
 def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
-    """The mean of every part, over the scores that have it."""
+    """Returns the mean of every part, over the scores that have it."""
     names = sorted({name for score in scores for name in score.parts})
     values = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
@@ -61,5 +61,5 @@ def round_pictures(finished: ValidationRound, count: int) -> tuple[Picture, ...]
 
 
 def _spread(items: Sequence[T], count: int) -> Sequence[T]:
-    """At most `count` of the items, evenly apart."""
+    """Returns at most `count` of the items, evenly apart."""
     return items[:: max(1, len(items) // count)][:count]

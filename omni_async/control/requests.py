@@ -1,5 +1,4 @@
-"""Makes sample requests: the one place that turns configuration, ids and the run seed into what an engine is asked
-for."""
+"""Makes sample requests: only this module turns configuration, ids and the run seed into a request to an engine."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
 
 
 class RequestFactory:
-    """`fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation
-    samples carry none."""
+    """A maker of sample requests. `fields` are the trajectory tensors training samples carry, as the trainer's
+    objective declares them; validation samples carry none."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -36,7 +35,8 @@ class RequestFactory:
         ]
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
-        """The same prompts and seeds every round, so that rounds differ by the policy alone."""
+        """Returns the requests of a round: the same prompts and seeds every round, so that rounds differ by the policy
+        alone."""
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
@@ -54,7 +54,7 @@ class RequestFactory:
     def _request(
         self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float
     ) -> SampleRequest:
-        """What all samples of a prompt share; the rest is to be filled in."""
+        """Returns a request with what all samples of a prompt share; the caller fills in the rest."""
         rollout = self._config.rollout
         return SampleRequest(
             sample_id="",

@@ -1,10 +1,10 @@
-"""What comes of samples: generated, scored, failed, lost. Each ends as a part of a whole group or round, or is made
-again, or ends its group.
+"""Handles the events of samples: generated, scored, failed, lost. Each sample ends as a part of a whole group or round,
+or is made again, or ends its group.
 
 Pure bookkeeping between the messages of engines and reward workers and the groups they belong to; waits for nothing. A
-failure is tried again a bounded number of times and never becomes a number; what was only lost is made again from the
-same seeds. While nothing was ever scored, a scorer that fails a few samples of different prompts with errors that stay
-the same ends the run: it would fail the others, too.
+failure is tried again a bounded number of times and never becomes a number; a sample that was only lost is made again
+from the same seeds. While nothing was ever scored, a scorer that fails a few samples of different prompts with errors
+that stay the same ends the run: it would fail the others, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, Sco
 
 
 class Ends(Protocol):
-    """Who does what follows."""
+    """The consequences of sample events, which the coordinator carries out."""
 
     def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None: ...
 
     def end_round(self, round_: ValidationRound) -> None:
-        """If it is complete."""
+        """Ends the round if it is complete."""
 
     def group_ready(self) -> None: ...
 
@@ -41,8 +41,8 @@ _ALL_WRONG = 4
 
 
 class SampleEvents:
-    """`images` are the training samples that were generated, those of earlier attempts included; `has_scored`: one was
-    scored by these scorers before."""
+    """The handler of sample events. `images` counts the training samples that were generated, those of earlier attempts
+    included; `has_scored`: these scorers have scored a sample before."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class SampleEvents:
         self._versions = versions
         self._ends = ends
         self._down: set[str] = set()  # reward workers that wait for a scorer
-        self._wrong: set[tuple[str, int, int]] = (
-            set()
-        )  # kind, group and prompt of samples that a scorer failed twice in the same way
+        # Kind, group and prompt of samples that a scorer failed twice in the same way.
+        self._wrong: set[tuple[str, int, int]] = set()
         self.has_scored = has_scored
         self.images = images
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
     def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        """Raises, to whoever reports it, what is wrong with a result that cannot be right; the sample is made again."""
+        """Takes generated samples. Raises, in the caller that reports it, the error of a result that cannot be right;
+        the sample is made again."""
         for result in results:
             request = self._samples.answered(engine, result.sample_id)
             if request is None:
@@ -92,7 +92,7 @@ class SampleEvents:
             self._samples.generated(progress.job())
 
     def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        """Generate it again with the same seed; after `rollout.retries` the group is dropped."""
+        """Generates the sample again with the same seed; after `rollout.retries` the group is dropped."""
         request = self._samples.answered(engine, sample_id)
         if request is None:
             return
@@ -102,172 +102,175 @@ class SampleEvents:
 
     def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
         progress.failures += 1
-        home = self._home(request.kind, request.group)
-        if home is None or progress.failures <= self._config.rollout.retries:
-            self._generate_again(home, [progress])
-        elif isinstance(home, ValidationRound):
+        owner = self._owner(request.kind, request.group)
+        if owner is None or progress.failures <= self._config.rollout.retries:
+            self._generate_again(owner, [progress])
+        elif isinstance(owner, ValidationRound):
             self._fail_validation(request, error)
         else:
-            self._ends.end_group(home, "dropped", f"generation failed {progress.failures} times: {error}")
+            self._ends.end_group(owner, "dropped", f"generation failed {progress.failures} times: {error}")
 
     def _fail_validation(self, request: SampleRequest, error: str) -> None:
         self._samples.release(request.sample_id)
         if round_ := self._validation.fail(request, error):
             self._ends.end_round(round_)
 
-    def _home(self, kind: SampleKind, group: int) -> GroupProgress | ValidationRound | None:
-        """The live group or round of a sample."""
+    def _owner(self, kind: SampleKind, group: int) -> GroupProgress | ValidationRound | None:
+        """Returns the live group or round of a sample."""
         return self._groups.live.get(group) if kind == "train" else self._validation.rounds.get(group)
 
     def _progress(self, request: SampleRequest) -> SampleProgress | None:
-        """The live sample behind a request; None if its group or round is over or the sample has a result already."""
-        home = self._home(request.kind, request.group)
-        progress = home.samples.get(request.sample_id) if home else None
+        """Returns the live sample behind a request; None if its group or round is over or the sample has a result
+        already."""
+        owner = self._owner(request.kind, request.group)
+        progress = owner.samples.get(request.sample_id) if owner else None
         return progress if progress is not None and progress.result is None else None
 
     # ---- scoring -----------------------------------------------------------------------------------------------------
 
     def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        """`kinds` maps the sample ids to train or validation, as their jobs said."""
+        """Records scores and failures. `kinds` maps the sample ids to train or validation, as their jobs do."""
         outage = bool(self._down - {worker})
         if any(result.postponed for result in results):
             self._down.add(worker)
         for result in results:
             if not self._samples.being_scored(worker, result.sample_id):
                 continue  # a second answer, or the group ended meanwhile
-            home = self._home(
+            owner = self._owner(
                 "validation" if kinds[result.sample_id] == "validation" else "train", _group_of(result.sample_id)
             )
-            if home is None:
+            if owner is None:
                 self._samples.release(result.sample_id)
                 continue
-            progress = home.samples[result.sample_id]
+            progress = owner.samples[result.sample_id]
             if result.attempt != progress.request.attempt:
-                continue  # of a picture that was lost meanwhile
+                continue  # the score of an image that was lost meanwhile
             if (result.wrong or result.final) and self._is_wrong(progress.request):
                 self._ends.end_run(f"nothing could be scored so far, and the error stays the same: {result.error}")
                 return
             if result.gone:
                 self._samples.release(result.sample_id)
-                self._generation_failed(progress.request, progress, result.error or "its picture is gone")
+                self._generation_failed(progress.request, progress, result.error or "its image is gone")
             elif result.postponed:
                 self._samples.postpone_score(progress.job())
                 if result.suspect:
-                    self._went_down(home, progress, worker, result.error or "its scorer went down", outage)
+                    self._went_down(owner, progress, worker, result.error or "its scorer went down", outage)
             elif result.score is None:
-                self._score_failed(home, progress, result.error or "no score", result.final)
+                self._score_failed(owner, progress, result.error or "no score", result.final)
             else:
                 self._samples.release(result.sample_id)
-                self._scored(home, progress, result.score)
+                self._scored(owner, progress, result.score)
 
     def _is_wrong(self, request: SampleRequest) -> bool:
-        """Whether it is the scorer that is, after another sample that it fails without hope."""
+        """Returns whether the scorer is to blame, after another sample that it fails for good."""
         if self.has_scored:
             return False
         self._wrong.add((request.kind, request.group, request.prompt.index))
         at_once = (self._config.staleness.max_updates + 1) * self._config.trainer.groups_per_update
         return len(self._wrong) >= min(_ALL_WRONG, at_once)
 
-    def _scored(self, home: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
+    def _scored(self, owner: GroupProgress | ValidationRound, progress: SampleProgress, score: Score) -> None:
         self.has_scored = True
-        if isinstance(home, ValidationRound):
+        if isinstance(owner, ValidationRound):
             progress.score = score
-            self._ends.end_round(home)
+            self._ends.end_round(owner)
             return
-        home.scored(progress, score)
-        if not home.complete:
+        owner.scored(progress, score)
+        if not owner.complete:
             return
         advantage = self._config.algorithm.advantage
-        # Against the rewards its prompt had before, even a group of equal rewards says something.
+        # Against the rewards its prompt had before, even a group of equal rewards has a signal.
         may_drop = advantage.drop_zero_variance and not advantage.track_prompts
-        if may_drop and not has_signal(home.scores, each_scorer=advantage.aggregate != "rewards"):
-            self._ends.end_group(home, "rejected", "zero reward variance")
+        if may_drop and not has_signal(owner.scores, each_scorer=advantage.aggregate != "rewards"):
+            self._ends.end_group(owner, "rejected", "zero reward variance")
         else:
-            self._groups.complete(home)
+            self._groups.complete(owner)
             self._ends.group_ready()
 
     def asks(self, worker: str) -> None:
-        """A reward worker wants samples: its scorers answer."""
+        """Records that a reward worker asks for samples: its scorers answer."""
         self._down.discard(worker)
 
     def _went_down(
-        self, home: GroupProgress | ValidationRound, progress: SampleProgress, worker: str, error: str, outage: bool
+        self, owner: GroupProgress | ValidationRound, progress: SampleProgress, worker: str, error: str, outage: bool
     ) -> None:
-        """Nothing was wrong before it was asked for this sample. While others wait too, that is no wonder: only what
-        happens to the same worker again is held against the sample."""
+        """Records that a scorer went down over a sample, with nothing wrong before. While other workers wait for a
+        scorer too, that is expected: only a repetition with the same worker is held against the sample."""
         again = worker in progress.went_down
         if outage and not again:
             progress.went_down.add(worker)
             return
         progress.went_down = {worker}
-        self._suspect(home, progress, error)
+        self._suspect(owner, progress, error)
 
-    def _suspect(self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
-        """Something died or went down over it: once is chance, again and again is the sample's doing."""
+    def _suspect(self, owner: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:
+        """Counts that a worker or a scorer died or went down over the sample: once may be chance, repeatedly it is due
+        to the sample."""
         progress.suspected += 1
         if progress.suspected <= self._config.reward.retries:
             self._samples.suspect(progress.request.sample_id)
             return
         self._samples.withdraw(progress.request.sample_id)  # it waits to be scored again
-        if isinstance(home, ValidationRound):
+        if isinstance(owner, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
-            self._ends.end_group(home, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
+            self._ends.end_group(owner, "rejected", f"its scoring was cut off {progress.suspected} times: {error}")
 
     def _score_failed(
-        self, home: GroupProgress | ValidationRound, progress: SampleProgress, error: str, final: bool
+        self, owner: GroupProgress | ValidationRound, progress: SampleProgress, error: str, final: bool
     ) -> None:
-        """Score it again after a pause, unless that is `final`; after `reward.retries` the group is rejected, or the
-        round goes on without the sample."""
+        """Queues the sample to be scored again after a pause, unless the failure is `final`; after `reward.retries` the
+        group is rejected, or the round goes on without the sample."""
         progress.score_attempts += 1
         if progress.score_attempts <= self._config.reward.retries and not final:
             self._samples.retry_score(progress.job(), progress.score_attempts)
-        elif isinstance(home, ValidationRound):
+        elif isinstance(owner, ValidationRound):
             self._fail_validation(progress.request, error)
         else:
             self._ends.end_group(
-                home, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}"
+                owner, "rejected", error if final else f"reward failed {progress.score_attempts} times: {error}"
             )
 
-    # ---- what is lost ------------------------------------------------------------------------------------------------
+    # ---- losses ------------------------------------------------------------------------------------------------------
 
     def scorer_lost(self, worker: str) -> None:
-        """What it had taken is scored by others."""
+        """Hands the samples that a lost reward worker had taken to others."""
         self._down.discard(worker)
         for job in self._samples.scorer_lost(worker):
-            home = self._home(job.kind, _group_of(job.sample_id))
-            if home is not None:  # else an earlier one of these ended the group
-                self._suspect(home, home.samples[job.sample_id], f"{worker} was lost")
+            owner = self._owner(job.kind, _group_of(job.sample_id))
+            if owner is not None:  # else an earlier one of these ended the group
+                self._suspect(owner, owner.samples[job.sample_id], f"{worker} was lost")
 
     def objects_lost(self, engine: str) -> None:
-        """What it had generated, and the trainer has not taken, is generated again."""
+        """Generates again the samples that the engine had generated and the trainer has not taken."""
         for group in self._groups.live.values():
             self._generate_again(group, _made_by(engine, group))
         for round_ in self._validation.rounds.values():
             self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
 
     def group_gone(self, group: int, reason: str) -> None:
-        """The trainer has taken a group and cannot read it: it is generated again, and taken before any other."""
-        home = self._groups.give_back(group)
-        if home is None:
+        """Takes back a group that the trainer has taken and cannot read: it is generated again, and taken before any
+        other."""
+        owner = self._groups.give_back(group)
+        if owner is None:
             return
-        home.losses += 1
-        if home.losses > self._config.rollout.retries:
-            self._ends.end_group(home, "dropped", f"its trajectories were lost {home.losses} times: {reason}")
+        owner.losses += 1
+        if owner.losses > self._config.rollout.retries:
+            self._ends.end_group(owner, "dropped", f"its trajectories were lost {owner.losses} times: {reason}")
         else:
-            self._generate_again(home, [*home.samples.values()])
+            self._generate_again(owner, [*owner.samples.values()])
 
-    def _generate_again(self, home: GroupProgress | ValidationRound | None, lost: Sequence[SampleProgress]) -> None:
-        """From the same seeds; scores of what is lost do not count."""
-        if isinstance(home, GroupProgress) and lost:
-            self._groups.incomplete(home)
+    def _generate_again(self, owner: GroupProgress | ValidationRound | None, lost: Sequence[SampleProgress]) -> None:
+        """Queues lost samples to be made again from the same seeds; their scores do not count."""
+        if isinstance(owner, GroupProgress) and lost:
+            self._groups.incomplete(owner)
         for progress in lost:
             self._samples.withdraw(progress.request.sample_id)
-            self._samples.add([home.again(progress) if isinstance(home, GroupProgress) else progress.again()])
+            self._samples.add([owner.again(progress) if isinstance(owner, GroupProgress) else progress.again()])
 
 
-def _made_by(engine: str, home: GroupProgress | ValidationRound) -> list[SampleProgress]:
-    return [sample for sample in home.samples.values() if sample.result is not None and sample.result.engine == engine]
+def _made_by(engine: str, owner: GroupProgress | ValidationRound) -> list[SampleProgress]:
+    return [sample for sample in owner.samples.values() if sample.result is not None and sample.result.engine == engine]
 
 
 def _group_of(sample_id: str) -> int:

@@ -1,6 +1,6 @@
-"""Prompt order, SDE windows and noise seeds, all from the run seed and ids: never from time, worker or placement.
+"""Derives prompt order, SDE windows and noise seeds from the run seed and ids: never from time, worker or placement.
 
-That makes a regenerated sample the same sample, and a run's data independent of how many engines drew it.
+A regenerated sample is therefore the same sample, and a run's data are independent of how many engines drew them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from omni_async.types import Prompt, SdeWindow
 
 
 def derive(*parts: int | str) -> int:
-    """A 63-bit integer from the parts; any change of any part gives an unrelated number."""
+    """Returns a 63-bit integer from the parts; any change of any part gives an unrelated number."""
     return _number(_hashed(*parts))
 
 
 def derive_each(parts: tuple[int | str, ...], lasts: Iterable[int]) -> list[int]:
-    """`derive(*parts, last)` of each last part; the others are hashed once."""
+    """Returns `derive(*parts, last)` of each last part; the others are hashed once."""
     common = _hashed(*parts, "")
     numbers = []
     for last in lasts:
@@ -42,17 +42,18 @@ def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> in
 
 
 def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """`sample_seed` of a group's samples 0, 1, ..., count - 1."""
+    """Returns `sample_seed` of a group's samples 0, 1, ..., count - 1."""
     return derive_each(("sample", run_seed, prompt, group), range(count))
 
 
 def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
-    """For groups whose samples share their first latents."""
+    """Returns the seed of the first latents, for groups whose samples share them."""
     return derive("initial", run_seed, prompt, group)
 
 
 def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
-    """The window of a group's or an update's `number`: its start is uniform on lo..hi-size, both ends included."""
+    """Draws the window of a group's or an update's `number`: its start is uniform on lo..hi-size, both ends
+    included."""
     lo, hi = bounds
     start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)
@@ -76,5 +77,5 @@ class PromptStream:
         return order
 
     def __getitem__(self, n: int) -> Prompt:
-        epoch, place = divmod(n, len(self._prompts))
-        return self._prompts[self._order(epoch)[place]]
+        epoch, position = divmod(n, len(self._prompts))
+        return self._prompts[self._order(epoch)[position]]

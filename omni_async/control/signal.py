@@ -1,4 +1,4 @@
-"""Does a group of rewards carry any training signal, and how long may a run go on without?"""
+"""Decides whether a group of rewards carries any training signal, and how long a run may go on without."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GROUPS = 32
 
 
 def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
-    """False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
+    """Returns False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
 
     With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
     equal.
@@ -24,17 +24,18 @@ def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
 
 
 class Fruitless:
-    """Groups that ended one after the other without being trained. A run in which all do would spin for ever."""
+    """A counter of groups that ended one after the other without being trained. A run in which all do would never
+    end."""
 
     def __init__(self, slots: int) -> None:
         self._most = max(_GROUPS, _ROUNDS * slots)
         self.in_a_row = 0
 
     def too_many(self) -> bool:
-        """Another one ended; whether that should end the run."""
+        """Counts another group that ended. Returns whether that should end the run."""
         self.in_a_row += 1
         return self.in_a_row >= self._most
 
     def reset(self) -> None:
-        """A group may be trained."""
+        """Starts the count again: a group may be trained."""
         self.in_a_row = 0

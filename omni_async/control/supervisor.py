@@ -1,4 +1,4 @@
-"""One owner for every task of a run.
+"""Owns every task of a run.
 
 Tasks are started by name; the first one that fails, or `stop()`, ends all of them, and leaving the `async with` block
 waits until each has really finished. Nothing outlives the block, and the failure that ended it is raised with its
@@ -25,8 +25,8 @@ class TaskFailed(RuntimeError):
 
 
 class Supervisor:
-    """`async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await
-    supervisor.wait()`"""
+    """The owner of a run's tasks: `async with Supervisor() as supervisor: supervisor.start("producer-0",
+    producer.run()); await supervisor.wait()`"""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -43,7 +43,7 @@ class Supervisor:
         return task
 
     async def wait(self) -> None:
-        """Until every task finished. Raises TaskFailed as soon as any task fails."""
+        """Waits until every task finished. Raises TaskFailed as soon as any task fails."""
         while True:
             for task, name in self._tasks.items():
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -53,12 +53,12 @@ class Supervisor:
             await self._changed.wait()
 
     async def settle(self) -> None:
-        """Until every task has finished, however it finished."""
+        """Waits until every task has finished, whether it succeeded or not."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """Cancel what still runs and wait for it."""
+        """Cancels the tasks that still run and waits for them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

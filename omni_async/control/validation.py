@@ -1,5 +1,5 @@
-"""Validation rounds: when one is due, who is in it, and what it found. Rounds take no slot and nothing waits for them,
-except the end of the run."""
+"""Tracks validation rounds: when one is due, its samples, and its results. Rounds take no slot and nothing waits for
+them, except the end of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ValidationRound:
         return all(s.score is not None or sample_id in self.failed for sample_id, s in self.samples.items())
 
     def means(self) -> dict[str, float]:
-        """`reward` and every part, averaged over the scored samples."""
+        """Returns the means of `reward` and of every part over the scored samples."""
         values: dict[str, list[float]] = defaultdict(list)
         for sample in self.samples.values():
             if sample.score is not None:
@@ -34,13 +34,13 @@ class ValidationRound:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Oldest and newest version that a sample of this round started with."""
+        """Returns the oldest and newest version that a sample of this round started with."""
         versions = [s.result.version for s in self.samples.values() if s.result is not None]
         return (min(versions), max(versions)) if versions else (self.version, self.version)
 
 
 class ValidationSchedule:
-    """Due at the first version, at every multiple of `every`, and at the last version."""
+    """The schedule of rounds: due at the first version, at every multiple of `every`, and at the last version."""
 
     def __init__(self, every: int, last: int, done: int | None = None) -> None:
         self._every = every
@@ -48,7 +48,7 @@ class ValidationSchedule:
         self.done = done  # the last version a round began with
 
     def due(self, held: int) -> bool:
-        """Whether a round should start now that every engine holds `held`; asking marks it as started."""
+        """Returns whether a round should start now that every engine holds `held`, and marks it as started."""
         previous = self.done
         if previous is not None and held <= previous:
             return False
@@ -75,19 +75,19 @@ class Validation:
 
     @property
     def done(self) -> int | None:
-        """The last version whose round is over, or would be repeated for nothing."""
+        """Returns the last version whose round is over, or would be repeated for nothing."""
         if self._schedule is None:
             return self._before
         return min(self.rounds) - 1 if self.rounds else self._schedule.done
 
     def cancel(self) -> None:
-        """The run is over: rounds under way count as not begun."""
+        """Cancels rounds under way at the end of the run: they count as not begun."""
         if self._schedule is not None:
             self._schedule.done = self.done
         self.rounds.clear()
 
     def begin(self, held: int) -> list[SampleRequest]:
-        """The samples of the round that is due now that every engine holds `held`; none if none is."""
+        """Returns the samples of the round that is due now that every engine holds `held`; none if none is due."""
         if self._schedule is None or not self._schedule.due(held):
             return []
         requests = self._requests_of(held)
@@ -96,7 +96,7 @@ class Validation:
         return requests
 
     def fail(self, request: SampleRequest, error: str) -> ValidationRound | None:
-        """Go on without the sample. Its round, if that is not over."""
+        """Counts the sample as failed; its round goes on without it. Returns the round, if that is not over."""
         round_ = self.rounds.get(request.group)
         if round_ is not None:
             round_.failed[request.sample_id] = error

@@ -1,4 +1,4 @@
-"""Which policy version exists, which was published, and which each engine holds.
+"""Tracks which policy version exists, which was published, and which each engine holds.
 
 Version v is the policy after v updates. The trainer makes versions, the publisher announces some with a digest, engines
 report what they hold. A report that does not match the announcement is a `WeightMismatch`: plausible but wrong weights
@@ -21,20 +21,18 @@ class Versions:
         self.trained = start
         self._digests: dict[int, str] = {}
         self._engines: dict[str, int] = {}
-        self._holders: Counter[int] = (
-            Counter()
-        )  # version -> engines that hold it: two or three versions, however many engines
-        self._begun = (
-            False  # the engines that a run starts with wait for each other; who joins later keeps nobody waiting
-        )
+        # Version -> number of engines that hold it: two or three versions, however many engines.
+        self._holders: Counter[int] = Counter()
+        # The engines that a run starts with wait for each other; one that joins later keeps no other waiting.
+        self._begun = False
         self.published: int | None = None
-        self.held: int | None = (
-            None  # the oldest version any engine may still use; None before all have begun, or if there is none
-        )
-        self._left_behind = -1  # versions before this one have once been no engine's any more; slots count on that
+        # The oldest version any engine may still use; None before all have begun, or if there is none.
+        self.held: int | None = None
+        # At some moment no engine held a version before this one any more; slots rely on that.
+        self._left_behind = -1
 
     def join(self, engine: str) -> None:
-        """An engine exists, and holds nothing yet."""
+        """Adds an engine, which holds nothing yet."""
         self.leave(engine)
         self._engines[engine] = -1
         self._count(-1, 1)
@@ -48,14 +46,15 @@ class Versions:
         self._holders[version] = holders = self._holders[version] + change
         if holders == 0:
             del self._holders[version]
-        if holders == 0 or holders == change:  # a version went or came
+        if holders == 0 or holders == change:  # a version disappeared or appeared
             self._begun |= bool(self._holders) and min(self._holders) >= 0
             self.held = min((v for v in self._holders if v >= 0), default=None) if self._begun else None
             self._left_behind = max(self._left_behind, -1 if self.held is None else self.held)
         return holders
 
     def of(self, engine: str) -> int:
-        """-1: it holds nothing yet, or is none of this run's (any more)."""
+        """Returns the version that the engine holds; -1 if it holds nothing yet, or does not belong to this run (any
+        more)."""
         return self._engines.get(engine, -1)
 
     def knows(self, engine: str) -> bool:
@@ -72,9 +71,9 @@ class Versions:
         self.published = version
 
     def report(self, report: WeightReport) -> None:
-        """Raises WeightMismatch unless the engine holds a published version with the published digest, no older than
-        before. One that joins with a version that all others had left behind still holds nothing: samples could come to
-        the trainer too old."""
+        """Records the version that an engine holds. Raises WeightMismatch unless it is a published version with the
+        published digest, no older than before. An engine that joins with a version that all others had left behind
+        still holds nothing: its samples could reach the trainer too old."""
         if self._is_behind(report):
             return
         if report.engine not in self._engines:
@@ -104,7 +103,8 @@ class Versions:
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
 
     def _is_behind(self, report: WeightReport) -> bool:
-        """A newcomer holds what all others had left behind; its digest may be forgotten already."""
+        """Returns whether a newcomer holds a version that all others had left behind; its digest may be forgotten
+        already."""
         return self._engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:

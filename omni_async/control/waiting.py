@@ -1,6 +1,6 @@
-"""Waiting without polling and without being forgotten: `Event` for few waiters who each look for something else,
-`FairQueue` for many who would all take the same things; `first_of` and `unless` for whoever waits for one of several
-ends."""
+"""Provides waits without polling and without lost wake-ups: `Event` for a few waiters that each wait for another
+condition, `FairQueue` for many that would all take the same items; `first_of` and `unless` for a caller that waits for
+one of several ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Event:
-    """`await wait()` returns at the next `ring()`. Callers loop: check a condition, wait, check again. Between a check
-    and its wait no other task runs, so no ring is missed; a cancelled waiter takes nothing with it, because every ring
-    wakes everyone."""
+    """A signal without a state: `await wait()` returns at the next `notify()`. Callers loop: check a condition, wait,
+    check again. Between a check and its wait no other task runs, so no notification is missed; a cancelled waiter takes
+    nothing with it, because every notification wakes all waiters."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -40,70 +40,70 @@ class Event:
         return len(self._waiters)
 
 
-class _Turn:
-    def __init__(self, who: str) -> None:
-        self.who = who
-        self.come = asyncio.get_running_loop().create_future()
+class _Waiter:
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.woken = asyncio.get_running_loop().create_future()
 
-    def call(self) -> None:
-        if not self.come.done():
-            self.come.set_result(None)
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 class FairQueue:
-    """First come, first served: `await take(what, who)` is `what()`, called when the caller is first in the line and
-    `is_open()`, or when `who` was sent home.
+    """A queue, first come, first served: `await take(action, caller)` returns `action()`, called when the caller is
+    first in the queue and `is_open()`, or when `caller` was evicted.
 
-    Only the first is ever woken by `ring()`, which costs nothing while the line is empty or closed: whoever may have
-    opened it rings. Who leaves, served or cancelled, wakes the next, so an open line moves on by itself. Nobody is
-    handed anything while waiting, so a cancelled waiter loses nothing.
+    `notify()` only ever wakes the first waiter, and costs nothing while the queue is empty or closed: code that may
+    have opened it calls `notify()`. A waiter that leaves, served or cancelled, wakes the next, so an open queue moves
+    on by itself. No waiter is handed anything while it waits, so a cancelled one loses nothing.
     """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
-        self._line: deque[_Turn] = deque()
-        self._sent_home: set[str] = set()
+        self._waiters: deque[_Waiter] = deque()
+        self._evicted: set[str] = set()
 
-    async def take(self, what: Callable[[], T], who: str = "") -> T:
-        if (not self._line and self._is_open()) or who in self._sent_home:
-            return what()
-        turn = _Turn(who)
-        self._line.append(turn)
+    async def take(self, action: Callable[[], T], caller: str = "") -> T:
+        if (not self._waiters and self._is_open()) or caller in self._evicted:
+            return action()
+        waiter = _Waiter(caller)
+        self._waiters.append(waiter)
         try:
-            await turn.come
-            while not (self._is_open() or who in self._sent_home):  # it was open when the ring came
-                turn.come = asyncio.get_running_loop().create_future()
-                await turn.come
-            return what()
+            await waiter.woken
+            while not (self._is_open() or caller in self._evicted):  # it was open at the notification
+                waiter.woken = asyncio.get_running_loop().create_future()
+                await waiter.woken
+            return action()
         finally:
-            self._line.remove(turn)
+            self._waiters.remove(waiter)
             self.notify()
 
     def notify(self) -> None:
-        """Wake the first in the line if it is open."""
-        if self._line and not self._line[0].come.done() and self._is_open():
-            self._line[0].call()
+        """Wakes the first waiter if the queue is open."""
+        if self._waiters and not self._waiters[0].woken.done() and self._is_open():
+            self._waiters[0].wake()
 
-    def evict(self, who: str) -> None:
-        """They wait no longer, and never again."""
-        self._sent_home.add(who)
-        for turn in self._line:
-            if turn.who == who:
-                turn.call()
+    def evict(self, caller: str) -> None:
+        """Ends all waits of `caller`, now and later."""
+        self._evicted.add(caller)
+        for waiter in self._waiters:
+            if waiter.caller == caller:
+                waiter.wake()
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._waiters)
 
 
 def is_cancelled() -> bool:
-    """Whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
+    """Returns whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def first_of(*works: Awaitable[Any]) -> None:
-    """Until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
+    """Waits until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -116,17 +116,18 @@ async def first_of(*works: Awaitable[Any]) -> None:
 
 
 class Stopped(Exception):
-    """What was waited for was broken off."""
+    """The awaited work was broken off."""
 
 
 async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
-    """What the work comes to, or Stopped if `stop` is done first; the other one is cancelled and waited for."""
+    """Returns the result of `work`, or raises Stopped if `stop` is done first; the other one is cancelled and waited
+    for."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Stopped
-        if working.cancelled():  # or whoever waits takes it for a cancellation of its own
+        if working.cancelled():  # else the waiter takes it for a cancellation of its own
             raise RuntimeError("it was cancelled from within")
         return working.result()
     finally:

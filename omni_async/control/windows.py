@@ -1,4 +1,4 @@
-"""Which denoising steps of a group are noisy and trained: the five schedules of `rollout.sde.window`.
+"""Computes which denoising steps of a group are noisy and trained: the five schedules of `rollout.sde.window`.
 
 `uniform` is a window per group (Flow-GRPO-Fast). The others give all groups of an update the same one (MixGRPO, arXiv
 2507.21802), where a group's update is counted in admission order, `groups_per_update` to each. Where groups are
@@ -27,7 +27,7 @@ from omni_async.types import SdeWindow
 
 
 def window_of(group: int, config: Config) -> SdeWindow | None:
-    """The window of the group with this admission number. None: the recipe samples without noise."""
+    """Returns the window of the group with this admission number; None if the recipe samples without noise."""
     if config.rollout.sde is None:
         return None
     window = config.rollout.sde.window
@@ -51,7 +51,7 @@ def _sliding_start(update: int, window: WindowConfig) -> int:
 
 
 def _stay(position: int, start: int, window: WindowConfig) -> int:
-    """Updates at this position, whose window begins at `start`."""
+    """Returns the number of updates at this position, whose window begins at `start`."""
     updates = window.updates_per_position
     if window.schedule == "decay":
         lo, hi = window.range

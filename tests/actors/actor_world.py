@@ -1,5 +1,5 @@
-"""Small real counterparts for the roles under test: a coordinator's desk, an engine run by hand, and ranks that keep
-accounts.
+"""Provides small real counterparts for the roles under test: a coordinator's desk, an engine that the test drives, and
+ranks that record what they are given.
 
 Nothing sleeps: `settle` gives the event loop enough turns for everything that can happen to have happened.
 """
@@ -49,7 +49,8 @@ STEPS = 5
 
 
 def make_config(**changes: Any) -> Config:
-    """`make_config(**{"rollout.max_inflight": 3})`: dotted keys over small defaults."""
+    """Makes a configuration from dotted keys over small defaults, as in `make_config(**{"rollout.max_inflight":
+    3})`."""
     raw: dict[str, Any] = {
         "model": {"path": "0"},
         "data": {"prompts": "prompts.txt"},
@@ -86,7 +87,7 @@ async def settle() -> None:
 
 
 def play(work: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; fails if anything is left on the loop or if an exception was lost."""
+    """Runs a test's coroutine; fails if anything is left on the loop or if an exception was lost."""
     lost: list[dict[str, Any]] = []
 
     async def main() -> None:
@@ -103,7 +104,7 @@ def play(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> BaseException:
-    """The exception that ends it."""
+    """Returns the exception that ends the work."""
     try:
         result = await work
     except Exception as error:  # noqa: BLE001 (that is the question)
@@ -147,8 +148,8 @@ def make_group(
     values: list[tuple[float, ...]] | None = None,
     versions: tuple[int, ...] | None = None,
 ) -> ReadyGroup:
-    """`prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of every sample's
-    trained steps."""
+    """Makes a group. `prompt` is the prompt's index, `values` each sample's rewards by scorer, `versions` those of
+    every sample's trained steps."""
     trajectories = (
         trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
     )
@@ -162,7 +163,7 @@ def make_group(
 
 
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
-    """One byte, the version's number."""
+    """Makes a snapshot of one byte, the version's number."""
     return Snapshot(
         version, "full", (TensorSpec("t", "uint8", (1,), 0, 0, 1),), [np.full(1, version, np.uint8)], release=release
     )
@@ -173,7 +174,7 @@ def make_manifest(version: int, digest: str | None = None) -> WeightManifest:
 
 
 class Desk:
-    """The coordinator as one role sees it: a queue of work of each kind, and what was handed in. `close` ends the
+    """The coordinator as one role sees it: a queue of work of each kind, and the results handed in. `close` ends the
     run."""
 
     def __init__(self) -> None:
@@ -185,7 +186,7 @@ class Desk:
         self.done: list[SampleResult] = []
         self.failed: list[tuple[str, str]] = []
         self.scored_batches: list[list[ScoreResult]] = []
-        self.wrong: list[str] = []  # what was said of scorers
+        self.wrong: list[str] = []  # reasons reported about scorers
         self.fields: tuple[str, ...] = ()
         self.version = 0  # before the first update
         self.waiting: list[ReadyGroup] = []  # ready groups that a checkpoint has to keep
@@ -257,8 +258,8 @@ class Desk:
     async def require_fields(self, fields: tuple[str, ...]) -> None:
         self.fields = fields
 
-    async def next_groups(self, version: int, places: int) -> list[ReadyGroup]:
-        return await self._take(self.groups, places)
+    async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
+        return await self._take(self.groups, needed)
 
     async def update_done(self, report: UpdateReport) -> bool:
         self.updates.append(report)
@@ -300,7 +301,7 @@ class Desk:
 
 
 class LossyStore(LocalStore):
-    """What is in `lost` cannot be had."""
+    """A store that has lost the references in `lost`."""
 
     def __init__(self, *lost: Any) -> None:
         self.lost: set[Any] = set(lost)
@@ -312,7 +313,7 @@ class LossyStore(LocalStore):
 
 
 class HandEngine:
-    """An engine whose samples finish when the test says so. A sample's steps carry the versions held at its start and,
+    """An engine whose samples finish when the test decides. A sample's steps carry the versions held at its start and,
     last, at its end."""
 
     name = "rollout-0"
@@ -368,7 +369,9 @@ class HandEngine:
 
 class AccountingRank:
     """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta.
-    It takes its share of each group, keeps accounts of all it is given, and takes numbered steps.
+    It takes its share of each group, records all it is given, and takes numbered steps. `rows` are trained of a sample.
+    `drifts`, by trajectory, is the drift it computes for one. `metrics[n]` is returned by step n. Trajectories in
+    `lost` cannot be fetched.
 
     `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told
     of step n. Trajectories in `lost` cannot be fetched.

@@ -1,5 +1,5 @@
-"""Emulated reward worker, rank and update rule: what they fetch, how long they take, what they hand on. In virtual
-time."""
+"""Tests the emulated reward worker, rank and update rule in virtual time: what they fetch, how long they take, what
+they hand on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROFILE = Profile(
 
 
 class Store:
-    """The store's own time to fetch something, and what was fetched."""
+    """A store that takes its own time to fetch, and records what was fetched."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -54,7 +54,7 @@ class Store:
 
 
 class Desk:
-    """Hands batches of jobs out and takes scores and spans in."""
+    """A coordinator that hands batches of jobs out and takes scores and spans in."""
 
     def __init__(self, *batches: list[ScoreJob]) -> None:
         self._batches = list(batches)
@@ -197,7 +197,8 @@ def test_a_version_is_the_payload_in_buckets_and_no_two_are_the_same_bytes() -> 
 
 
 def update(config: Config, groups: int) -> tuple[list[tuple[float, float]], Desk]:
-    """Give one update its groups, one every ten seconds from 10 on; (ready, taken over) of each, and the spans."""
+    """Gives one update its groups, one every ten seconds from 10 on; returns (ready, taken over) of each, and the
+    spans."""
     desk: Any = Desk()
 
     async def main() -> list[tuple[float, float]]:
@@ -207,11 +208,11 @@ def update(config: Config, groups: int) -> tuple[list[tuple[float, float]], Desk
         assert rule.state() == {}
         for number in range(groups):
             await asyncio.sleep(max(0.0, 10.0 * (number + 1) - loop.time()))
-            assert made.places == groups - number
+            assert made.missing == groups - number
             ready = loop.time()
             await made.add(_group(number))
             times.append((ready, loop.time()))
-        assert made.places == 0
+        assert made.missing == 0
         assert await made.finish() == {}
         assert [group.group for group in made.groups] == list(range(groups))
         await tracer.flush()

@@ -1,4 +1,4 @@
-"""What an update needs before its first gradient, decided from the configuration alone."""
+"""Tests what an update needs before its first gradient, decided from the configuration alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the coordinator
-cannot tell."""
+"""Tests the preference reader: a dataset's pairs become scored samples, one bad pair stays one bad pair, and the
+coordinator sees no difference."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ BLOCKED_AT_MOST_S = 5.0
 
 
 class Desk(QuietDesk):
-    """One that also wakes its scene when a sample failed."""
+    """A desk that also wakes its scene when a sample failed."""
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         await super().sample_failed(engine, sample_id, error)
         self._event.notify()
 
 
-class Pictures:
-    """Pair i: two plain images, of brightness 10 i and 10 i + 1. `unreadable` pairs raise."""
+class PlainPairs:
+    """A dataset in which pair i is two plain images, of brightness 10 i and 10 i + 1. `unreadable` pairs raise."""
 
     def __init__(self, *unreadable: int) -> None:
         self.unreadable = set(unreadable)
@@ -64,8 +64,8 @@ SPEC = QwenImageSampling(height=32, width=48)
 
 
 class FlatCodec:
-    """Six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait for it in
-    the reader's thread."""
+    """A codec of six tokens of four channels, each the image's mean; a prompt is its length. With a `go`, images wait
+    for it in the reader's thread."""
 
     def __init__(self) -> None:
         self.device: Any = None
@@ -112,7 +112,7 @@ class FlatPolicy:
 
 
 def sample_of_pair(pair: int, sample: int, **changes: Any) -> SampleRequest:
-    """Group g is of pair g."""
+    """Makes a request in which group g is of pair g."""
     fields = {
         "sample_id": f"g{pair}.s{sample}",
         "group": pair,
@@ -132,14 +132,14 @@ def make_reader(
 
 def on_stage(
     scene: Callable[[Desk], Awaitable[None]],
-    pairs: Pictures | None = None,
+    pairs: PlainPairs | None = None,
     policy: FlatPolicy | None = None,
     **changes: Any,
 ) -> Desk:
     desk = Desk()
 
     async def main() -> None:
-        reader = make_reader(desk, pairs or Pictures(), policy or FlatPolicy(), **changes)
+        reader = make_reader(desk, pairs or PlainPairs(), policy or FlatPolicy(), **changes)
         await reader.start()
         run = asyncio.create_task(reader.run())
         await scene(desk)
@@ -192,7 +192,7 @@ def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
 
 def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
     requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
-    desk = on_stage(offer(*requests, done=4), Pictures(1))
+    desk = on_stage(offer(*requests, done=4), PlainPairs(1))
     assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
     why = "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
     assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
@@ -200,7 +200,7 @@ def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
 
 
 def test_a_pair_that_failed_once_is_read_again():
-    pairs = Pictures(0)
+    pairs = PlainPairs(0)
 
     async def scene(desk: Desk) -> None:
         desk.offer(sample_of_pair(0, 0))
@@ -244,7 +244,7 @@ def test_what_a_dataset_does_not_hold_is_a_failure(request_):
 
 
 def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
-    pairs, policy = Pictures(), FlatPolicy()
+    pairs, policy = PlainPairs(), FlatPolicy()
     requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
     on_stage(offer(*requests, sample_of_pair(9, 1), done=7), pairs, policy)
     assert pairs.read == [0, 1, 2, 9]
@@ -292,7 +292,7 @@ def test_the_event_loop_turns_while_it_encodes():
 
 
 def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
-    pairs, policy = Pictures(), FlatPolicy()
+    pairs, policy = PlainPairs(), FlatPolicy()
     policy.codec.go = threading.Event()
 
     async def scene(desk: Desk) -> None:
@@ -311,7 +311,7 @@ def test_a_sample_that_takes_too_long_ends_the_reader():
     policy.codec.go = threading.Event()
 
     async def main() -> None:
-        reader = make_reader(desk, Pictures(), policy, **{"rollout.timeout_s": 0.02})
+        reader = make_reader(desk, PlainPairs(), policy, **{"rollout.timeout_s": 0.02})
         await reader.start()
         desk.offer(sample_of_pair(0, 0))
         error = await failure_of(reader.run())
@@ -327,7 +327,7 @@ def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
     desk.refuses = ValueError("2 step versions expected")
 
     async def main() -> None:
-        reader = make_reader(desk, Pictures(), FlatPolicy())
+        reader = make_reader(desk, PlainPairs(), FlatPolicy())
         await reader.start()
         desk.offer(sample_of_pair(0, 0))
         assert await failure_of(reader.run()) is desk.refuses
@@ -346,7 +346,7 @@ def test_its_times_are_told():
     policy.codec.encode_images = slow  # type: ignore[method-assign]
 
     async def main() -> None:
-        reader = make_reader(desk, Pictures(), policy, clock)
+        reader = make_reader(desk, PlainPairs(), policy, clock)
         await reader.start()
         run = asyncio.create_task(reader.run())
         await settle()
@@ -387,7 +387,9 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     groups = []
 
     async def main() -> None:
-        reader = PreferenceReader("reader", config, Pictures(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
+        reader = PreferenceReader(
+            "reader", config, PlainPairs(1), FlatPolicy(), coordinator, LocalStore(), ManualClock()
+        )
         await reader.start()
         run = asyncio.create_task(reader.run())
         await coordinator.announce(0, "digest")
@@ -465,7 +467,7 @@ def test_what_sticks_out_is_cut_off_evenly():
 
 
 def test_a_larger_image_is_scaled_and_not_squeezed():
-    """A white square of half the height in the middle stays one, whatever was cut off beside it."""
+    """Checks that a white square of half the height in the middle stays one, whatever was cut off beside it."""
     wide = np.zeros((128, 400, 3), np.uint8)
     wide[32:96, 168:232] = 255
     small = fit(wide, 32, 32)

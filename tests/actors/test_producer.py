@@ -1,4 +1,4 @@
-"""The producer: leases, failures, and what each `weights.swap` lets in when."""
+"""Tests the producer: leases, failures, and what each `weights.swap` lets in when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[N
 
 
 def on_stage(scene: Scene, offered: int = 0, clock: ManualClock | None = None, **changes: Any) -> None:
-    """A running producer with `offered` samples to lease; the scene ends by itself, the run by the desk's closing."""
+    """Runs a producer with `offered` samples to lease; the scene ends by itself, the run by the desk's closing."""
 
     async def main() -> None:
         engine, desk = HandEngine(), Desk()
@@ -67,7 +67,7 @@ def test_it_leases_again_while_samples_run():
     on_stage(scene, offered=1)
 
 
-def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_a_picture_a_scorer_can_take():
+def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_image_a_scorer_can_take():
     async def scene(producer, engine, desk, run):
         engine.version = 3
         desk.offer(make_request(1))
@@ -80,9 +80,9 @@ def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_a_pictu
         assert results["g0.s1"].version == 3
         assert results["g0.s1"].step_versions == (3, 3)
         assert results["g0.s2"].step_versions == ()  # noise-free: nothing is trained
-        picture = results["g0.s0"].media
-        assert picture.shape == (32, 48, 3)
-        assert picture[0, 0].tolist() == [0, 1, 2]
+        image = results["g0.s0"].media
+        assert image.shape == (32, 48, 3)
+        assert image[0, 0].tolist() == [0, 1, 2]
         assert set(results["g0.s0"].trajectory.keys()) == {"latents"}
 
     on_stage(scene, offered=1)
@@ -155,7 +155,7 @@ def test_a_sample_that_never_comes_means_that_the_engine_hangs():
 
 
 def test_a_sample_that_the_engine_itself_cancels_ends_the_engine():
-    """What a library does to those who wait when it breaks; the sample would be nobody's."""
+    """Cancels a waiting sample as a library does when it breaks; no role would own the sample."""
 
     async def scene(producer, engine, desk, run):
         engine.running["g0.s0"].cancel()
@@ -368,7 +368,7 @@ def test_two_versions_that_arrive_together_are_swapped_one_after_the_other(swap)
 
 
 class Courier:
-    """A receiver that brings what the test says."""
+    """A receiver that returns what the test gives it."""
 
     def __init__(self, brings: Exception | list[Any]) -> None:
         self.joined: list[Any] = []
@@ -400,8 +400,8 @@ def test_weights_come_from_the_receiver_it_was_given():
     play(main())
 
 
-def test_a_transport_that_fails_is_told_from_an_engine_that_does():
-    """Where all receive together, one that is gone fails the others too: it is not their fault."""
+def test_a_transport_that_fails_is_distinguished_from_an_engine_that_does():
+    """Checks that an engine is not blamed when all receive together and another one is gone, which fails all."""
 
     async def main() -> None:
         error = TransportError("a participant is gone")

@@ -1,5 +1,5 @@
-"""The weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail are
-lost, and others join."""
+"""Tests the weight publisher: newest first, announced before delivered, memory kept while it is read; engines that fail
+are lost, and others join."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Receiver:
 
 
 class Post:
-    """A sender whose parcels are the bytes themselves; it tells when a version leaves and when it has arrived."""
+    """A sender whose parcels are the bytes themselves; it signals when a version leaves and when it has arrived."""
 
     one_by_one = True
 
@@ -378,7 +378,7 @@ def test_the_newest_version_is_kept_until_the_next_is_out():
 
 
 def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
-    """The trainer withdraws, exports into memory that is free, and hands it over; here it does so at every state of the
+    """Withdraws, exports into memory that is free, and hands it over, as the trainer does, at every state of the
     others."""
 
     async def scene(stage: Stage) -> None:

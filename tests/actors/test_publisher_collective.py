@@ -1,4 +1,4 @@
-"""The publisher over weights by broadcast, where one that is gone fails all: the rest meet again and get the
+"""Tests the publisher over weights by broadcast, where one that is gone fails all: the rest connect again and get the
 version."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class Participant:
-    """A producer with a real receiver. `dies_at` is what it dies of: "join", or a version it is sent."""
+    """A producer with a real receiver. `dies_at` is the moment of its death: "join", or a version it is sent."""
 
     def __init__(self, name: str, dies_at: str | int | None = None) -> None:
         self.name = name
@@ -83,8 +83,8 @@ def on_stage(participants: list[Participant], scene: Callable[[Stage], Awaitable
 
 
 @pytest.mark.parametrize("others", [1, 2])
-@pytest.mark.parametrize("place", [0, 1])
-def test_when_one_dies_the_rest_meet_again_and_get_the_version(place: int, others: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_when_one_dies_the_rest_connect_again_and_get_the_version(position: int, others: int) -> None:
     rest = [Participant(f"rollout-{i}") for i in range(others)]
     dead = Participant("dead", dies_at=1)
     names = [one.name for one in rest]
@@ -97,7 +97,7 @@ def test_when_one_dies_the_rest_meet_again_and_get_the_version(place: int, other
         stage.publish(2)
         await stage.held(2, *names)
 
-    desk = on_stage([*rest[:place], dead, *rest[place:]], scene)
+    desk = on_stage([*rest[:position], dead, *rest[position:]], scene)
     assert desk.lost == [("dead", "it did not take version 1: the actor died")]
     assert dead.received == [0]
     assert [one.received[-1] for one in rest] == [2] * others

@@ -1,4 +1,4 @@
-"""A rank's share of a group, and in which thread and order its engine works."""
+"""Tests a rank's share of a group, and in which thread and order its engine works."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Engine:
 
 
 def make_batch(size: int, weights: bool = False) -> TrainGroup:
-    """Sample i has i in every place."""
+    """Makes trajectories in which every element of sample i is i."""
     numbers = range(size)
     return TrainGroup(
         group=9,
@@ -90,7 +90,7 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
 
 
 async def fetched(made: Rank, size: int, weights: bool = False) -> TrainGroup:
-    """What `make_batch` makes, once the rank has read it."""
+    """Returns the batch of `make_batch`, once the rank has read it."""
     batch = make_batch(size, weights)
     await made.fetch(batch.group, range(size))
     return batch
@@ -210,7 +210,7 @@ def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
 
 
 def content(snapshot: Snapshot | None) -> float:
-    """The value of every element of its one tensor."""
+    """Returns the value of every element of its one tensor."""
     assert snapshot is not None
     [(_, tensor)] = unpack(snapshot.manifest(), snapshot.buckets)
     assert len(set(tensor.tolist())) == 1

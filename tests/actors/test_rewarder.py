@@ -1,5 +1,5 @@
-"""The reward worker: batches of what is there, failures that stay their sample's own, and an event loop that goes on
-turning."""
+"""Tests the reward worker: batches of the samples that are there, failures that stay their sample's own, and an event
+loop that goes on turning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCKED_AT_MOST_S = 5.0
 
 
 class Brightness:
-    """The mean pixel. Prompts steer it: `bad` raises, `wait` waits for `go` in the worker's thread."""
+    """A scorer of the mean pixel. Prompts steer it: `bad` raises, `wait` waits for `go` in the worker's thread."""
 
     name = "brightness"
 
@@ -49,7 +49,7 @@ class Brightness:
 
 
 class NotANumber:
-    """NaN for images of value 1, which no configuration may let through."""
+    """A scorer that returns NaN for images of value 1, which no configuration may let through."""
 
     name = "not_a_number"
 
@@ -184,7 +184,7 @@ def test_the_event_loop_turns_while_a_scorer_computes():
     assert scorer.let_go == [True]
 
 
-def test_a_picture_that_is_gone_is_its_samples_failure():
+def test_an_image_that_is_gone_is_its_samples_failure():
     class Leaky(LocalStore):
         async def get(self, reference):
             if reference.mean() == 1:
@@ -241,7 +241,7 @@ def test_the_end_of_the_run_does_not_wait_for_a_score():
 
 
 def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for():
-    """On virtual time."""
+    """Runs on virtual time."""
     up_at, desk = 9.0, Desk()
 
     class Server(Brightness):
@@ -297,7 +297,7 @@ class Misspelt(Brightness):
         return [Score(self.tresh) for _ in images]  # type: ignore[attr-defined]
 
 
-def test_scorers_score_a_synthetic_picture_when_the_worker_starts():
+def test_scorers_score_a_synthetic_image_when_the_worker_starts():
     scorer, desk = Brightness(), Desk()
 
     async def main() -> None:
@@ -321,7 +321,8 @@ def test_a_wrong_scorer_fails_the_start_in_its_own_words():
 
 
 def test_where_samples_were_scored_before_it_is_waited_for():
-    """By the worker before this one, say: something that the scorer needs is gone, and may come back."""
+    """Checks a scorer that fails after an earlier worker scored samples, say: something that it needs is gone, and may
+    come back."""
     desk = Desk()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The trainer: what it publishes and keeps, and how it ends."""
+"""Tests the trainer: what it publishes and keeps, and how it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from omni_async.weights.snapshot import Snapshot
 
 
 class Publications:
-    """Takes every version. What was withdrawn is in the log too."""
+    """A publisher that takes every version. Withdrawn ones are in the log too."""
 
     def __init__(self, log: list[str]) -> None:
         self.versions: list[int] = []
@@ -47,11 +47,11 @@ class Publications:
         self._log.append(f"admit {name}")
 
     def remove_engine(self, name: str) -> None:
-        self._log.append(f"dismiss {name}")
+        self._log.append(f"remove {name}")
 
 
 class Stage:
-    """A trainer with a model-free rank; `groups` lie ready for it, of as many prompts or of `prompts` in turn, and the
+    """A trainer with a model-free rank; `groups` are ready for it, of as many prompts or of `prompts` in turn, and the
     run ends when they are used up."""
 
     def __init__(
@@ -141,7 +141,7 @@ def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
         await stage.trainer.remove_engine("rollout-0")
 
     play(main())
-    assert stage.desk.log == ["admit rollout-1", "dismiss rollout-0"]
+    assert stage.desk.log == ["admit rollout-1", "remove rollout-0"]
 
 
 # ---- groups that cannot be read --------------------------------------------------------------------------------------
@@ -150,10 +150,10 @@ def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
 def test_a_group_that_cannot_be_read_is_given_back_and_trained_when_it_comes_again(tmp_path):
     stage = Stage(tmp_path, 4, **{"trainer.updates": 2})
     stage.ranks[0].lost = {"trajectory 0.2"}
-    tell = stage.desk.group_gone
+    report = stage.desk.group_gone
 
     async def made_again(group: int, reason: str) -> None:
-        await tell(group, reason)
+        await report(group, reason)
         stage.desk.groups.insert(0, make_group(group, [0.0, 1.0, 2.0, 3.0], [f"again {group}.{i}" for i in range(4)]))
 
     stage.desk.group_gone = made_again
@@ -396,11 +396,11 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):
     stage.ranks[0].disk_is_full = True
     phase = stage.desk.phase
 
-    async def tells(text: str) -> None:
+    async def record(text: str) -> None:
         await phase(text)
         stage.ranks[0].disk_is_full = "could not be written" not in text and stage.ranks[0].disk_is_full
 
-    stage.desk.phase = tells
+    stage.desk.phase = record
     stage.play()
     (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
     assert "checkpoint update-000001 could not be written (OSError: no space left on device)" in warning
@@ -425,7 +425,7 @@ def test_what_a_failed_checkpoint_has_written_is_removed(tmp_path):
 
 
 def test_weights_that_the_ledger_does_not_know_of_are_not_saved(tmp_path):
-    """The run had ended before the update was: its groups are in the ledger as dropped, and made again."""
+    """Ends the run before the update: its groups are in the ledger as dropped, and made again."""
     stage = Stage(tmp_path, 4, **{"trainer.updates": 2, "checkpoint.every": 1})
     continuation = stage.desk.continuation
 

@@ -1,4 +1,4 @@
-"""One update: streaming changes no gradient, and every rank is given what it needs."""
+"""Tests one update: streaming changes no gradient, and every rank is given what it needs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Trained:
         return weights
 
     def same_step_as(self, other: Trained) -> bool:
-        """SGD with lr 1 and no momentum: the step is the gradient."""
+        """Compares weights: with SGD, lr 1 and no momentum, the step is the gradient."""
         return all(torch.allclose(self.after[name], other.after[name], rtol=0, atol=1e-6) for name in self.after)
 
     @property
@@ -112,7 +112,7 @@ def test_a_group_that_one_rank_cannot_read_leaves_the_update_as_it_was(changes):
         update = make_update(make_config(**{"trainer.workers": 2, **changes}), ranks)
         with pytest.raises(ObjectLost, match=r"trajectory 0\.3 is gone"):
             await update.add(make_group(0, REWARDS[0]))
-        assert (update.groups, update.places) == ([], 2)
+        assert (update.groups, update.missing) == ([], 2)
         assert ranks[0].log == ranks[1].log == []
         for number, again in ((1, "trajectory"), (0, "again")):
             await update.add(make_group(number, REWARDS[number], [f"{again} {number}.{i}" for i in range(4)]))
@@ -194,7 +194,7 @@ def test_preferences_make_the_same_step_streamed_or_collected():
     ],
 )
 def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(settings):
-    """Where a correction needs no more than its row, it may as well look at all of them first."""
+    """Checks that a correction that needs no more than its row may as well look at all of them first."""
     changes = {**GROUP_STD, "algorithm.correction": {"mode": "decoupled", **settings}}
     streamed, collected = Trained(stale=True, **changes), Trained(stale=True, first_look_at_all=True, **changes)
     assert collected.moved > 1e-3
@@ -208,8 +208,8 @@ def test_corrections_make_the_same_step_row_by_row_or_from_the_whole_update(sett
 
 
 def test_a_real_rank_takes_the_ratio_to_the_policy_of_the_updates_start():
-    """Fresh samples: the behaviour policy is that policy too, so that bypass and decoupled are the same; a rank that
-    took its second step's ratio to its own weights would have every ratio 1 there."""
+    """Uses fresh samples: the behaviour policy is that policy too, so that bypass and decoupled are the same; a rank
+    that took its second step's ratio to its own weights would have every ratio 1 there."""
     two_steps = {**GROUP_STD, "trainer.steps_per_update": 2}
     decoupled = Trained(**two_steps, **{"algorithm.correction": {"mode": "decoupled"}})
     bypass = Trained(**two_steps)
@@ -353,17 +353,17 @@ def test_metrics_of_several_steps_are_averaged_and_maxima_stay_maxima() -> None:
 # ---- a machine that will be taken away -------------------------------------------------------------------------------
 
 
-class HurriedRank(AccountingRank):
-    """Tells of the stop when it has accumulated `after` groups."""
+class PreemptingRank(AccountingRank):
+    """A rank that requests preemption when it has accumulated `after` groups."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
-        self.after, self.accumulated, self.hurried = after, 0, False
+        self.after, self.accumulated, self.preempted = after, 0, False
 
     async def accumulate(self, batch: Any, row_weight: float) -> None:
         await super().accumulate(batch, row_weight)
         self.accumulated += 1
-        self.hurried |= self.accumulated == self.after
+        self.preempted |= self.accumulated == self.after
 
 
 COLLECTED = {"trainer.streaming": "off"}
@@ -371,19 +371,19 @@ COLLECTED = {"trainer.streaming": "off"}
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_an_update_is_given_up_between_two_groups_as_long_as_it_has_changed_nothing(after):
-    rank = HurriedRank(after)
+    rank = PreemptingRank(after)
     config = make_config(**{"trainer.groups_per_update": 4, **COLLECTED})
     with pytest.raises(Abandoned):
         run_update(
-            config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.hurried
+            config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.preempted
         )
     assert rank.accumulated == after
 
 
 def test_an_update_that_has_begun_to_step_is_finished():
-    rank = HurriedRank(3)
+    rank = PreemptingRank(3)
     config = make_config(**{"trainer.groups_per_update": 4, "trainer.steps_per_update": 2, **COLLECTED})
     run_update(
-        config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.hurried
+        config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS)], preempt=lambda: rank.preempted
     )
     assert rank.accumulated == 4

@@ -1,4 +1,4 @@
-"""Advantages that look at more than a group: several scorers, and all the rewards a prompt ever had."""
+"""Tests advantages that look at more than a group: several scorers, and all the rewards a prompt ever had."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = [[(0.1, 10.0), (0.9, 30.0), (0.4, 20.0), (0.3, 25.0)], [(0.5, 40.0), (0
 
 
 def several(aggregate: str, std: str) -> tuple[torch.Tensor, AccountingRank]:
-    """The advantages (groups, samples) that a rank was given."""
+    """Returns the advantages (groups, samples) that a rank was given."""
     rank = AccountingRank()
     config = make_config(**SCORERS, **{"algorithm.advantage": {"aggregate": aggregate, "std": std, "clip_max": 100.0}})
     groups = [make_group(g, [2 * a - b / 2 for a, b in values], values=values) for g, values in enumerate(VALUES)]
@@ -27,7 +27,7 @@ def several(aggregate: str, std: str) -> tuple[torch.Tensor, AccountingRank]:
 
 
 def table() -> torch.Tensor:
-    """(groups, samples, scorers)"""
+    """Returns the scorers' values (groups, samples, scorers)."""
     return torch.tensor(VALUES, dtype=torch.float64)
 
 
@@ -88,7 +88,7 @@ def test_an_abandoned_update_leaves_no_trace_in_the_history():
 
 
 def test_advantages_are_against_all_that_a_prompt_ever_had():
-    """Two groups of prompt 7 in the first update, one of them and one of prompt 8 in the second."""
+    """Uses two groups of prompt 7 in the first update, one of them and one of prompt 8 in the second."""
     history, config = RewardHistory(), make_config(**TRACKED)
     run_update(config, [AccountingRank()], [make_group(i, REWARDS[i], prompt=7) for i in range(2)], history=history)
     rank = AccountingRank()

@@ -1,5 +1,5 @@
-"""Corrections that look at the whole update: what is found of all groups on all ranks becomes every rank's own
-weights."""
+"""Tests corrections that look at the whole update: weights computed from all groups on all ranks go to the ranks of
+their samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weigh(
 
 
 def weights_of(rank: AccountingRank) -> torch.Tensor:
-    """(groups, samples, steps)"""
+    """Returns the weights (groups, samples, steps)."""
     return torch.tensor([batch.weights for batch in rank.batches], dtype=torch.float64)
 
 
@@ -48,8 +48,8 @@ def effective_sample_size(weights: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_weights_of_all_groups_and_ranks_go_to_the_samples_they_were_found_on(world):
-    """exp(L) over its mean: every weight tells which log-ratio it was made of. Rank r holds samples r, r + world,
-    ..."""
+    """Checks weights of exp(L) over its mean, which identify the log-ratio they were made of. Rank r holds samples r, r
+    + world, ..."""
     settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None}
     ranks, _ = weigh(world, **{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     expected = LOG_RATIOS.exp() / LOG_RATIOS.exp().mean()
@@ -145,7 +145,7 @@ def test_masked_rows_weigh_nothing_and_the_others_make_up_for_them():
 
 
 def test_a_mask_that_looks_at_all_rows_takes_the_largest_of_the_whole_update():
-    """M2PO keeps the most rows whose mean squared log-ratio is below the bound."""
+    """Checks M2PO, which keeps the most rows whose mean squared log-ratio is below the bound."""
     bound = 1.0
     [rank], metrics = weigh(**{"algorithm.correction": {"mode": "decoupled", "m2": bound}})
     squares = sorted(x * x for group in DRIFTS for sample in group for x in sample)
@@ -174,7 +174,7 @@ def test_weights_of_an_update_are_made_once_for_all_its_steps():
 
 @pytest.mark.parametrize("mode", ["decoupled", "none"])
 def test_several_steps_look_at_every_group_when_it_arrives(mode):
-    """Before any step: afterwards the policy that the ratio is taken to is gone."""
+    """Checks that the pass runs before any step: afterwards the policy that the ratio is taken to is gone."""
 
     async def main() -> None:
         rank = AccountingRank(drifts=drifts())
@@ -193,6 +193,6 @@ def test_several_steps_look_at_every_group_when_it_arrives(mode):
 
 
 def test_the_log_ratios_of_this_page_are_all_different():
-    """What the tests of weights rest on."""
+    """Checks the assumption that the tests of weights rely on."""
     flat = LOG_RATIOS.flatten().tolist()
     assert all(not math.isclose(a, b) for i, a in enumerate(flat) for b in flat[:i])

@@ -1,4 +1,4 @@
-"""An update played to its end on ranks of the test's own, and groups of rewards for it."""
+"""Runs an update to its end on ranks of the test's own, and makes groups of rewards for it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run_update(config: Config, ranks: list[Any], groups: list[ReadyGroup], **kwa
     async def main() -> dict[str, float]:
         update = make_update(config, ranks, **kwargs)
         for missing, group in zip(range(len(groups), 0, -1), groups, strict=True):
-            assert update.places == missing
+            assert update.missing == missing
             await update.add(group)
-        assert update.places == 0
+        assert update.missing == 0
         return await update.finish()
 
     return asyncio.run(main())

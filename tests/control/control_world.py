@@ -1,5 +1,5 @@
-"""Small real roles around a real Coordinator, with random scheduling from a seed: what the tests of the control plane
-run.
+"""Runs small real roles around a real Coordinator, with random scheduling from a seed, for the tests of the control
+plane.
 
 Nothing sleeps: every pause is a number of turns of the event loop, so a stranded waiter shows as a timeout and nothing
 else does.
@@ -57,8 +57,9 @@ def make_config(
     steps: int | None = None,
     score_at_once: bool = True,
 ) -> Config:
-    """`steps`: samples are made without noise in as many steps, and their final latents are trained on. `score_at_once`
-    is reward.streaming; without it less room for samples is allowed than a real configuration must have."""
+    """Makes a configuration. `steps`: samples are made without noise in as many steps, and their final latents are
+    trained on. `score_at_once` is reward.streaming; without it less room for samples is allowed than a real
+    configuration must have."""
     config = msgspec.convert(
         {
             "run": {"seed": seed},
@@ -111,7 +112,7 @@ def make_coordinator(
     start_group: int = 0,
     start: ControlState | None = None,
 ) -> tuple[Coordinator, list[LedgerEntry]]:
-    """A coordinator and the list its ledger writes to."""
+    """Makes a coordinator and the list its ledger writes to."""
     entries: list[LedgerEntry] = []
     start = start or ControlState(version=start_version, next_group=start_group)
     coordinator = Coordinator(
@@ -125,7 +126,7 @@ def digest_of(version: int) -> str:
 
 
 def trained_steps(request: SampleRequest) -> range:
-    """The denoising steps whose versions a generated sample carries."""
+    """Returns the denoising steps whose versions a generated sample carries."""
     if request.window is not None:
         return request.window.steps
     return range(request.num_inference_steps if request.kind == "train" else 0)
@@ -145,7 +146,7 @@ def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], 
 
 
 def now(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that does not wait (everything of the coordinator but its four waits)."""
+    """Returns the result of a coroutine that does not wait (everything of the coordinator but its four waits)."""
     try:
         work.send(None)
     except StopIteration as finished:
@@ -155,7 +156,7 @@ def now(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
-    """Publish `version` and let engines hold it."""
+    """Publishes `version` and lets engines hold it."""
     published = coordinator.versions.published
     if published is None or published < version:
         await coordinator.announce(version, digest_of(version))
@@ -166,7 +167,7 @@ async def hold(coordinator: Coordinator, version: int, *engines: str) -> None:
 async def finish(
     coordinator: Coordinator, engine: str, requests: list[SampleRequest], version: int, *, stored: bool = False
 ) -> None:
-    """The engine made all of these with one version; or they were `stored`, and no version made them."""
+    """Reports samples that the engine made all with one version; or they were `stored`, and no version made them."""
     versions = [(version,) * (0 if stored else len(trained_steps(r))) for r in requests]
     results = [make_result(r, engine, v, version=version) for r, v in zip(requests, versions, strict=True)]
     await coordinator.samples_done(engine, results)
@@ -175,7 +176,7 @@ async def finish(
 async def score(
     coordinator: Coordinator, jobs: list[ScoreJob], values: Callable[[ScoreJob], float | str], worker: str = "reward-0"
 ) -> None:
-    """Score jobs; a text is an error."""
+    """Scores jobs; a text is an error."""
     results = []
     for job in jobs:
         value = values(job)
@@ -187,12 +188,12 @@ async def score(
 
 
 def distinct(job: ScoreJob) -> float:
-    """A different reward for every sample of a group."""
+    """Returns a different reward for every sample of a group."""
     return float(job.sample_id.rsplit(".s", 1)[1])
 
 
 def report(version: int, groups: list[ReadyGroup]) -> UpdateReport:
-    """The report of the update that made `version`."""
+    """Returns the report of the update that made `version`."""
     return UpdateReport(version, tuple(g.group for g in groups), {}, 0.0, 1.0)
 
 
@@ -300,7 +301,7 @@ class Run:
             self.events += await self.coordinator.events()
 
     async def play(self) -> Run:
-        """Until the run ended and every role came home by itself."""
+        """Plays until the run has ended and every role has returned by itself."""
         publisher = asyncio.create_task(self.publisher())
         try:
             async with asyncio.timeout(STRANDED_AFTER_S):
@@ -316,7 +317,7 @@ class Run:
 
     @property
     def staleness(self) -> list[int]:
-        """Of every trained group, counted here from what the trainer took."""
+        """Returns the staleness of every trained group, counted here from what the trainer took."""
         return [version - group.oldest_version for version, group in self.taken]
 
 
@@ -338,10 +339,10 @@ class Bench:
         await finish(self.c, "rollout-0", self.waiting.pop(group), version, stored=self.stored)
         await score(self.c, now(self.c.next_to_score("reward-0", 100)), reward)
 
-    def take(self, places: int = 1) -> ReadyGroup | None:
-        """None: nothing may be taken now."""
+    def take(self, needed: int = 1) -> ReadyGroup | None:
+        """Takes one group; returns None if nothing may be taken now."""
         try:
-            (taken,) = now(self.c.next_groups(self.version, places))
+            (taken,) = now(self.c.next_groups(self.version, needed))
         except AssertionError:
             return None
         return taken
@@ -351,7 +352,7 @@ class Bench:
         await self.c.update_done(report(self.version, list(groups)))
 
     async def update(self, *groups: ReadyGroup) -> None:
-        """Train and publish."""
+        """Trains and publishes."""
         await self.train(*groups)
         await hold(self.c, self.version)
 

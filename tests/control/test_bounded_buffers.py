@@ -1,4 +1,4 @@
-"""Both buffers reserve room before work begins, so that nothing finished ever waits for a place."""
+"""Tests that both buffers reserve room before work begins, so that nothing finished ever waits for a slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group(number: int, version: int = 0) -> ReadyGroup:
 def test_a_sample_keeps_its_place_until_it_is_scored() -> None:
     buffer = TrajectoryBuffer(1)
     buffer.reserve("a")
-    with pytest.raises(ValueError, match="no room for sample b: all 1 places are reserved"):
+    with pytest.raises(ValueError, match="no room for sample b: all 1 buffer slots are reserved"):
         buffer.reserve("b")
     buffer.put(job("a"))
     assert [j.sample_id for j in buffer.take("reward-0", 5)] == ["a"]
@@ -38,7 +38,7 @@ def test_a_sample_keeps_its_place_until_it_is_scored() -> None:
 
 
 def test_a_sample_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="sample a has no place reserved"):
+    with pytest.raises(ValueError, match="sample a has no buffer slot reserved"):
         TrajectoryBuffer(3).put(job("a"))
 
 
@@ -68,7 +68,7 @@ def test_validation_samples_go_first_and_the_others_can_be_left() -> None:
     assert buffer.statistics().ready == 1
 
 
-def test_discarding_forgets_queued_samples_and_frees_their_places() -> None:
+def test_discarding_forgets_queued_samples_and_frees_their_slots() -> None:
     buffer = TrajectoryBuffer(4)
     for name in "abcd":
         buffer.reserve(name)
@@ -100,11 +100,11 @@ def test_admitted_groups_keep_a_place_until_they_are_taken_or_end() -> None:
     buffer = replay(2)
     buffer.reserve(0, 0)
     buffer.reserve(1, 0)
-    with pytest.raises(ValueError, match="no room for group 2: all 2 places are reserved"):
+    with pytest.raises(ValueError, match="no room for group 2: all 2 buffer slots are reserved"):
         buffer.reserve(2, 0)
     buffer.end(1)
     assert buffer.free == 1 and 1 not in buffer and 0 in buffer
-    with pytest.raises(ValueError, match="group 1 has no place reserved"):
+    with pytest.raises(ValueError, match="group 1 has no buffer slot reserved"):
         buffer.put(group(1))
     buffer.put(group(0))
     assert (buffer.statistics().reserved, buffer.statistics().ready) == (1, 1)
@@ -173,7 +173,7 @@ def test_overtaking_stops_where_the_overtaken_would_be_late() -> None:
 def test_whatever_becomes_ready_when_no_group_is_ever_late(
     window: int, max_updates: int, groups_per_update: int, dice: object
 ) -> None:
-    """Groups are admitted as slots allow and become ready in any order; the trainer takes as soon as it may."""
+    """Admits groups as slots allow; they become ready in any order, and the trainer takes as soon as it may."""
     buffer = replay(1000, window=window, max_updates=max_updates, groups_per_update=groups_per_update)
     slots = (max_updates + 1) * groups_per_update
     admitted: dict[int, int] = {}
@@ -183,8 +183,8 @@ def test_whatever_becomes_ready_when_no_group_is_ever_late(
         for number in range(len(admitted), update * groups_per_update + slots):
             admitted[number] = update
             buffer.reserve(number, update)
-        for places in range(groups_per_update, 0, -1):
-            while (chosen := buffer.take(update, places)) is None:
+        for needed in range(groups_per_update, 0, -1):
+            while (chosen := buffer.take(update, needed)) is None:
                 waiting = sorted(set(admitted) - ready)
                 assert waiting, "everything is ready and nothing may be taken"
                 number = dice.choice(waiting)  # type: ignore[attr-defined]

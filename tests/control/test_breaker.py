@@ -59,7 +59,8 @@ def test_after_a_success_it_is_as_new() -> None:
     st.lists(st.tuples(st.sampled_from(["succeeded", "trip", "try_again", "missed"]), st.floats(0, 30)), max_size=60)
 )
 def test_whatever_happens_it_is_closed_from_a_success_to_the_next_trip(story: list[tuple[str, float]]) -> None:
-    """In the order its user keeps: trips only closed ones, tries only open ones, misses only half-open ones."""
+    """Follows the order that its user keeps: trips only closed ones, tries only open ones, misses only half-open
+    ones."""
     clock = ManualClock()
     breaker = make_breaker(clock)
     allowed = {"trip": State.CLOSED, "try_again": State.OPEN, "missed": State.HALF_OPEN}

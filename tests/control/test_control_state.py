@@ -1,4 +1,4 @@
-"""A control plane that goes on from what a checkpoint kept of it."""
+"""Tests a control plane that goes on from the state that a checkpoint kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omni_async.types import LedgerEntry, Prompt
 
 
 def test_groups_in_every_state_go_on() -> None:
-    """One trained, one ready, two unfinished, the rest not begun."""
+    """Keeps one trained group, one ready, two unfinished, the rest not begun."""
 
     before = Bench(S=3, P=1, updates=6)
 
@@ -82,7 +82,8 @@ def test_a_run_that_was_cut_anywhere_trains_every_group_once(S: int, stop_at: in
 
 
 def test_an_interrupted_run_keeps_what_it_drops() -> None:
-    """The ledger of this life says dropped; the next one takes the groups up again, and those lines are void."""
+    """Checks that groups in this attempt's ledger as dropped are admitted again by the next one, and those lines are
+    void."""
 
     bench = Bench(S=1, P=2, updates=3)
 

@@ -1,8 +1,8 @@
-"""The real coordinator under arbitrary interleavings: what must hold after every step, and that every run ends.
+"""Tests the real coordinator under arbitrary interleavings: the invariants after every step, and that every run ends.
 
 Every rule is one message of one role, or a turn of the event loop; messages arrive late, twice, or from the wrong
 engine, waiters are cancelled, and the run may be stopped at any point. At the end well-behaved roles take over and must
-bring the run home.
+bring the run to its end.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         stored=st.booleans(),
     )
     def begin(self, config: Config, start: int, may_stop: bool, stored: bool) -> None:
-        """`stored`: samples without a window come from a dataset, so that no version took any step of theirs."""
+        """Begins a run. `stored`: samples without a window come from a dataset, so that no version took any step of
+        theirs."""
         self.config, self.may_stop, self.stored = config, may_stop, stored and config.rollout.sde is None
         self.start = min(start, config.trainer.updates)
         self.version = self.to_publish = self.start
@@ -123,7 +124,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return jobs
 
     def nothing_more_could_be_generated(self) -> None:
-        """`reward.streaming: false`: at the moment samples are handed out to be scored."""
+        """Checks `reward.streaming: false` at the moment samples are handed out to be scored."""
         assert not self.at_engines, f"scored although engines work on {self.at_engines}"
         samples = {
             f"g{group}.s{i}"
@@ -131,8 +132,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if self.is_live(group)
             for i in range(self.config.rollout.group_size)
         }
-        places = now(self.coordinator.statistics())["buffers"]["trajectories"]
-        assert samples <= self.generated or places["reserved"] == places["capacity"], (
+        slots = now(self.coordinator.statistics())["buffers"]["trajectories"]
+        assert samples <= self.generated or slots["reserved"] == slots["capacity"], (
             f"scored although {samples - self.generated} wait"
         )
 
@@ -160,8 +161,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def got_samples(self, engine: str, requests: list[SampleRequest]) -> None:
         if engine in self.lost:
-            return  # nobody is there to take them
-        assert requests or self.coordinator_closed(), f"{engine} was sent home in the middle of the run"
+            return  # there is no engine to take them
+        assert requests or self.coordinator_closed(), f"{engine} was evicted in the middle of the run"
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, self.holds[engine]))
@@ -192,8 +193,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.returned.discard(group.group)
 
     def nothing_else_could_be_trained(self, staleness: int) -> None:
-        """`staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is the
-        same for all."""
+        """Checks `staleness.exact`: the newest weights are everywhere, every admitted group is ready, and so the age is
+        the same for all."""
         assert {version for version in self.holds.values() if version >= 0} == {self.version}
         making = [
             lease.request.sample_id
@@ -232,7 +233,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(pick=PICK, seed=PICK)
     def finish_sample(self, pick: int, seed: int) -> None:
-        """Its steps were taken with any of the versions the engine held meanwhile, in order."""
+        """Finishes a sample whose steps were taken with any of the versions the engine held meanwhile, in order."""
         lease = self.leases.pop(pick % len(self.leases))
         size = self.num_versions(lease.request)
         self.finish(lease, tuple(sorted(random.Random(seed).choices(lease.seen, k=size))))
@@ -263,7 +264,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.answered)
     @rule(pick=PICK, failed=st.booleans(), number=PICK)
     def second_answer(self, pick: int, failed: bool, number: int) -> None:
-        """For a sample already answered; or, when it was leased again, from an engine that does not have it."""
+        """Answers for a sample already answered; or, when it was leased again, from an engine that does not have it."""
         lease = self.answered[-1 - pick % len(self.answered)]
         again = {x.engine for x in self.leases if x.request.sample_id == lease.request.sample_id}
         asking = [task for who, task in self.waiting.items() if who.startswith("samples:") and task.done()]
@@ -306,7 +307,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.unscored.pop(job.sample_id, None)
 
     def rounds_failed(self, job: ScoreJob) -> int:
-        """How many failed samples validation reported or carries, to know when a failed score was final."""
+        """Counts the failed samples that validation reported or carries, to know when a failed score was final."""
         if job.kind == "train":
             return 0
         round_ = self.coordinator._validation.rounds.get(int(job.sample_id[1:].split(".")[0]))
@@ -333,9 +334,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def ask_for_group(self) -> None:
-        places = self.config.trainer.groups_per_update - len(self.groups)
-        if places > 0 and self.version < self.config.trainer.updates:
-            self.ask("groups:", self.coordinator.next_groups(self.version, places))
+        needed = self.config.trainer.groups_per_update - len(self.groups)
+        if needed > 0 and self.version < self.config.trainer.updates:
+            self.ask("groups:", self.coordinator.next_groups(self.version, needed))
 
     @precondition(lambda self: len(self.groups) == self.config.trainer.groups_per_update)
     @rule()
@@ -349,7 +350,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.announced < self.to_publish)
     @rule()
     def announce(self) -> None:
-        """Also while an older version is still on its way to some engines: they skip it."""
+        """Announces a version, also while an older one is still on its way to some engines: they skip it."""
         self.announced = self.to_publish
         now(self.coordinator.announce(self.announced, digest_of(self.announced)))
         self.sending = dict.fromkeys(self.engines, self.announced)
@@ -378,8 +379,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(number=PICK, replaced=st.booleans(), store_too=st.booleans())
     def lose_engine(self, number: int, replaced: bool, store_too: bool) -> None:
-        """At any moment: with samples, while it asks for some, while weights are on their way to it; with what it
-        stored, or without."""
+        """Loses an engine at any moment: with samples, while it asks for some, while weights are on their way to it;
+        with what it stored, or without."""
         engine = self.engines.pop(number % len(self.engines))
         self.lost.append(engine)
         self.holds.pop(engine)
@@ -397,7 +398,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.join_engine()
 
     def is_unread(self, sample: str) -> bool:
-        """Its group waits for samples or for the trainer, or its round for scores."""
+        """Returns whether the sample's group waits for samples or for the trainer, or its round for scores."""
         if (kind := self.unscored.get(sample)) == "validation":
             return True
         group = int(sample[1:].split(".")[0])
@@ -415,7 +416,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.groups and not self.coordinator_closed())
     @rule(pick=PICK)
     def group_is_gone(self, pick: int) -> None:
-        """The trainer took it, and cannot read it."""
+        """Reports a group that the trainer took, and cannot read."""
         group = self.groups.pop(pick % len(self.groups))
         self.taken.remove(group.group)
         self.returned.add(group.group)
@@ -424,8 +425,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(pick=PICK)
-    def picture_is_gone(self, pick: int) -> None:
-        """The reward worker cannot read it."""
+    def image_is_gone(self, pick: int) -> None:
+        """Reports an image that the reward worker cannot read."""
         worker, job = self.jobs.pop(pick % len(self.jobs))
         unread = job.sample_id in self.unscored
         now(
@@ -440,7 +441,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engines) < 4 and len(self.lost) < 20)
     @rule()
     def join_engine(self) -> None:
-        """The publisher sends it the newest version that was announced."""
+        """Adds an engine; the publisher sends it the newest version that was announced."""
         engine = f"rollout-{len(self.lost) + len(self.engines) + 10}"
         self.engines.append(engine)
         self.holds[engine] = -1
@@ -468,12 +469,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=PICK)
     def cancel_a_waiter(self, pick: int) -> None:
-        """At any moment, also between being woken and running; what it would have got must go to somebody else."""
+        """Cancels a waiter at any moment, also between being woken and running; what it would have got must go to
+        another one."""
         self.waiting[sorted(self.waiting)[pick % len(self.waiting)]].cancel()
 
     @rule(rounds=st.integers(1, 6))
     def work_in_order(self, rounds: int) -> None:
-        """A stretch of undisturbed work, so that the disturbances meet every phase of a run."""
+        """Runs a stretch of undisturbed work, so that the disturbances meet every phase of a run."""
         for _ in range(rounds):
             if not self.coordinator_closed():
                 self.everybody_works()
@@ -554,7 +556,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))
         ]
         # Counted here: samples at an engine, and samples generated but not scored. No more than there is room for, and
-        # no place leaks.
+        # no slot leaks.
         assert len(self.leases) + len(waiting) <= self.config.buffer.trajectories
         if not any(who.startswith("samples:") and task.done() for who, task in self.waiting.items()):
             assert (
@@ -565,7 +567,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
 
     def taken_unseen(self) -> list[ReadyGroup]:
-        """Groups on their way to the trainer."""
+        """Returns the groups on their way to the trainer."""
         done = [task for who, task in self.waiting.items() if who == "groups:" and task.done() and not task.cancelled()]
         return [group for task in done for group in task.result()]
 
@@ -577,7 +579,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     # ---- and the run always ends -------------------------------------------------------------------------------------
 
     def everybody_works(self) -> None:
-        """One round of well-behaved roles."""
+        """Runs one round of well-behaved roles."""
         self.ask("events:", self.coordinator.events())
         for engine in self.engines:
             self.ask(f"samples:{engine}", self.next_samples(engine, 4))
@@ -632,7 +634,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for engine in self.engines:
             self.ask(f"samples:{engine}", self.next_samples(engine, 4))
         self.ask(f"jobs:{self.workers[1]}", self.next_to_score(self.workers[1], 2))
-        for _ in range(len(self.waiting)):  # in a line each wakes the next
+        for _ in range(len(self.waiting)):  # in a queue each wakes the next
             self.settle()
         left = [who for who in self.waiting if who != "events:"]
         assert not left, f"{left} still wait although the run is over"
@@ -640,7 +642,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.settle()
 
     def late_messages_are_harmless(self) -> None:
-        """Work that was under way when the run ended is still reported."""
+        """Reports work that was under way when the run ended."""
         before = [*self.entries]
         for lease in self.leases:
             size = self.num_versions(lease.request)
@@ -666,7 +668,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
-    """Short, adversarial and shrinkable."""
+    """Searches short runs, adversarial and shrinkable."""
     run_state_machine_as_test(
         CoordinatorMachine, settings=settings(max_examples=80, stateful_step_count=50, deadline=None)
     )
@@ -675,7 +677,7 @@ def test_every_interleaving_keeps_the_invariants_and_ends() -> None:
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_long_random_runs_keep_the_invariants_and_end(seed: int) -> None:
-    """The same rules, in proportions that carry a run from its first to its last update."""
+    """Applies the same rules, in proportions that carry a run from its first to its last update."""
     dice = random.Random(seed)
     play_at_random(random_config(dice), dice)
 
@@ -731,7 +733,7 @@ def play_at_random(config: Config, dice: random.Random) -> CoordinatorMachine:
             lambda: machine.groups and not machine.coordinator_closed(),
             lambda: machine.group_is_gone(pick=pick()),
         ),
-        "picture_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: machine.picture_is_gone(pick=pick())),
+        "image_is_gone": (dice.choice([0, 0.2]), lambda: machine.jobs, lambda: machine.image_is_gone(pick=pick())),
         "join_engine": (
             dice.choice([0, 0.2]),
             lambda: len(machine.engines) < 4 and len(machine.lost) < 20,

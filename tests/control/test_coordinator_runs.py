@@ -1,5 +1,5 @@
-"""Directed cases: whole runs of well-behaved roles at the edges of the configuration, and exact scenarios driven call
-by call."""
+"""Tests directed cases: whole runs of well-behaved roles at the edges of the configuration, and exact scenarios driven
+call by call."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_strict_window_trains_in_admission_order_whatever_the_timing() -> None
 
 
 def test_the_worst_staleness_is_reached_and_not_passed() -> None:
-    """A trainer that is always ready first meets groups made just now; one that lags meets groups exactly S updates
-    old."""
+    """Compares a trainer that is always ready first, which meets groups made just now, with one that lags, which meets
+    groups exactly S updates old."""
     for max_updates in (1, 2, 4):
         lagging = play(
             make_config(S=max_updates, P=2, updates=12, max_inflight=16),
@@ -131,7 +131,7 @@ def test_all_groups_rejected_ends_the_run_and_says_why() -> None:
 
 
 def test_rejections_count_in_a_row_only_while_no_group_turns_out_well() -> None:
-    """32 in a row would end the run; 57 are rejected in all, 19 between each two good ones."""
+    """Rejects 57 groups in all, 19 between each two good ones; 32 in a row would end the run."""
     run = play(
         make_config(S=0, P=2, updates=2),
         reward=lambda job: distinct(job) if int(job.sample_id[1:].split(".")[0]) % 20 == 0 else 0.0,
@@ -342,7 +342,7 @@ def lost(c: Coordinator) -> list[tuple[str, str]]:
 
 
 def test_an_engine_with_wrong_weights_is_given_up_and_its_samples_are_made_by_others() -> None:
-    for wrong, said in (
+    for wrong, part in (
         (
             WeightReport("rollout-1", 0, "abc"),
             r"engine rollout-1 holds version 0 with digest abc, published was digest-0",
@@ -357,7 +357,7 @@ def test_an_engine_with_wrong_weights_is_given_up_and_its_samples_are_made_by_ot
         taken = {request.sample_id for request in now(c.next_samples("rollout-1", 2, 2))}
         now(c.engine_holds(wrong))
         ((name, reason),) = lost(c)
-        assert name == "rollout-1" and said in reason and not entries
+        assert name == "rollout-1" and part in reason and not entries
         assert now(c.next_samples("rollout-1", 2, 2)) == []
         assert taken <= {request.sample_id for request in now(c.next_samples("rollout-0", 100, 100))}
 
@@ -400,7 +400,7 @@ def test_samples_with_missing_or_impossible_versions_are_refused() -> None:
 
 
 def test_a_group_beyond_the_budget_ends_the_run_instead_of_being_trained() -> None:
-    """It cannot happen; a trainer that is ahead of what it reported stands in for the bug."""
+    """Imitates a bug, since it cannot happen, by a trainer that is ahead of what it reported."""
 
     async def main() -> None:
         c, entries = make_coordinator(make_config(S=1, P=1))
@@ -442,8 +442,8 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
 
 
 def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
-    """S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At update 1
-    group 2 may not: a first-ready-first-taken window would train it, and then group 0 two updates late."""
+    """Uses S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At
+    update 1 group 2 may not: a first-ready-first-taken window would train it, and then group 0 two updates late."""
 
     async def main(bench: Bench) -> None:
         await bench.generate(1, 0)
@@ -600,7 +600,7 @@ def test_a_failed_score_reported_twice_is_retried_once() -> None:
 
 
 def test_a_cancelled_waiter_loses_nothing() -> None:
-    """Whether it was cancelled before it was woken, or after that and before it ran."""
+    """Cancels the waiter before it was woken, or after that and before it ran."""
 
     async def main() -> None:
         c, _ = make_coordinator(make_config(S=0, P=1))
@@ -641,8 +641,8 @@ def test_stopping_sends_every_waiter_home_at_once() -> None:
         assert not any(waiter.done() for waiter in waiters)
         await c.stop("ctrl-c")
         async with asyncio.timeout(1):
-            *home, events = await asyncio.gather(*waiters)
-        assert home == [[], [], [], []]
+            *answers, events = await asyncio.gather(*waiters)
+        assert answers == [[], [], [], []]
         over = [(e.kind, e.data["status"], e.data["reason"]) for e in events]
         assert over == [("closing", "interrupted", "ctrl-c"), ("ended", "interrupted", "ctrl-c")]
         assert await c.next_samples("rollout-0", 1, 1) == [] and await c.next_groups(0, 1) == []
@@ -654,14 +654,15 @@ INTERRUPTED = ("dropped", "run interrupted: ctrl-c")
 
 
 def test_an_update_under_way_when_the_run_is_stopped_is_still_made() -> None:
-    """Its optimizer steps are in the checkpoint that follows: its groups must not be in the ledger as dropped."""
+    """Checks that its groups are not in the ledger as dropped: its optimizer steps are in the checkpoint that
+    follows."""
 
     async def main(bench: Bench) -> None:
         await bench.generate(0, 0)
         group = bench.take()
         assert group is not None
         await bench.c.stop("ctrl-c")
-        assert bench.entries == [], "the trainer has not said what becomes of its update"
+        assert bench.entries == [], "the trainer has not answered for its update"
         await bench.c.update_done(report(1, [group]))
         assert [(e.group, e.event, e.reason) for e in bench.entries] == [(0, "trained", None), (1, *INTERRUPTED)]
         counters = {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 1, "live": 0}
@@ -682,7 +683,7 @@ def test_an_update_that_will_not_be_made_is_dropped(how: str) -> None:
         await bench.generate(0, 0)
         assert bench.take() is not None, "the first of two"
         await bench.c.stop("ctrl-c")
-        assert bench.entries == [], "the trainer has not said what becomes of it"
+        assert bench.entries == [], "the trainer has not answered for it"
         if how == "asks for more":
             assert await bench.c.next_groups(0, 1) == []
         else:
@@ -726,7 +727,7 @@ def test_nothing_is_said_after_the_end() -> None:
     asyncio.run(main())
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- events ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
@@ -753,7 +754,7 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
             [0],
         )
         assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
-        assert [picture.media for picture in event.pictures] == ["media g0.s0", "media g0.s1"]
+        assert [image.media for image in event.pictures] == ["media g0.s0", "media g0.s1"]
         assert event.pictures[0].score.text == "HI" and event.pictures[0].prompt.text.startswith("prompt ")
         (entry,) = entries
         assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == (
@@ -777,8 +778,8 @@ def test_training_samples_carry_the_fields_the_objective_asked_for() -> None:
 
 
 def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() -> None:
-    """A rejection comes of a reward worker's message: the worker has done nothing wrong, and no group may stay behind
-    for it."""
+    """Rejects a group through a reward worker's message: the worker has done nothing wrong, and no group may stay
+    behind for it."""
 
     async def main() -> None:
         def full(_: LedgerEntry) -> None:
@@ -792,10 +793,10 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_whoever_ended_the_group() 
         await finish(c, "rollout-0", now(c.next_samples("rollout-0", 2, 2)), 0)
         await score(c, now(c.next_to_score("reward-0", 2)), lambda _: 0.5)
         assert await c.next_groups(0, 1) == []
-        said = ended(c)
-        assert said["status"] == "failed" and "the ledger cannot be written: [Errno 28] No space left" in said["reason"]
-        assert said["conservation"]["live"] == 0
+        end = ended(c)
+        assert end["status"] == "failed" and "the ledger cannot be written: [Errno 28] No space left" in end["reason"]
+        assert end["conservation"]["live"] == 0
         await c.continuation()
-        assert synced, "lines that a checkpoint counts are safe before it says so"
+        assert synced, "lines that a checkpoint counts are safe before it returns"
 
     asyncio.run(main())

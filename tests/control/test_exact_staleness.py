@@ -1,4 +1,4 @@
-"""`staleness.exact`: nothing is trained while anything could still be generated, so every age is the budget."""
+"""Tests `staleness.exact`: nothing is trained while anything could still be generated, so every age is the budget."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_climbs_to_the_budget_again() -> None:
 
 
 def test_rejected_groups_are_replaced_before_anything_is_trained() -> None:
-    """A replacement is as old as what it replaces, whatever is rejected when."""
+    """Checks that a replacement is as old as what it replaces, whatever is rejected when."""
 
     def reward(job: ScoreJob) -> float:
         return 0.5 if int(job.sample_id[1:].split(".")[0]) % 3 == 1 else distinct(job)
@@ -78,7 +78,7 @@ def test_nothing_is_taken_before_the_newest_version_is_held() -> None:
 
 
 def test_a_trainer_that_waits_for_the_newest_version_is_woken_by_it() -> None:
-    """At the end of a run nothing more is admitted, so no score will come that could wake it."""
+    """Waits at the end of a run, where nothing more is admitted, so no score will come that could wake it."""
 
     async def main(bench: Bench) -> None:
         for group in (0, 1):

@@ -1,4 +1,4 @@
-"""The ledger of a resumed run stays as it is until a group is trained."""
+"""Tests that the ledger of a resumed run stays as it is until a group is trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def groups(path: Path) -> list[int]:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    """Of two groups that a checkpoint counts, and two that it does not."""
+    """Makes a ledger of two groups that a checkpoint counts, and two that it does not."""
     path = tmp_path / "ledger.jsonl"
     sink = JsonlSink(path)
     for group in (0, 1, 7, 8):
@@ -36,7 +36,7 @@ def ledger(tmp_path: Path) -> Path:
 
 
 def counted(*entries: LedgerEntry) -> LedgerState:
-    """What a checkpoint says of these lines."""
+    """Returns the checkpoint's totals of these lines."""
     lines, digest = [encode_line(one) for one in entries], ""
     for line in lines:
         digest = extend(digest, line)
@@ -74,15 +74,15 @@ def test_a_checkpoint_counts_only_lines_that_are_in_the_file(ledger: Path) -> No
     assert groups(ledger) == [0, 1, 2]
 
 
-def test_lines_that_were_changed_since_the_attempt_began_are_left_and_told(ledger: Path) -> None:
-    """By whoever edits them while it loads: the run ends with that reason, in order."""
+def test_lines_that_were_changed_since_the_attempt_began_are_left_and_reported(ledger: Path) -> None:
+    """Edits the lines while the run loads: it ends with that reason, in order."""
     sink = held(ledger)
-    books = Ledger(sink)
+    opened = Ledger(sink)
     changed = ledger.read_bytes().replace(b"trained", b"Trained", 1)
     ledger.write_bytes(changed)
-    books.admit(4)
-    books.end(entry(4))
-    assert books.problem is not None and "are not those that the checkpoint counts" in books.problem
+    opened.admit(4)
+    opened.end(entry(4))
+    assert opened.problem is not None and "are not those that the checkpoint counts" in opened.problem
     with pytest.raises(OSError, match="are not those that the checkpoint counts"):
         sink.sync()
     assert ledger.read_bytes() == changed
@@ -96,14 +96,14 @@ def test_a_disk_that_is_full_when_lines_are_to_be_written_costs_none_of_them(led
             raise OSError(errno.ENOSPC, "No space left on device")
         return two_lines(ledger)
 
-    books = Ledger(HeldBackSink(take_over))
+    opened = Ledger(HeldBackSink(take_over))
     for group in (2, 4, 5):
-        books.admit(group)
-    books.end(entry(2, "rejected"))
-    assert books.problem is None
-    books.end(entry(4))
-    assert books.problem == "the ledger cannot be written: [Errno 28] No space left on device"
+        opened.admit(group)
+    opened.end(entry(2, "rejected"))
+    assert opened.problem is None
+    opened.end(entry(4))
+    assert opened.problem == "the ledger cannot be written: [Errno 28] No space left on device"
     assert groups(ledger) == [0, 1, 7, 8]
     room = True
-    books.end(entry(5))
+    opened.end(entry(5))
     assert groups(ledger) == [0, 1, 2, 4, 5]

@@ -1,4 +1,4 @@
-"""The work queue against a plain model of it, under arbitrary moves."""
+"""Tests the work queue against a plain model of it, under arbitrary moves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(group: int, sample: int, kind: SampleKind = "train") -> SampleReques
 
 
 class Model:
-    """What the queue promises, written down without regard for time."""
+    """A model of what the queue promises, without regard for time."""
 
     def __init__(self, share: float) -> None:
         self.share = share

@@ -1,4 +1,4 @@
-"""Every admitted group ends in exactly one event, and the books say so."""
+"""Tests that every admitted group ends in exactly one event, and that the counters match."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def entry(group: int, event: str = "trained", **values: Any) -> LedgerEntry:
 
 
 def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
-    told: list[LedgerEntry] = []
-    ledger = Ledger(told.append)
+    recorded: list[LedgerEntry] = []
+    ledger = Ledger(recorded.append)
     for group in range(4):
         ledger.admit(group)
     events = [
@@ -44,7 +44,7 @@ def test_admitted_groups_are_trained_rejected_dropped_or_live() -> None:
     ]
     for event in events:
         ledger.end(event)
-    assert told == events, "told at once and in order"
+    assert recorded == events, "recorded at once and in order"
     assert ledger.counters() == {"admitted": 4, "trained": 1, "rejected": 1, "dropped": 1, "live": 1}
     assert ledger.live == {3}
     assert dict(ledger.reasons) == {"zero reward variance": 1, "run interrupted": 1}
@@ -106,7 +106,7 @@ def test_a_line_is_on_disk_as_soon_as_the_event_happened(tmp_path: Path) -> None
 
 
 class Disk:
-    """Full until `room`, and then takes five bytes at a time."""
+    """A disk that is full until `room`, and then takes five bytes at a time."""
 
     def __init__(self) -> None:
         self.content = b""

@@ -1,5 +1,5 @@
-"""Whatever happens to a line that a checkpoint counts, the ledger is refused; what happens after those lines is none of
-its business."""
+"""Tests that the ledger is refused whatever happens to a line that a checkpoint counts, and not for changes after those
+lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def entry(group: int) -> LedgerEntry:
 
 
 def states(sink: object = lambda _: None) -> list[LedgerState]:
-    """What is known of a ledger before its first line and after each."""
+    """Returns the state of a ledger before its first line and after each."""
     ledger = Ledger(sink)  # type: ignore[arg-type]
     known = [ledger.state()]
     for group in range(GROUPS):
@@ -48,7 +48,7 @@ def write(path: Path, content: bytes) -> Path:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """The ledger with one thing done to its counted lines."""
+    """Damages the counted lines of the ledger in one way."""
     lines, content = [*LINES], b"".join(LINES)
     line, other = draw(st.permutations(range(COUNTED)))[:2]
     byte = draw(st.integers(0, SIZE - 1))
@@ -115,7 +115,7 @@ def test_what_follows_the_counted_lines_is_void_whatever_it_is(
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "reason"),
     [
         ([0, 1, 1, 2, 3], "line 3 is of group 1, and so is line 2"),
         ([0, 1, b"\n", 2, 3], "line 3 is blank"),
@@ -128,10 +128,10 @@ def test_what_follows_the_counted_lines_is_void_whatever_it_is(
     ],
 )
 def test_the_first_damaged_line_is_named_where_it_can_be_told(
-    tmp_path: Path, lines: list[int | bytes], said: str
+    tmp_path: Path, lines: list[int | bytes], reason: str
 ) -> None:
     path = write(tmp_path / "ledger.jsonl", b"".join(LINES[line] if isinstance(line, int) else line for line in lines))
-    with pytest.raises(LedgerDamaged, match=said):
+    with pytest.raises(LedgerDamaged, match=reason):
         require_prefix(path, KNOWN)
 
 

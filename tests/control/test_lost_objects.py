@@ -1,5 +1,5 @@
-"""What a dead process had stored: made again if nobody has read it yet, given back by the trainer, and told of by who
-wanted a picture."""
+"""Tests objects that a dead process had stored: made again if nobody has read them yet, returned by the trainer, and
+reported by the worker that wanted an image."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def play(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def begin(**config: int) -> tuple[Coordinator, list[LedgerEntry], dict[int, list[SampleRequest]]]:
-    """A run whose one engine has leased all samples there are: the requests of each group."""
+    """Begins a run whose one engine has leased all samples there are; returns the requests of each group."""
     c, entries = make_coordinator(make_config(**config))
     await hold(c, 0)
     groups: dict[int, list[SampleRequest]] = {}
@@ -118,7 +118,7 @@ def test_losses_of_a_store_are_no_failures_of_the_sample() -> None:
     play(main())
 
 
-def test_a_late_score_of_a_lost_picture_does_not_count() -> None:
+def test_a_late_score_of_a_lost_image_does_not_count() -> None:
     async def main() -> None:
         c, _, groups = await begin(S=0, P=1)
         await finish(c, "rollout-0", groups[0], 0)
@@ -127,7 +127,7 @@ def test_a_late_score_of_a_lost_picture_does_not_count() -> None:
         await score(c, before, distinct)
         assert nothing_to_take(c)
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 100, 100), 0)
-        after = await c.next_to_score("reward-0", 2)  # the same worker has the new pictures
+        after = await c.next_to_score("reward-0", 2)  # the same worker has the new images
         await score(c, before, distinct)
         assert nothing_to_take(c)
         await score(c, after, lambda job: 5 + distinct(job))
@@ -242,10 +242,10 @@ def test_a_group_that_the_trainer_does_not_have_cannot_be_given_back() -> None:
     play(main())
 
 
-# ---- a picture that is gone ------------------------------------------------------------------------------------------
+# ---- an image that is gone -------------------------------------------------------------------------------------------
 
 
-def test_a_sample_whose_picture_is_gone_is_made_again_and_not_scored_again() -> None:
+def test_a_sample_whose_image_is_gone_is_made_again_and_not_scored_again() -> None:
     async def main() -> None:
         c, _, groups = await begin(S=0, P=1, retries=1, score_retries=0)
         await finish(c, "rollout-0", groups[0], 0)
@@ -260,7 +260,7 @@ def test_a_sample_whose_picture_is_gone_is_made_again_and_not_scored_again() -> 
     play(main())
 
 
-def test_pictures_that_are_gone_too_often_drop_the_group() -> None:
+def test_images_that_are_gone_too_often_drop_the_group() -> None:
     async def main() -> None:
         c, entries, groups = await begin(S=0, P=1, retries=1)
         requests = groups[0]
@@ -295,7 +295,7 @@ def test_an_engine_that_leaves_gets_no_work_and_its_answers_count() -> None:
         assert {job.sample_id for job in await c.next_to_score("reward-0", 8)} == {
             request.sample_id for request in mine
         }
-        assert c.versions.knows("rollout-0"), "until it is told that it is gone"
+        assert c.versions.knows("rollout-0"), "until it is reported as gone"
 
     play(main())
 
@@ -334,8 +334,8 @@ def test_a_loss_is_told_once_and_the_weights_that_were_on_their_way_are_nobodys(
 # ---- while a score is tried again ------------------------------------------------------------------------------------
 
 
-def test_a_retry_of_a_picture_that_is_lost_meanwhile_does_not_come_back() -> None:
-    """Its pause ends when the sample made anew waits for its score, or is being scored."""
+def test_a_retry_of_an_image_that_is_lost_meanwhile_does_not_come_back() -> None:
+    """Ends the retry's pause when the sample made anew waits for its score, or is being scored."""
 
     async def main() -> None:
         for taken in (False, True):
@@ -378,7 +378,7 @@ def test_a_sample_that_reward_workers_die_of_is_rejected_in_the_end() -> None:
 
 
 def test_a_sample_that_reward_workers_die_of_takes_no_other_with_it() -> None:
-    """They score whole batches."""
+    """Scores whole batches."""
 
     async def main() -> None:
         c, entries = make_coordinator(make_config(S=0, P=4, score_retries=3))
@@ -415,7 +415,7 @@ def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_
 
 
 def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_the_same() -> None:
-    """There is little to score, and what one has put back the next one takes."""
+    """Has little to score, so that a sample that one worker has put back goes to the next."""
 
     async def main() -> None:
         c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))

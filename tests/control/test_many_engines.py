@@ -1,4 +1,4 @@
-"""Many producers before one coordinator: nobody is forgotten, whoever goes away in whatever moment, and nobody
+"""Tests many producers before one coordinator: none is forgotten, whichever leaves at whatever moment, and none
 starves."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_a_run_ends_although_its_producers_keep_going_away(seed: int) -> None:
 
 
 def test_engines_take_turns_where_there_is_less_work_than_engines() -> None:
-    """60 engines, 12 samples at a time: with first come, first served everybody works a fifth of the time."""
+    """Runs 60 engines, 12 samples at a time: with first come, first served each works a fifth of the time."""
     run = play(make_config(S=0, P=4, group_size=3, updates=30, engines=60, max_inflight=1), seed=3)
     assert run.outcome == ("done", None)
     leases = Counter(engine for engine, _ in run.leases)

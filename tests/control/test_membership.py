@@ -1,4 +1,4 @@
-"""Engines and reward workers that come and go while a run goes on."""
+"""Tests engines and reward workers that come and go while a run goes on."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_slowest_engine_is_lost_and_its_slots_are_free() -> None:
 
 
 def test_one_that_joins_with_weights_all_others_have_left_behind_gets_no_work() -> None:
-    """Its samples could reach the trainer beyond the budget."""
+    """Checks that it gets no samples: they could reach the trainer beyond the budget."""
 
     async def main() -> None:
         c, _ = make_coordinator(make_config(engines=1, updates=5))
@@ -108,7 +108,7 @@ def test_what_a_lost_reward_worker_had_is_scored_by_others_first_and_one_by_one(
 
 
 def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
-    """It swapped, and was given up before its report arrived: nothing is wrong with anybody's weights."""
+    """Gives an engine up after it swapped, before its report arrives: no engine has wrong weights."""
 
     async def main() -> None:
         c, _ = make_coordinator(make_config(engines=2))
@@ -121,7 +121,7 @@ def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
 
 
 def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_it_back() -> None:
-    """And had the samples of another round, which ends without them."""
+    """Loses an engine that also had the samples of another round, which ends without them."""
 
     async def main() -> None:
         c, _ = make_coordinator(
@@ -148,7 +148,7 @@ def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_
 
 
 def test_workers_that_wait_hear_at_once_that_they_are_not_needed() -> None:
-    """There is no work, or no room for it: they would hold their devices until there is."""
+    """Removes workers while there is no work, or no room for it: they would hold their devices until there is."""
 
     async def main() -> None:
         c, _ = make_coordinator(make_config(S=0, P=1, engines=2))

@@ -1,5 +1,5 @@
-"""`reward.streaming: false`: training samples are scored when none is being generated and none could be. Nothing waits
-for ever."""
+"""Tests `reward.streaming: false`: training samples are scored when none is being generated and none could be. Nothing
+waits for ever."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from omni_async.types import SampleRequest, ScoreJob
 
 
 def jobs(c: Coordinator, limit: int = 100) -> list[ScoreJob]:
-    """What a reward worker gets now; nothing if it would have to wait."""
+    """Returns the jobs that a reward worker gets now; none if it would have to wait."""
 
     async def ask() -> list[ScoreJob]:
         try:
@@ -76,7 +76,7 @@ def test_a_full_buffer_is_scored_although_samples_wait_for_a_place() -> None:
     first = jobs(c, 1)
     assert len(first) == 1
     asyncio.run(score(c, first, distinct))
-    assert jobs(c) == [], "there is a place again, and a sample for it"
+    assert jobs(c) == [], "there is a slot again, and a sample for it"
     done(c, *now(c.next_samples("rollout-0", 16, 16)))
     assert len(jobs(c)) == 3
 
@@ -188,8 +188,8 @@ def test_no_run_is_stranded(
     trouble: float,
     seed: int,
 ) -> None:
-    """Small buffers, samples that fail and are made again, scores that fail, rejected groups: every run ends by
-    itself."""
+    """Checks that every run ends by itself, with small buffers, samples that fail and are made again, scores that fail,
+    and rejected groups."""
     dice = random.Random(
         seed
     )  # hypothesis's own would end a task of the run, and strand it, when an example grows too large
@@ -237,7 +237,7 @@ def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_s
 
 @pytest.mark.parametrize("engines", [1, 30])
 def test_producers_that_asked_before_there_were_weights_all_get_work(engines: int) -> None:
-    """An engine without weights takes nothing and keeps nobody else from it."""
+    """Checks that an engine without weights takes nothing and keeps no other from it."""
 
     async def main() -> None:
         c, _ = make_coordinator(make_config(S=0, P=engines, group_size=1, engines=engines, groups=engines))

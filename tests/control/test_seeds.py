@@ -1,4 +1,4 @@
-"""Seeds, windows and prompt order come from the run seed and ids, and from nothing else."""
+"""Tests that seeds, windows and prompt order come from the run seed and ids, and from nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_groups_seeds_are_those_of_its_samples(run: int, prompt: int, group: i
 
 
 def test_seeds_never_change() -> None:
-    """A resumed run and another machine must draw the same noise."""
+    """Compares with fixed numbers: a resumed run and another machine must draw the same noise."""
     assert sample_seed(0, 1, 2, 3) == derive("sample", 0, 1, 2, 3) == 3988333952871425518
     assert initial_noise_seed(0, 1, 2) == 868097029686719843
     assert [draw_window(0, group, 2, (0, 5)).start for group in range(8)] == [3, 0, 0, 0, 2, 0, 3, 3]
@@ -49,7 +49,7 @@ def test_seeds_never_change() -> None:
 def test_windows_are_uniform_over_every_place_they_fit() -> None:
     starts = Counter(draw_window(7, group, 2, (1, 6)).start for group in range(8000))
     assert sorted(starts) == [1, 2, 3, 4]
-    # Four places, 2000 draws each; five standard deviations are 194.
+    # Four positions, 2000 draws each; five standard deviations are 194.
     assert all(abs(count - 2000) < 194 for count in starts.values())
 
 

@@ -1,4 +1,4 @@
-"""Every task has an owner: nothing outlives the block, and the first failure ends all."""
+"""Tests that every task has an owner: nothing outlives the block, and the first failure ends all."""
 
 from __future__ import annotations
 

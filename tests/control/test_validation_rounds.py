@@ -1,4 +1,4 @@
-"""When a validation round is due, and what it counts."""
+"""Tests when a validation round is due, and what it counts."""
 
 from __future__ import annotations
 

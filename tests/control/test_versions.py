@@ -1,4 +1,4 @@
-"""Who holds which weights, and what is refused."""
+"""Tests which engine holds which weights, and what is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_newcomer_may_report_a_version_whose_digest_is_forgotten_and_holds_not
 
 
 def test_when_every_engine_was_lost_nobody_begins_with_what_they_had_left_behind() -> None:
-    """The slots of the groups that made version 2 are given out again."""
+    """Checks that a version left behind is refused: the slots of the groups that made version 2 are given out again."""
     v = versions("a", published=2)
     v.report(WeightReport("a", 1, "d1"))
     v.report(WeightReport("a", 2, "d2"))

@@ -1,4 +1,4 @@
-"""Event, line, event log and clocks: the small parts everything waits on."""
+"""Tests event, queue, event log and clocks: the small parts everything waits on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
 
 
 def test_many_waiters_see_every_condition_change() -> None:
-    """Check, wait, check again: ten consumers of one counter take each item once."""
+    """Checks, waits, checks again: ten consumers of one counter take each item once."""
 
     async def main() -> None:
         event = Event()
@@ -78,17 +78,17 @@ def test_many_waiters_see_every_condition_change() -> None:
     asyncio.run(main())
 
 
-# ---- a line ----------------------------------------------------------------------------------------------------------
+# ---- a queue ---------------------------------------------------------------------------------------------------------
 
 
 class Counterful:
-    """A counter of items with a line before it; it notes who took what, and how often anybody looked."""
+    """A counter of items with a queue before it; it records who took what, and how often anybody looked."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
         self.taken: list[tuple[str, int]] = []
         self.looks = 0
-        self.line = FairQueue(self.is_open)
+        self.queue = FairQueue(self.is_open)
 
     def is_open(self) -> bool:
         self.looks += 1
@@ -96,14 +96,14 @@ class Counterful:
 
     def put(self, *items: int) -> None:
         self.items += items
-        self.line.notify()
+        self.queue.notify()
 
     async def take(self, who: str) -> int:
         def first() -> int:
             self.taken.append((who, self.items[0]))
             return self.items.pop(0)
 
-        return await self.line.take(first)
+        return await self.queue.take(first)
 
 
 async def turns(count: int) -> None:
@@ -111,7 +111,7 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_line_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtake() -> None:
+def test_a_queue_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtake() -> None:
     async def main() -> None:
         counter = Counterful()
         waiting = [asyncio.create_task(counter.take(name)) for name in "abc"]
@@ -123,7 +123,7 @@ def test_a_line_is_served_in_the_order_it_formed_and_a_newcomer_does_not_overtak
         counter.put(3, 4)
         await asyncio.gather(*waiting, newcomer)
         assert counter.taken[2:] == [("c", 3), ("d", 4)]
-        assert counter.line.waiting == 0
+        assert counter.queue.waiting == 0
 
     asyncio.run(main())
 
@@ -172,14 +172,14 @@ def test_an_event_wakes_as_many_as_there_is_work_for_however_many_wait() -> None
         assert counter.looks <= 10, "not one look of each of a thousand waiters"
         counter.looks = 0
         for _ in range(50):
-            counter.line.notify()  # nothing is there
+            counter.queue.notify()  # nothing is there
         await turns(5)
         assert counter.looks == 50
-        assert counter.line.waiting == 997
+        assert counter.queue.waiting == 997
         for waiter in waiting:
             waiter.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert counter.line.waiting == 0
+        assert counter.queue.waiting == 0
 
     asyncio.run(main())
 
@@ -199,18 +199,18 @@ def test_a_waiter_whose_work_vanished_keeps_its_place() -> None:
     asyncio.run(main())
 
 
-def test_who_is_sent_home_waits_no_longer_and_the_others_keep_their_places() -> None:
+def test_an_evicted_caller_waits_no_longer_and_the_others_keep_their_positions() -> None:
     async def main() -> None:
         opened, served = False, []
-        line = FairQueue(lambda: opened)
-        waiting = [asyncio.create_task(line.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
+        queue = FairQueue(lambda: opened)
+        waiting = [asyncio.create_task(queue.take(lambda who=who: served.append(who), who)) for who in ("a", "b", "c")]
         await asyncio.sleep(0)
-        line.evict("b")
+        queue.evict("b")
         await waiting[1]
-        assert served == ["b"] and line.waiting == 2
-        await line.take(lambda: served.append("b again"), "b")
+        assert served == ["b"] and queue.waiting == 2
+        await queue.take(lambda: served.append("b again"), "b")
         opened = True
-        line.notify()
+        queue.notify()
         await asyncio.gather(*waiting)
         assert served == ["b", "b again", "a", "c"]
 

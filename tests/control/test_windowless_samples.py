@@ -1,5 +1,5 @@
-"""Training samples without a window: their end is trained on, so every step of theirs counts, or none if no policy made
-them."""
+"""Tests training samples without a window: their final latents are trained on, so every step of theirs counts, or none
+if no policy made them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def leased(kind: str = "train") -> tuple[Coordinator, SampleRequest]:
-    """A coordinator at version 2, and one request that it leased."""
+    """Makes a coordinator at version 2, and one request that it leased."""
     c, _ = make_coordinator(make_config(steps=STEPS, validation={"every": 1, "share": 0.5}), start_version=2)
     asyncio.run(hold(c, 2))
     requests = [request for _ in range(4) for request in now(c.next_samples("rollout-0", 1, 4))]
@@ -75,7 +75,8 @@ def test_a_run_on_final_latents_keeps_the_budget(S: int) -> None:
 
 
 def trained(bench: Bench, updates: int) -> list[LedgerEntry]:
-    """The ledger after each update trained one group, all groups having been made as soon as they were admitted."""
+    """Returns the ledger after each update trained one group, all groups having been made as soon as they were
+    admitted."""
 
     async def main() -> None:
         made = 0
@@ -119,7 +120,7 @@ def test_a_group_of_a_dataset_that_is_not_trained_has_no_age() -> None:
 
 
 def test_a_dataset_beyond_the_budget_ends_the_run() -> None:
-    """It cannot happen; a trainer that is ahead of what it reported stands in for the bug."""
+    """Imitates a bug, since it cannot happen, by a trainer that is ahead of what it reported."""
     bench = Bench(S=1, P=1, updates=4, steps=STEPS, stored=True)
     asyncio.run(bench.generate(0, 0))
     assert now(bench.c.next_groups(2, 1)) == []
@@ -131,5 +132,5 @@ def test_a_dataset_beyond_the_budget_ends_the_run() -> None:
 def test_what_is_told_of_an_update_agrees_with_the_ledger() -> None:
     bench = Bench(S=2, P=1, updates=9, steps=STEPS, stored=True)
     entries = trained(bench, 4)
-    told = [event.data["staleness"] for event in now(bench.c.events()) if event.kind == "update"]
-    assert told == [[entry.staleness] for entry in entries] == [[0], [1], [2], [2]]
+    reported = [event.data["staleness"] for event in now(bench.c.events()) if event.kind == "update"]
+    assert reported == [[entry.staleness] for entry in entries] == [[0], [1], [2], [2]]

@@ -1,4 +1,4 @@
-"""Where windows start under each schedule, and that requests carry them."""
+"""Tests where windows start under each schedule, and that requests carry them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def starts(count: int, P: int = 1, seed: int = 0, **window: Any) -> list[int]:
     config = config_of(P, seed, **window)
     found = []
     for group in range(count):
-        place = window_of(group, config)
-        assert place is not None and place.size == config_of(**window).rollout.sde.window.size
-        found.append(place.start)
+        found_window = window_of(group, config)
+        assert found_window is not None and found_window.size == config_of(**window).rollout.sde.window.size
+        found.append(found_window.start)
     return found
 
 
@@ -59,7 +59,7 @@ def test_random_is_drawn_for_every_update_and_shared_by_its_groups() -> None:
 def test_random_starts_are_uniform_over_every_place_they_fit() -> None:
     counts = Counter(starts(8000, schedule="random", size=2, range=(1, 6)))
     assert sorted(counts) == [1, 2, 3, 4]
-    # Four places, 2000 draws each; five standard deviations are 194.
+    # Four positions, 2000 draws each; five standard deviations are 194.
     assert all(abs(count - 2000) < 194 for count in counts.values())
 
 
@@ -112,21 +112,25 @@ def test_a_stride_that_overshoots_ends_at_the_last_place_that_fits() -> None:
 
 
 def test_decay_interpolates_as_mixgrpos_public_code() -> None:
-    """fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T iterations, rounded
-    down, at the start t, with min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8, 6.8, 5.6, 4.4 and
-    3.2."""
+    """Compares with fastvideo/utils/grpo_states.py, get_dynamic_iters_per_group: max (1 - t / T) + min t / T
+    iterations, rounded down, at the start t, with min = max // 4 and T = max_timesteps. For max 8 and T 5 these are 8,
+    6.8, 5.6, 4.4 and 3.2."""
     stays = [8, 6, 5, 4, 3]
     assert stays == [max(2, int(8 * (1 - t / 5) + 2 * (t / 5))) for t in range(5)]
-    places = [start for start, stay in enumerate(stays) for _ in range(stay)]
-    assert starts(28, schedule="decay", size=1, range=(0, 5), updates_per_position=8) == [*places, 0, 0]
+    positions = [start for start, stay in enumerate(stays) for _ in range(stay)]
+    assert starts(28, schedule="decay", size=1, range=(0, 5), updates_per_position=8) == [*positions, 0, 0]
 
 
 def test_decay_stays_ever_shorter() -> None:
     # 25 to 25 // 4 = 6, which only a window that began at 5 would have: 25, 21.2, 17.4 and 13.6 updates at 0 to 3,
     # rounded down.
-    places = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
-    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*places, 0, 0]
-    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [*places, 3, 3]
+    positions = [0] * 25 + [1] * 21 + [2] * 17 + [3] * 13
+    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25) == [*positions, 0, 0]
+    assert starts(78, schedule="decay", size=2, range=(0, 5), updates_per_position=25, at_end="stay") == [
+        *positions,
+        3,
+        3,
+    ]
     # A stride that overshoots counts by where the window is, 0, 2 and 3, not by how often it moved.
     assert (
         starts(57, schedule="decay", size=2, range=(0, 5), updates_per_position=25, stride=2)
@@ -142,7 +146,7 @@ def test_decay_stays_one_update_at_least() -> None:
 def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
     stays = [10, 10, math.ceil(10 * math.exp(-0.5)), math.ceil(10 * math.exp(-1.0)), math.ceil(10 * math.exp(-1.5))]
     assert stays == [10, 10, 7, 4, 3]
-    places = [start for start, stay in enumerate(stays) for _ in range(stay)]
+    positions = [start for start, stay in enumerate(stays) for _ in range(stay)]
     options: dict[str, Any] = {
         "size": 1,
         "range": (0, 5),
@@ -150,8 +154,8 @@ def test_exp_decay_starts_to_shorten_beyond_decay_from() -> None:
         "decay_rate": 0.5,
         "decay_from": 1,
     }
-    assert starts(36, schedule="exp_decay", **options) == [*places, 0, 0]
-    assert starts(36, schedule="exp_decay", **options, at_end="stay") == [*places, 4, 4]
+    assert starts(36, schedule="exp_decay", **options) == [*positions, 0, 0]
+    assert starts(36, schedule="exp_decay", **options, at_end="stay") == [*positions, 4, 4]
 
 
 def test_a_steep_exp_decay_still_visits_every_position() -> None:
@@ -187,33 +191,33 @@ sliding = st.fixed_dictionaries(
 def test_a_sliding_window_is_where_walking_there_update_by_update_leads(
     options: dict[str, Any], lo: int, room: int, size: int, P: int, group: int
 ) -> None:
-    """A walk in the manner of MixGRPO's state: a counter of updates at the current place, and a place."""
+    """Walks in the manner of MixGRPO's state: a counter of updates at the current position, and a position."""
     hi, full = lo + room + size, options["updates_per_position"]
-    places = [lo]
-    while places[-1] < hi - size:
-        places.append(min(places[-1] + options["stride"], hi - size))
+    positions = [lo]
+    while positions[-1] < hi - size:
+        positions.append(min(positions[-1] + options["stride"], hi - size))
     position = spent = 0
     for _ in range(group // P):
         if options["schedule"] == "progressive":
             stay = full
         elif options["schedule"] == "decay":
-            done = (places[position] - lo) / (hi - lo)
+            done = (positions[position] - lo) / (hi - lo)
             stay = math.floor(full * (1 - done) + max(1, full // 4) * done + 1e-9)
         else:
             stay = max(1, math.ceil(full * math.exp(-options["decay_rate"] * max(0, position - options["decay_from"]))))
         spent += 1
         if spent >= stay:
             position, spent = position + 1, 0
-            if position == len(places):
-                position = 0 if options["at_end"] == "roll_back" else len(places) - 1
+            if position == len(positions):
+                position = 0 if options["at_end"] == "roll_back" else len(positions) - 1
     config = config_of(P, size=size, range=(lo, hi), **options)
-    assert window_of(group, config) == SdeWindow(start=places[position], size=size)
+    assert window_of(group, config) == SdeWindow(start=positions[position], size=size)
 
 
 @pytest.mark.parametrize(("at_end", "start"), [("roll_back", 3), ("stay", 4)])
 def test_the_millionth_update_is_found_like_the_first(at_end: str, start: int) -> None:
-    # A cycle of four places is 24 + 20 + 16 + 13 = 73 updates; 10^6 = 13698 x 73 + 46, and the third place has 44 to
-    # 59.
+    # A cycle of four positions is 24 + 20 + 16 + 13 = 73 updates; 10^6 = 13698 x 73 + 46, and the third position has 44
+    # to 59.
     config = config_of(P=8, schedule="decay", size=2, range=(1, 6), updates_per_position=24, at_end=at_end)
     assert 10**6 % 73 == 46
     window = window_of(8 * 10**6 + 7, config)

@@ -1,5 +1,5 @@
-"""What the coordinator makes of scorers that are wrong: before anything was scored they end the run, and later they do
-not."""
+"""Tests how the coordinator treats scorers that are wrong: before anything was scored they end the run, and later they
+do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def play(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def generated(coordinator: Coordinator, count: int) -> list[ScoreJob]:
-    """So many drawn samples, with reward-0."""
+    """Generates so many drawn samples, with reward-0."""
     await hold(coordinator, 0)
     await finish(coordinator, "rollout-0", await coordinator.next_samples("rollout-0", count, count), 0)
     return await coordinator.next_to_score("reward-0", count)
@@ -36,8 +36,8 @@ async def fail(coordinator: Coordinator, job: ScoreJob, **how: bool) -> None:
 
 
 async def closing(coordinator: Coordinator) -> tuple[str, str] | None:
-    """How the run ended, if it did."""
-    await coordinator.phase("")  # so that there is something to tell
+    """Returns how the run ended, if it did."""
+    await coordinator.phase("")  # so that there is an event to return
     ends = [event.data for event in await coordinator.events() if event.kind == "closing"]
     return (ends[0]["status"], ends[0]["reason"]) if ends else None
 
@@ -115,7 +115,7 @@ def test_a_validation_round_goes_on_without_a_sample_of_absurd_reward() -> None:
         bad, good = [job for job in await generated(coordinator, 64) if job.kind == "validation"]
         await fail(coordinator, bad, final=True)
         await score(coordinator, [good], lambda job: 2.0)
-        (told,) = [event.data for event in await coordinator.events() if event.kind == "validation"]
-        assert told["parts"]["reward"] == 2.0 and told["failed"] == 1
+        (validation,) = [event.data for event in await coordinator.events() if event.kind == "validation"]
+        assert validation["parts"]["reward"] == 2.0 and validation["failed"] == 1
 
     play(main())
