@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
 BIN := $(VENV)/bin
 # Half of a test run is waiting: for kills to be noticed, for Ray and engines to start. Two processes take turns; a file's tests share what they start.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 
 .PHONY: help install quickstart test test-all test-fast lint format docs clean

@@ -163,11 +163,36 @@ def reread_environment() -> None:
 def _leave() -> None:
     """Ends this process's connection, or what is left of one that was not completed. Bounded, because a global store
     that is gone may be waited for."""
-    leaving = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
+    leaving = threading.Thread(target=_shut_down, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
     if leaving.is_alive():
         logger.warning("Ray does not let go of this process after %g s", _DISCONNECT_S)
+
+
+def _shut_down() -> None:
+    """Shuts Ray's client down while other threads run. A reference that one of them drops once the core worker is gone
+    would end the process, without a word."""
+    worker: Any = ray._private.worker.global_worker
+    if (core := getattr(worker, "core_worker", None)) is not None:
+        worker.core_worker = _WithoutCounting(core)
+    ray.shutdown()
+
+
+class _WithoutCounting:
+    """A core worker that is told no more of references and actor handles that are dropped: it is going itself."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def remove_object_ref_reference(self, reference: Any) -> None:
+        pass
+
+    def remove_actor_handle_reference(self, actor: Any) -> None:
+        pass
 
 
 def _one_line(error: BaseException) -> str:

@@ -206,3 +206,29 @@ def test_a_cluster_of_two_nodes_is_joined_with_its_token_and_the_loss_of_the_sec
     assert summary.status == "failed" and summary.faults
     assert not ray.is_initialized()
     assert not (run.job.run / "control.sock").exists()
+
+
+DROPPED_WHILE_RAY_LEAVES = """
+import threading, time
+import ray
+from omni_async.runtime.ray_connection import connect
+
+connection = connect(None, 1)
+references = [ray.put(number) for number in range(15_000)]
+leaving = threading.Thread(target=connection.close)
+leaving.start()
+while leaving.is_alive() and references:
+    references.pop()
+    time.sleep(1e-4)
+leaving.join()
+assert references, "all were dropped before Ray had left"
+print("went on")
+"""
+
+
+@pytest.mark.slow
+def test_references_that_are_dropped_while_ray_leaves_do_not_end_the_process() -> None:
+    """An event loop goes on while its connection is closed in a thread; Ray's own client would exit at the first
+    reference dropped after its core worker is gone."""
+    done = subprocess.run([sys.executable, "-c", DROPPED_WHILE_RAY_LEAVES], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
