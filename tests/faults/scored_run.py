@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from omni_async.actors.rewarder import Rewarder
-from omni_async.config import Config
+from omni_async.config import Config, with_spec
 from omni_async.control.clock import Clock
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.composition import WeightedScorer
@@ -47,7 +47,7 @@ class ScoredRun(Run):
 
     async def rewarder(self, worker: str) -> None:
         reward = WeightedScorer.alone(self._scorers())
-        probe = Probe.of(self.config, [Prompt(0, "a synthetic cat")]) if self._tried else None
+        probe = Probe.of(with_spec(self.config), [Prompt(0, "a synthetic cat")]) if self._tried else None
         rewarder = Rewarder(worker, self.config, reward, self.coordinator, Images(), self._clock, probe)
         await rewarder.start()
         await rewarder.run()
