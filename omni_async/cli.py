@@ -213,14 +213,13 @@ def _docs(out: Path) -> int:
 
 
 def _list() -> int:
-    from importlib.metadata import entry_points
-
     from omni_async.algorithms.registry import objectives
     from omni_async.config.describe import describe, fields_of
     from omni_async.config.schema import Rollout, Sde
+    from omni_async.families import family_names
     from omni_async.rewards.registry import names
 
-    _say("model families  " + ", ".join(sorted(point.name for point in entry_points(group="omni_async.pipelines"))))
+    _say("model families  " + ", ".join(family_names()))
     for label, section, field in (("engines", Rollout, "engine"), ("transitions", Sde, "kind")):
         _say(f"{label:<16}" + describe(fields_of(section)[field]).removeprefix("one of ").replace("'", ""))
     _say("scorers         " + ", ".join(names()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -39,8 +39,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return False
 
     def media(self) -> tuple[MediaShape, ...]:
-        """Returns the shapes of what is decoded from a sample."""
-        raise NotImplementedError
+        """Returns the shapes of what is decoded from a sample; of emulated ones nothing is."""
+        return ()
 
 
 class PipelineFamily(msgspec.Struct, frozen=True):
@@ -70,8 +70,3 @@ def find_family(name: str) -> PipelineFamily:
         raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
     family: PipelineFamily = points[name].load()
     return family
-
-
-def to_spec(name: str, settings: Any) -> SamplingSpec:
-    """Converts `rollout.sampling` to the spec of family `name`. msgspec.ValidationError names the key."""
-    return msgspec.convert(settings, find_family(name).sampling)

@@ -7,32 +7,30 @@ write it as `Meta(description=...)`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from omni_async.config.algorithm import Algorithm, Correction, automatic_correction
 from omni_async.config.reward import Reward as Reward
 from omni_async.config.reward import Scorer as Scorer
+from omni_async.config.rollout import Emulated as Emulated
+from omni_async.config.rollout import Rollout as Rollout
+from omni_async.config.rollout import Sde as Sde
+from omni_async.config.rollout import WindowConfig as WindowConfig
 from omni_async.config.section import (
-    A_PROCESS_EACH,
-    IN_A_GROUP,
     LARGEST,
     MOST_SECONDS,
     MOST_STEPS,
     MOST_UPDATES,
-    MOST_WORKERS,
     SCHEDULERS,
     Plain,
-    Positive,
     Section,
-    most,
 )
 from omni_async.config.section import doc as _doc
-
-Beta = Annotated[float, Meta(ge=0, lt=1)]
-Step = Annotated[int, most(MOST_STEPS)]
+from omni_async.config.trainer import Ema as Ema
+from omni_async.config.trainer import Optimizer as Optimizer
+from omni_async.config.trainer import Trainer as Trainer
 
 
 class Run(Section, kw_only=True, frozen=True):
@@ -131,92 +129,6 @@ class Data(Section, kw_only=True, frozen=True):
     ] = 4000
 
 
-class WindowConfig(Section, kw_only=True, frozen=True):
-    size: Annotated[int, _doc("Number of consecutive trained (noisy) steps.", SCHEDULERS, ge=1, most=MOST_STEPS)] = 2
-    range: Annotated[tuple[Step, Step], _doc("The window lies in [lo, hi): its start is one of lo..hi-size.")] = (0, 5)
-    schedule: Annotated[
-        Literal["uniform", "random", "progressive", "decay", "exp_decay"],
-        _doc(
-            "Where windows start. `uniform`: drawn for every group (Flow-GRPO-Fast). The others share one window per"
-            " update (MixGRPO): `random` draws it; `progressive` stays `updates_per_position` updates, then moves by"
-            " `stride`; `decay` and `exp_decay` stay ever shorter at later positions."
-        ),
-    ] = "uniform"
-    updates_per_position: Annotated[
-        int, _doc("Updates a sliding window stays at its first position.", ge=1, most=MOST_UPDATES)
-    ] = 25
-    stride: Annotated[int, _doc("Steps a sliding window moves by.", ge=1, most=MOST_STEPS)] = 1
-    at_end: Annotated[Literal["roll_back", "stay"], _doc("After the last position: start over, or stay there.")] = (
-        "roll_back"
-    )
-    decay_rate: Annotated[float, _doc("`exp_decay`: rate k per position beyond `decay_from`.", gt=0, most=1000)] = 0.1
-    decay_from: Annotated[int, _doc("`exp_decay`: the first position that is left sooner.", ge=0, most=MOST_STEPS)] = 0
-
-
-class Sde(Section, kw_only=True, frozen=True):
-    kind: Annotated[
-        Literal["flow", "cps", "dance"], _doc("Transition kernel: Flow-GRPO, coefficient-preserving, or DanceGRPO.")
-    ] = "flow"
-    noise_level: Annotated[float, _doc("Noise scale n (eta).", gt=0, le=10)] = 0.7
-    window: Annotated[WindowConfig, _doc("Which steps carry noise and are trained.")] = msgspec.field(
-        default_factory=WindowConfig
-    )
-
-
-class Emulated(Section, kw_only=True, frozen=True):
-    step_s: Annotated[float, _doc("Seconds of one denoising step of a batch.", ge=0, most=MOST_SECONDS)] = 0.01
-    per_sample_s: Annotated[
-        float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)
-    ] = 0.0
-    decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0, most=MOST_SECONDS)] = 0.0
-
-
-class Rollout(Section, kw_only=True, frozen=True):
-    engine: Annotated[Literal["vllm_omni", "diffusers", "emulated"], _doc("Engine that generates the samples.")] = (
-        "vllm_omni"
-    )
-    workers: Annotated[
-        int, _doc("Number of engines, one producer actor each.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
-    ] = 1
-    group_size: Annotated[int, _doc("Samples per prompt group.", IN_A_GROUP, ge=1, most=10_000)] = 8
-    sampling: Annotated[
-        Any,
-        _doc("Size, guidance and whatever else changes what is drawn; the keys are the model family's, see below."),
-    ] = msgspec.field(default_factory=dict)
-    num_inference_steps: Annotated[
-        int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)
-    ] = 10
-    max_inflight: Annotated[
-        int,
-        _doc(
-            "Samples one engine holds at a time (running and queued).",
-            "an engine holds them all in memory",
-            ge=1,
-            most=100_000,
-        ),
-    ] = 16
-    max_batch: Annotated[
-        int,
-        _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000),
-    ] = 16
-    timeout_s: Annotated[
-        float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)
-    ] = 600.0
-    retries: Annotated[
-        int, _doc("Times a failed sample is generated again (same seed) before its group is dropped.", ge=0, most=1000)
-    ] = 2
-    share_initial_noise: Annotated[
-        bool, _doc("Samples of a group start from the same noise (lowers reward variance).")
-    ] = False
-    sde: Annotated[
-        Sde | None,
-        _doc("How noise is injected; null: plain ODE sampling, for objectives that train on the final latents alone."),
-    ] = msgspec.field(default_factory=Sde)
-    emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(
-        default_factory=Emulated
-    )
-
-
 class Staleness(Section, kw_only=True, frozen=True):
     max_updates: Annotated[
         int,
@@ -285,67 +197,6 @@ class Weights(Section, kw_only=True, frozen=True):
     timeout_s: Annotated[
         float, _doc("Longest an engine may take to stage and swap a version.", gt=0, most=MOST_SECONDS)
     ] = 600.0
-
-
-class Optimizer(Section, kw_only=True, frozen=True):
-    name: Annotated[Literal["adamw", "sgd"], _doc("Optimizer.")] = "adamw"
-    lr: Annotated[float, _doc("Learning rate after warm-up.", gt=0, most=1000)] = 3e-4
-    betas: Annotated[tuple[Beta, Beta], _doc("AdamW's betas.")] = (0.9, 0.999)
-    eps: Annotated[
-        float, _doc("AdamW's epsilon: keep it <= 1e-8, gradients of mean log-ratios are small.", gt=0, most=1)
-    ] = 1e-8
-    weight_decay: Annotated[float, _doc("Decoupled weight decay.", ge=0, most=1000)] = 1e-4
-    momentum: Annotated[float, _doc("SGD's momentum.", ge=0, lt=1)] = 0.0
-    schedule: Annotated[Literal["constant", "linear", "cosine"], _doc("Decay after warm-up, over trainer.updates.")] = (
-        "constant"
-    )
-    warmup_steps: Annotated[int, _doc("Optimizer steps of linear warm-up.", ge=0, most=MOST_UPDATES)] = 0
-    max_grad_norm: Annotated[Positive | None, _doc("Clip the gradient's global norm; null leaves it.")] = 1.0
-
-
-class Ema(Section, kw_only=True, frozen=True):
-    decay: Annotated[float, _doc("Decay after warm-up.", ge=0, lt=1)] = 0.9
-    warmup: Annotated[
-        Literal["ratio", "linear"],
-        _doc("Decay of average t: `ratio` min((1 + t) / (10 + t), decay); `linear` min(.001 t, decay) (AWM)."),
-    ] = "ratio"
-    every: Annotated[int, _doc("Optimizer steps between averages.", ge=1, most=MOST_UPDATES)] = 8
-
-
-class Trainer(Section, kw_only=True, frozen=True):
-    backend: Annotated[
-        Literal["auto", "fsdp2", "plain"],
-        _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise."),
-    ] = "auto"
-    workers: Annotated[
-        int, _doc("Trainer ranks; each group's samples are dealt over them.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
-    ] = 1
-    updates: Annotated[int, _doc("Policy updates in this run.", ge=1, most=MOST_UPDATES)] = 100
-    groups_per_update: Annotated[
-        int, _doc("P: prompt groups per update.", "the groups of an update are alive at once", ge=1, most=10_000)
-    ] = 4
-    steps_per_update: Annotated[int, _doc("Optimizer steps an update is cut into.", ge=1, most=10_000)] = 1
-    micro_batch_size: Annotated[
-        int,
-        _doc(
-            "Rows (sample x trained step) per forward and backward on one rank.",
-            "their activations are in memory at once",
-            ge=1,
-            most=100_000,
-        ),
-    ] = 8
-    streaming: Annotated[
-        Literal["auto", "on", "off"],
-        _doc(
-            "Start a group's backward when it is ready instead of when the update is complete; `auto` does so wherever"
-            " it is exact."
-        ),
-    ] = "auto"
-    gradient_checkpointing: Annotated[bool, _doc("Recompute activations in backward.")] = False
-    ema: Annotated[
-        Ema | None, _doc("Keep an exponential moving average of the trained weights, saved with every checkpoint.")
-    ] = None
-    optimizer: Annotated[Optimizer, _doc("Optimizer and schedule.")] = msgspec.field(default_factory=Optimizer)
 
 
 class Validation(Section, kw_only=True, frozen=True):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from tensordict import TensorDict
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
@@ -54,6 +55,7 @@ class RolloutPipelineMixin(ABC):
         self.policy = self.make_policy(od_config.model)
         self.conditioning = ConditioningCache(self.make_codec())
         self.codec = self.conditioning.codec
+        self._stacked: dict[SamplingSpec, tuple[list[InFlight], TensorDict]] = {}
         for module in self.transformer.modules():
             if isinstance(module, LinearBase):
                 # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could
@@ -103,12 +105,26 @@ class RolloutPipelineMixin(ABC):
                 self.transformer,
                 torch.stack([sample.latents for sample in samples]),
                 torch.tensor([sample.sigma for sample in samples], device=self.model_device),
-                self.policy.stack_conditioning([state.extra[_CONDITIONING] for state in same]),
+                self._stack(spec, same),
                 spec,
             )
             take_steps(samples, velocity.float(), self.weight_version)
             self._decode([state for state in same if state.extra[_SAMPLE].done], spec)
         return torch.zeros(len(states), 1, device=self.model_device)
+
+    def _stack(self, spec: SamplingSpec, states: list[Any]) -> TensorDict:
+        """Stacks the conditioning of a batch; the stack of the spec's last batch where that had the same samples, as
+        most steps have."""
+        samples = [state.extra[_SAMPLE] for state in states]
+        before, stacked = self._stacked.get(spec, ([], None))
+        if stacked is None or samples != before:
+            stacked = self.policy.stack_conditioning([state.extra[_CONDITIONING] for state in states])
+        last = any(sample.step == sample.request.num_inference_steps - 1 for sample in samples)
+        if last:  # the next batch is another one, if there is one
+            self._stacked.pop(spec, None)
+        else:
+            self._stacked[spec] = samples, stacked
+        return stacked
 
     def step_scheduler(self, state: Any, noise_pred: torch.Tensor, **kwargs: Any) -> None:
         state.step_index += 1

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from omni_async.config import Config
 from omni_async.config.schedule import num_existing_devices
@@ -21,10 +20,10 @@ from omni_async.control.clock import Clock
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
+from omni_async.runtime.image_grids import ImageGrids
 from omni_async.store import ObjectStore
 from omni_async.tracking.console import Console, UpdateView
 from omni_async.tracking.faults import Fault
-from omni_async.tracking.images import caption, image_grid
 from omni_async.tracking.metrics import histogram
 from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
@@ -33,9 +32,6 @@ from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoi
 from omni_async.tracking.timeline import ROLES, busy_fractions
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Span
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 # Window of the console's figures: recent enough to follow a change, long enough to be steady.
 _RECENT_S = 30.0
@@ -71,9 +67,9 @@ class Observer:
         self.made = 0  # updates of this attempt, including those that were lost again
         self._held_rounds: list[tuple[dict[str, float], int]] = []
         self._untaken: deque[RunEvent] = deque()
-        self._taken_over = asyncio.Event()
+        self._grids = ImageGrids(run, mlflow, console.note)
         if self.owns:
-            self._taken_over.set()
+            self._grids.may_save.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
         start = start or ControlState()
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
@@ -84,7 +80,6 @@ class Observer:
         self._latest: dict[str, float] = {}  # numbers of the newest update
         self._gradients = GradientWatch()
         self._validation: list[ValidationPoint] = []
-        self._drawing: set[asyncio.Task[None]] = set()
         self.started = clock.now()
         self._paces: deque[tuple[float, int]] = deque(maxlen=_PACE + 1)  # when this attempt made which version
         self.closing = asyncio.Event()
@@ -148,7 +143,7 @@ class Observer:
         held, self._held_rounds = self._held_rounds, []
         for numbers, version in held:
             self._log(numbers, version)
-        self._taken_over.set()
+        self._grids.may_save.set()
 
     def tell(self, text: str) -> None:
         self._console.note(text)
@@ -182,15 +177,10 @@ class Observer:
                     self.ended = event.data
             self._untaken.clear()
 
-    async def pictures_drawn(self, seconds: float) -> None:
+    async def images_drawn(self, seconds: float) -> None:
         """Waits until the images that are being drawn are done, `seconds` at most. Keeps none of an attempt that has
         nothing else to record."""
-        drawing = {*self._drawing}
-        if not self.owns:
-            for task in drawing:
-                task.cancel()
-        if drawing:
-            await asyncio.wait(drawing, timeout=seconds)
+        await self._grids.finish(seconds, keep=self.owns)
 
     def _take(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
@@ -214,17 +204,7 @@ class Observer:
                 ):
                     self.take_over()  # no update was left to make, but the run was not done
         if event.pictures and self._config.emulation is None:  # emulated media are noise
-            name = f"{'validation' if event.kind == 'validation' else 'train'}-{event.data['version']:06d}"
-            task = asyncio.create_task(self._draw(name, event, store))
-            task.set_name(name)
-            self._drawing.add(task)
-            task.add_done_callback(self._drawn)
-
-    def _drawn(self, task: asyncio.Task[None]) -> None:
-        """Reports an image that could not be drawn, which is no reason to end a run."""
-        self._drawing.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._console.note(f"image {task.get_name()} was not drawn: {type(error).__name__}: {error}")
+            self._grids.draw(event, store)
 
     def _update(self, data: dict[str, Any]) -> None:
         self.take_over()
@@ -358,21 +338,6 @@ class Observer:
         self._run.append_metrics(version, numbers)
         if self._mlflow:
             self._mlflow.log_metrics(numbers, version)
-
-    async def _draw(self, name: str, event: RunEvent, store: ObjectStore) -> None:
-        arrays = await asyncio.gather(*(store.get(image.media) for image in event.pictures))
-        items = [
-            (np.asarray(array), caption(image.prompt, image.score))
-            for array, image in zip(arrays, event.pictures, strict=True)
-        ]
-        grid = await asyncio.to_thread(image_grid, items)
-        await self._taken_over.wait()
-        await asyncio.to_thread(self._save_grid, name, grid, event.data["version"])
-
-    def _save_grid(self, name: str, grid: Image, version: int) -> None:
-        grid.save(self._run.samples / f"{name}.png")
-        if self._mlflow:
-            self._mlflow.log_image(grid, name.split("-")[0], version)
 
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]

@@ -96,7 +96,7 @@ class Session:
                     unrecorded = error
                 if watching.cancelled() or error is not None:
                     await observer.count(coordinator)
-        await observer.pictures_drawn(_IMAGES_S)
+        await observer.images_drawn(_IMAGES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":

@@ -42,7 +42,7 @@ class Watched(control_world.Run):
         await self.coordinator.conclude()
         await watching
         self.clock.advance(8.0)
-        await self.observer.pictures_drawn(10.0)
+        await self.observer.images_drawn(10.0)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
@@ -79,7 +79,7 @@ def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, ImageStore())
-        await watcher.pictures_drawn(10.0)
+        await watcher.images_drawn(10.0)
 
     asyncio.run(main())
 
@@ -254,7 +254,7 @@ def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, ImageStore())
-        await watcher.pictures_drawn(10.0)
+        await watcher.images_drawn(10.0)
 
     asyncio.run(main())
     assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]
