@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,30 +99,6 @@ def num_samples(nbytes: int) -> int:
     return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, wanted))
 
 
-@contextmanager
-def local_ray() -> Iterator[None]:
-    """Starts a local Ray. Workers compute in one thread each, and take their packages from where this process does."""
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "TQ_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    quiet: dict[str, Any] = {
-        "include_dashboard": False,
-        "log_to_driver": False,
-        "logging_level": "ERROR",
-        "configure_logging": False,
-    }
-    ray.init(num_cpus=16, object_store_memory=_STORE_BYTES, runtime_env={"env_vars": env}, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def choose_arms() -> tuple[list[str], dict[str, str]]:
     """Returns the arms that can run here, and why the others can't."""
     from benchmarks.data_plane_arms import ARMS
@@ -198,12 +171,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--repeats: expected at least 1, got {args.repeats}")
     if args.samples is not None and (args.samples < 1 or args.samples % _LEAST_SAMPLES):
         parser.error(f"--samples: expected a multiple of {_LEAST_SAMPLES}, got {args.samples}")
+    from benchmarks.local_ray import local_ray  # imports Ray, which takes a second of a --help
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     arms, skipped = choose_arms()
     for name, why in skipped.items():
         console.print(f"{name} is left out: {why}", markup=False)
+    ray_session = local_ray(16, _STORE_BYTES, OMP_NUM_THREADS="1", TQ_LOGGING_LEVEL="ERROR")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar, local_ray():
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar, ray_session:
         task = bar.add_task("runs", total=len(args.sizes) * len(arms) * args.repeats)
 
         def done(record: Record) -> None:

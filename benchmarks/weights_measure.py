@@ -4,9 +4,8 @@ the machine meets all."""
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 import ray
 
+from benchmarks.local_ray import local_ray
 from benchmarks.weights_model import SIZED, sized_config
 from benchmarks.weights_roles import EngineHost, TrainerHost
 from omni_async.config import Config
@@ -61,30 +61,9 @@ def needed_bytes(megabytes: float) -> int:
     return int(_PAYLOADS_IN_MEMORY * megabytes * 1e6)
 
 
-@contextmanager
-def ray_session(store_bytes: int) -> Iterator[None]:
+def ray_session(store_bytes: int) -> AbstractContextManager[None]:
     """Starts a local Ray whose workers compute in one thread each; does nothing where one runs already."""
-    if ray.is_initialized():
-        yield
-        return
-    env = {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {
-        "include_dashboard": False,
-        "log_to_driver": False,
-        "logging_level": "ERROR",
-        "configure_logging": False,
-    }
-    ray.init(num_cpus=4, object_store_memory=max(store_bytes, 200_000_000), runtime_env={"env_vars": env}, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    return local_ray(4, max(store_bytes, 200_000_000), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
 @contextmanager

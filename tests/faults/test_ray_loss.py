@@ -18,8 +18,8 @@ import psutil
 import pytest
 import ray
 
+from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload, write_profile
-from omni_async.runtime.ray_connection import reread_environment
 from omni_async.runtime.ray_local import environment
 from tests.e2e.emulation import write_recipe
 from tests.e2e.runs import start
@@ -98,30 +98,16 @@ def until(settings: list[str], recipe: Path, beginning: str, number: int) -> lis
 @pytest.mark.thorough
 def test_an_object_store_that_is_too_small_spills_and_the_run_goes_on(tmp_path: Path) -> None:
     """Keeps more alive than fits: 32 samples of 6 MB, for a store of 80 MB."""
-    reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=80_000_000,
-    )
-    try:
 
-        def disturb(run: Disturbed) -> None:
-            run.updated(6)
-            run.stop()
+    def disturb(run: Disturbed) -> None:
+        run.updated(6)
+        run.stop()
 
-        made = profile("score", 0.2, Payload(trajectory=6_000_000, media=100_000, weights=1_000))
-        run = Disturbed(
-            tmp_path,
-            made,
-            rollout={"workers": 1, "max_inflight": 32, "max_batch": 32},
-            reward={"workers": 1, "batch": 1},
-        )
+    made = profile("score", 0.2, Payload(trajectory=6_000_000, media=100_000, weights=1_000))
+    rollout = {"workers": 1, "max_inflight": 32, "max_batch": 32}
+    with local_ray(4, 80_000_000):
+        run = Disturbed(tmp_path, made, rollout=rollout, reward={"workers": 1, "batch": 1})
         run.require_whole(run.run(disturb))
-    finally:
-        ray.shutdown()
 
 
 PORT_RANGES = {"127.0.0.2": (21000, 21999), "127.0.0.3": (22000, 22999)}

@@ -15,6 +15,7 @@ import torch
 from runtime_world import write_world
 from tensordict import TensorDict
 
+from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.config.schema import Resources
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING, ServiceTime
@@ -22,7 +23,7 @@ from omni_async.runtime import ray_cluster
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
-from omni_async.runtime.ray_connection import StartError, reread_environment
+from omni_async.runtime.ray_connection import StartError
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
@@ -35,17 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    reread_environment()  # Ray keeps the token of the cluster that an earlier test has joined
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
-    )
-    yield
-    ray.shutdown()
+    with start_local_ray(4):
+        yield
 
 
 @pytest.fixture
