@@ -221,7 +221,7 @@ class DiffusersEngine:
     @torch.no_grad()
     def _swap_in(self, staged: Staged) -> WeightReport:
         started = time.perf_counter()
-        live = dict(self._transformer.state_dict())
+        live = {name: parameter.data for name, parameter in self._transformer.named_parameters()}
         if staged.manifest.payload == "lora":
             for name in adapted_weights(t.name for t in staged.manifest.tensors) & live.keys():
                 self._base.setdefault(name, live[name].clone())

@@ -77,14 +77,26 @@ class VllmOmniEngine:
     def _build(self) -> Any:
         from transformers.utils.logging import disable_progress_bar
         from vllm_omni import AsyncOmni
+        from vllm_omni.diffusion.registry import register_diffusion_model
+
+        from omni_async.rollout.vllm_worker import pass_through
 
         disable_progress_bar()
+        module, _, name = str(self._family.vllm_pipeline).rpartition(".")
+        # The architecture's own functions before and after a request take images, and what goes in and comes out here
+        # is ours. vLLM-Omni looks for replacements by name, in the pipeline's module.
+        register_diffusion_model(
+            self._family.model_index_class,
+            module,
+            name,
+            pre_process_func_name=pass_through.__name__,
+            post_process_func_name=pass_through.__name__,
+        )
         return AsyncOmni(
             model=self._path,
             dtype=self._dtype,
             enforce_eager=True,
             num_gpus=1,
-            custom_pipeline_args={"pipeline_class": self._family.vllm_pipeline},
             worker_extension_cls=self._family.vllm_extension,
             step_execution=True,
             max_num_seqs=self._max_batch,

@@ -10,13 +10,15 @@ more than a small model's forward.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from safetensors import safe_open
 from tensordict import TensorDict
@@ -37,6 +39,12 @@ RESULT_KEY = "omni_async"
 _SAMPLE = "omni_async_sample"
 _CONDITIONING = "omni_async_conditioning"
 _IMAGE = "omni_async_image"
+
+
+def pass_through(od_config: Any) -> Callable[..., Any]:
+    """Returns a function for vLLM-Omni that hands on a request, or a result, as it is. A family's rollout module must
+    have it under this name."""
+    return lambda value, **_: value
 
 
 class RolloutPipelineMixin(ABC):
@@ -190,12 +198,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 yield f"transformer.{name}", weight
 
         with ExitStack() as stack:
-            loaded = set(
-                pipeline.load_weights(named(_Checkpoint(Path(pipeline.od_config.model) / "transformer", stack)))
-            )
+            base = _Checkpoint(Path(pipeline.od_config.model) / "transformer", stack)
+            loaded = set(pipeline.load_weights(named(base)))
         if staged.manifest.payload == "full":
-            wanted |= {f"transformer.{name}" for name, _ in pipeline.transformer.named_parameters()}
-        if missing := sorted(wanted - loaded):
+            wanted = {f"transformer.{name}" for name, _ in pipeline.transformer.named_parameters()}
+        fused = _fused_names(pipeline.transformer)
+        if missing := sorted(name for name in wanted if not {name, fused(name)} & loaded):
             raise RuntimeError(
                 f"{len(missing)} of {len(wanted)} transformer parameters were not loaded, beginning with {missing[0]!r}"
             )
@@ -208,12 +216,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a folder of safetensors files under their diffusers names, read when asked for. The live
-    parameters would not do as the base of an adapter: they are fused, sharded and already adapted."""
+    """The parameters in a folder of safetensors files under their diffusers names, read when asked for. The live ones
+    would not do as the base of an adapter: they are fused, sharded and already adapted."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
-        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+        parameters = _parameter_names(folder)
+        # Files may hold buffers, too, which are not trained and so never published.
+        self._where = {name: file for file in files for name in file.keys() if name in parameters}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._where[name].get_tensor(name)
@@ -224,3 +234,21 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+def _fused_names(transformer: torch.nn.Module) -> Callable[[str], str]:
+    """Returns a function from the name of a weight to that of the parameter that vLLM-Omni keeps it in, with others."""
+    mapping: Any = getattr(transformer, "stacked_params_mapping", ())
+
+    def name_of(name: str) -> str:
+        return next((name.replace(shard, fused) for fused, shard, _ in mapping if shard in name), name)
+
+    return name_of
+
+
+def _parameter_names(folder: Path) -> set[str]:
+    """Returns the names that the parameters of a checkpoint's denoiser have in diffusers. Builds it without memory."""
+    config = json.loads((folder / "config.json").read_text())
+    with torch.device("meta"):
+        model = getattr(diffusers, config["_class_name"]).from_config(config)
+    return {name for name, _ in model.named_parameters()}

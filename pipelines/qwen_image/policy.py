@@ -8,8 +8,6 @@ imported when a model is loaded.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,6 +15,7 @@ from tensordict import TensorDict
 
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
+from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -32,14 +31,6 @@ PATCH = 2
 _PIXELS_AT_ONCE = 1024 * 1024
 
 
-def _read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
-    file = Path(path) / part / name
-    if not file.is_file():
-        raise ValueError(f"model.path: {path} is no Qwen-Image checkpoint in diffusers layout, {file} is missing")
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config
-
-
 def combine_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
     """Applies true classifier-free guidance, rescaled per token to the norm of the conditional prediction. All (B, T,
     C) float32."""
@@ -53,16 +44,16 @@ class QwenImagePolicy:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        transformer = _read_config(path, "transformer")
+        transformer = read_config(path, "transformer")
         self.in_channels = int(transformer["in_channels"])
         self.text_width = int(transformer["joint_attention_dim"])
-        self.pixels_per_token = PATCH * 2 ** len(_read_config(path, "vae")["temperal_downsample"])
-        self.scheduler_config = _read_config(path, "scheduler", "scheduler_config.json")
+        self.pixels_per_token = PATCH * 2 ** len(read_config(path, "vae")["temperal_downsample"])
+        self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
 
     def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         from diffusers import QwenImageTransformer2DModel
 
-        model: torch.nn.Module = self._load(QwenImageTransformer2DModel, "transformer", dtype)
+        model: torch.nn.Module = load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)
         return model
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
@@ -135,20 +126,12 @@ class QwenImagePolicy:
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         from diffusers import AutoencoderKLQwenImage
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # one line per update is the promise; a bar per model part would break it
         return QwenImageCodec(
-            tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True),
-            text_encoder=self._load(Qwen2_5_VLForConditionalGeneration, "text_encoder", dtype),
-            vae=self._load(AutoencoderKLQwenImage, "vae", dtype),
+            tokenizer=load_tokenizer(Qwen2Tokenizer, self.path),
+            text_encoder=load_part(Qwen2_5_VLForConditionalGeneration, self.path, "text_encoder", dtype),
+            vae=load_part(AutoencoderKLQwenImage, self.path, "vae", dtype),
         )
-
-    def _load(self, part: Any, folder: str, dtype: torch.dtype) -> Any:
-        # Safetensors alone: the other formats are pickles.
-        return part.from_pretrained(
-            self.path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True
-        ).eval()
 
     def _grid(self, spec: QwenImageSampling) -> tuple[int, int]:
         """Returns latent tokens per column and per row."""
@@ -212,7 +195,7 @@ class QwenImageCodec:
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
         at_once = max(1, _PIXELS_AT_ONCE // (height * width))
         pixels = torch.cat([single_frame.decode(self.vae, part * std + mean) for part in torch.split(maps, at_once)])
-        return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        return to_uint8(pixels)
 
     @torch.no_grad()
     def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:

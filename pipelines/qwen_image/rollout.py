@@ -8,6 +8,7 @@ import torch
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from omni_async.rollout.vllm_worker import RolloutPipelineMixin
+from omni_async.rollout.vllm_worker import pass_through as pass_through  # for vLLM-Omni
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 

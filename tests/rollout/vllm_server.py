@@ -38,12 +38,12 @@ class RemoteEngine:
 
 
 class _Server:
-    def __init__(self, checkpoint: str, options: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: str, family: str, options: dict[str, Any]) -> None:
         from omni_async.families import find_family
         from omni_async.rollout.vllm_omni_engine import VllmOmniEngine
 
-        family = msgspec.structs.replace(find_family("qwen_image"), vllm_extension=EXTENSION)
-        self.engine = VllmOmniEngine("engine", family, path=checkpoint, **options)
+        found = msgspec.structs.replace(find_family(family), vllm_extension=EXTENSION)
+        self.engine = VllmOmniEngine("engine", found, path=checkpoint, **options)
 
     async def generate(self, requests: list[SampleRequest]) -> list[Trajectory | BaseException]:
         return list(await asyncio.gather(*[self.engine.generate(r) for r in requests], return_exceptions=True))
@@ -71,8 +71,8 @@ class _Server:
         return await self.engine._call(method)
 
 
-async def _serve(connection: Connection, checkpoint: str, options: dict[str, Any]) -> None:
-    server = _Server(checkpoint, options)
+async def _serve(connection: Connection, checkpoint: str, family: str, options: dict[str, Any]) -> None:
+    server = _Server(checkpoint, family, options)
     connection.send((False, await server.engine.start()))
     while (message := await asyncio.to_thread(connection.recv)) is not None:
         command, arguments = message
@@ -84,20 +84,20 @@ async def _serve(connection: Connection, checkpoint: str, options: dict[str, Any
     await server.engine.close()
 
 
-def _main(connection: Connection, checkpoint: str, options: dict[str, Any]) -> None:
+def _main(connection: Connection, checkpoint: str, family: str, options: dict[str, Any]) -> None:
     import omni_async  # noqa: F401, I001 - makes a mixed installation importable
     import torch
 
     torch.set_num_threads(1)
-    asyncio.run(_serve(connection, checkpoint, options))
+    asyncio.run(_serve(connection, checkpoint, family, options))
 
 
 @contextlib.contextmanager
-def running_engine(checkpoint: str, **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
+def running_engine(checkpoint: str, family: str = "qwen_image", **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
     """Starts the engine and yields it with its first report."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_main, args=(theirs, checkpoint, options))
+    process = context.Process(target=_main, args=(theirs, checkpoint, family, options))
     process.start()
     theirs.close()
     remote = RemoteEngine(ours)

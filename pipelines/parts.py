@@ -1,0 +1,37 @@
+"""Reads the parts of a checkpoint in diffusers layout, for every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
+    """Returns a part's configuration file. ValueError if the checkpoint has none."""
+    file = Path(path) / part / name
+    if not file.is_file():
+        raise ValueError(f"model.path: {path} is no checkpoint of this family in diffusers layout, {file} is missing")
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
+    """Loads a diffusers or transformers model in eval mode. From safetensors alone: the other formats are pickles."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a run logs one line per update, and a bar per model part would come between
+    part = cls.from_pretrained(path, subfolder=folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True)
+    return part.eval()
+
+
+def load_tokenizer(cls: Any, path: str, folder: str = "tokenizer") -> Any:
+    """Loads a tokenizer or processor."""
+    return cls.from_pretrained(path, subfolder=folder, local_files_only=True)
+
+
+def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
+    """Maps a VAE's output in [-1, 1] to uint8, as diffusers' image processor does."""
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
