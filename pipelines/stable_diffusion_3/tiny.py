@@ -1,0 +1,123 @@
+"""Builds a Stable Diffusion 3.5 checkpoint small enough for tests: real architecture, random weights, offline in
+seconds.
+
+python -m pipelines.stable_diffusion_3.tiny /tmp/tiny_sd35
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+import omni_async  # noqa: F401  # isort: skip
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+
+from pipelines.tiny_tokenizers import clip_tokenizer, t5_tokenizer
+
+LATENT_CHANNELS = 16
+
+
+def build_components(*, layers: int = 3, heads: int = 2, hidden: int = 32, seed: int = 0) -> StableDiffusion3Pipeline:
+    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
+    weights. `hidden`: features of each CLIP encoder; T5 has twice as many."""
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer: Any = SD3Transformer2DModel(
+            sample_size=16,
+            patch_size=2,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=layers,
+            attention_head_dim=16,
+            num_attention_heads=heads,
+            joint_attention_dim=2 * hidden,
+            caption_projection_dim=16 * heads,
+            pooled_projection_dim=2 * hidden,
+            pos_embed_max_size=32,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        )
+        for parameter in transformer.parameters():
+            if not parameter.any():  # layers that begin at zero would make a model that ignores its input
+                torch.nn.init.normal_(parameter, std=0.05)
+        blocks = 4
+        vae = AutoencoderKL(
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8,) * blocks,
+            layers_per_block=1,
+            norm_num_groups=4,
+            down_block_types=("DownEncoderBlock2D",) * blocks,
+            up_block_types=("UpDecoderBlock2D",) * blocks,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+        )
+        t5_config = T5Config(
+            vocab_size=len(t5) + 4,
+            d_model=2 * hidden,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+        )
+        return StableDiffusion3Pipeline(
+            transformer=transformer.eval(),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=cast(Any, vae).eval(),
+            text_encoder=_clip_encoder(clip, hidden),
+            tokenizer=clip,
+            text_encoder_2=_clip_encoder(clip, hidden),
+            tokenizer_2=clip,
+            text_encoder_3=T5EncoderModel(t5_config).eval(),
+            tokenizer_3=cast(Any, t5),
+        )
+
+
+def _clip_encoder(tokenizer: CLIPTokenizer, hidden: int) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=hidden,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return CLIPTextModelWithProjection(config).eval()
+
+
+def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
+    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
+    path = Path(path)
+    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Write a tiny random Stable Diffusion 3.5 checkpoint (diffusers layout)."
+    )
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    args = parser.parse_args()
+    build(args.out, seed=args.seed)
+    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
+    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+
+
+if __name__ == "__main__":
+    main()

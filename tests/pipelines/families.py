@@ -1,0 +1,101 @@
+"""A tiny checkpoint of every family, and the diffusers pipeline that its samples are compared with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from omni_async.families import SamplingSpec, find_family
+from omni_async.policy import Policy, load_policy
+from omni_async.types import Prompt, SampleRequest, SdeWindow
+from pipelines.qwen_image.sampling import QwenImageSampling
+from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+
+PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Family:
+    """`specs`: one without and one with guidance, of different sizes. `call` are the arguments of diffusers' pipeline
+    for a spec."""
+
+    name: str
+    specs: tuple[SamplingSpec, SamplingSpec]
+    call: Callable[[Any], dict[str, Any]]
+    layers: int = 2
+
+    def build(self, folder: Path) -> str:
+        return str(import_module(f"pipelines.{self.name}.tiny").build(folder, layers=self.layers))
+
+    def policy(self, checkpoint: str) -> Policy:
+        return load_policy(find_family(self.name), checkpoint)
+
+
+FAMILIES = (
+    Family(
+        "qwen_image",
+        (QwenImageSampling(height=64, width=32), QwenImageSampling(height=32, width=32, true_cfg_scale=3.0)),
+        lambda spec: {
+            "height": spec.height,
+            "width": spec.width,
+            "true_cfg_scale": spec.true_cfg_scale,
+            "negative_prompt": spec.negative_prompt if spec.guided else None,
+        },
+    ),
+    Family(
+        "stable_diffusion_3",
+        (
+            StableDiffusion3Sampling(height=64, width=48, max_sequence_length=32),
+            StableDiffusion3Sampling(height=32, width=32, guidance_scale=4.0, negative_prompt="dull"),
+        ),
+        lambda spec: {
+            "height": spec.height,
+            "width": spec.width,
+            "guidance_scale": spec.guidance_scale,
+            "negative_prompt": spec.negative_prompt,
+            "max_sequence_length": spec.max_sequence_length,
+        },
+    ),
+)
+
+
+def make_request(spec: SamplingSpec, number: int = 0, **changes: Any) -> SampleRequest:
+    """Makes a request with a window of three steps, starting at 0, 1 or 2."""
+    fields: dict[str, Any] = {
+        "sample_id": f"s{number}",
+        "kind": "train",
+        "group": 0,
+        "sample": number,
+        "prompt": Prompt(0, PROMPTS[number % 3]),
+        "seed": 1000 + number,
+        "spec": spec,
+        "num_inference_steps": STEPS,
+        "noise_level": 0.7,
+        "sde_kind": "flow",
+        "window": SdeWindow(number % 3, 3),
+        "fields": ("latents", "log_probs", "means", "final", "conditioning"),
+    }
+    return SampleRequest(**(fields | changes))
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def euler(policy: Policy, model: nn.Module, latents: Tensor, conditioning: TensorDict, spec: SamplingSpec) -> Tensor:
+    """Draws a sample without noise, (1, ...) to (1, ...)."""
+    sigmas = policy.sigmas(STEPS, spec)
+    stacked = policy.stack_conditioning([conditioning])
+    for sigma, sigma_next in itertools.pairwise(sigmas):
+        latents = latents + (sigma_next - sigma) * policy.velocity(model, latents, sigma[None], stacked, spec)
+    return latents
