@@ -8,6 +8,7 @@ known of a family without torch is in `omni_async.families`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,25 +28,32 @@ def load_policy(family: PipelineFamily, path: str) -> Policy:
 
 
 class Policy(Protocol):
-    """A model family's functions for one checkpoint. Shapes: B samples, T latent tokens, C channels per token, L text
-    tokens, E text width; `spec` is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B]
-    with the keys the family's `encode` produced; samples of different lengths are padded by `stack_conditioning`."""
+    """A model family's functions for one checkpoint. Latents are (B, *shape) of B samples, whatever the shape; `spec`
+    is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B] with the keys the family's
+    `encode` produced; samples of different lengths are padded by `stack_conditioning`.
+
+    components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
+    """
 
     path: str
+    components: tuple[str, ...]
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Loads the denoiser alone, on CPU, in eval mode (no dropout), weights in `dtype`."""
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        """Loads the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
+
+    def component_of(self, sigma: float) -> str:
+        """Returns the component that computes the velocity at `sigma` in [0, 1]."""
 
     def latent_shape(self, spec: Any) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents as the transformer takes them, e.g. (T, C). ValueError if the
-        checkpoint's model makes no such sample."""
+        """Returns the shape of one sample's latents as the denoiser takes them. ValueError if the checkpoint's model
+        makes no such sample."""
 
     def sigmas(self, num_inference_steps: int, spec: Any) -> torch.Tensor:
         """Returns the very numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -53,8 +61,9 @@ class Policy(Protocol):
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """Computes v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32
-        (B,). Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
+        """Computes v = eps - x0, float32, shaped as `latents`, guidance included. `latents` float32 (B, *shape);
+        `sigma` float32 (B,), of rows that one component takes. `components` may be diffusers' or an engine's own.
+        Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stacks per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""

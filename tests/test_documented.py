@@ -176,7 +176,9 @@ def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -
     begun = QwenImageTransformer2DModel.from_pretrained("recipes/quickstart/checkpoint", subfolder="transformer")
     trained = {name: parameter.data + 1 for name, parameter in begun.named_parameters()}
     writer = dcp.HuggingFaceStorageWriter(folder)
-    dcp.save({f"model.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True)
+    dcp.save(
+        {f"model.transformer.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True
+    )
     exec(program, {})
     again = QwenImagePipeline.from_pretrained("trained").transformer
     assert all(torch.equal(parameter, trained[name]) for name, parameter in again.named_parameters())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tensordict import TensorDict
 
+from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.conditioning import ConditioningCache
@@ -85,7 +86,8 @@ class DiffusersEngine:
         return self._report()
 
     def _load(self) -> None:
-        self._transformer = self._policy.load_transformer(self._dtype).to(self._device).requires_grad_(False)
+        loaded = self._policy.load_components(self._dtype)
+        self._components = {name: module.to(self._device).requires_grad_(False) for name, module in loaded.items()}
         self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
         self._conditioning = ConditioningCache(self._codec)
 
@@ -198,7 +200,8 @@ class DiffusersEngine:
             if self._closing:
                 raise EngineError(f"{self.name} was closed")
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
-            velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, first.spec)
+            needs = [self._policy.component_of(samples[0].sigma)] * len(samples)
+            velocity = compute_velocity(self._policy, self._components, latents, sigma, stacked, first.spec, needs)
             latents = take_steps(samples, velocity, self._version)
         images = self._codec.decode(latents, first.spec).cpu()
         made = []
@@ -221,7 +224,7 @@ class DiffusersEngine:
     @torch.no_grad()
     def _swap_in(self, staged: Staged) -> WeightReport:
         started = time.perf_counter()
-        live = {name: parameter.data for name, parameter in self._transformer.named_parameters()}
+        live = {name: parameter.data for name, parameter in named_parameters(self._components)}
         if staged.manifest.payload == "lora":
             for name in adapted_weights(t.name for t in staged.manifest.tensors) & live.keys():
                 self._base.setdefault(name, live[name].clone())

@@ -131,7 +131,7 @@ class TrainEngine:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        forget_gathered(self._model.transformer)
+        forget_gathered(self._model.components)
         self._has_rows = False
         self.optimizer_steps += 1
         self._follow()
@@ -252,6 +252,6 @@ class TrainEngine:
         `begin_save` returned."""
         self.discard()
         checkpoint.load(Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer)
-        forget_gathered(self._model.transformer)
+        forget_gathered(self._model.components)
         self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)

@@ -16,10 +16,12 @@ from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
+from omni_async.training.device import largest_over_ranks
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
-from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.groups import GroupBatch, check_group
 from omni_async.training.metrics import Metrics
+from omni_async.training.micro_batches import Needs, micro_batches
 from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
 
@@ -71,20 +73,24 @@ class ForwardLoss:
         unit = {"row": 1, "sample": count, "pair": 2}[self._objective.unit]
         shared = self._world_size == 1 or self._paired
         most = len(draws) if shared else -(-self._group_size // self._world_size)
-        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
-        for indices, counts in micro_batches(len(draws) * count, self._micro_batch_size, unit, num_batches):
-            yield build_rows(group, draws, indices, self._paired, self._policy, self._model.device), counts
+        row_ids = [(i % 2, i // 2) if self._paired else divmod(i, count) for i in range(len(draws) * count)]
+        needs = [self._policy.component_of(float(draws[sample].sigmas[k])) for sample, k in row_ids]
+        for batch in micro_batches(
+            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
+        ):
+            own, its = [row_ids[i] for i in batch.rows], Needs([needs[i] for i in batch.rows], batch.calls)
+            yield build_rows(group, draws, own, its, self._policy, self._model.device), batch.counts
 
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
             _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(
-                auxiliary, x, rows.sigma, rows.conditioning, self._spec
+                auxiliary, x, rows.sigma, rows.conditioning, self._spec, rows.needs
             )
             for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
-            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec),
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec, rows.needs),
             final=rows.final,
             noise=rows.noise,
             sigma=rows.sigma,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.correction.correct import correct, normaliser
@@ -21,8 +22,10 @@ from omni_async.algorithms.registry import Objective
 from omni_async.config.schema import Config, Sde
 from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.device import largest_over_ranks
+from omni_async.training.groups import GroupBatch, check_group
 from omni_async.training.metrics import Metrics
+from omni_async.training.micro_batches import micro_batches
 from omni_async.training.model import TrainedModel
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
@@ -77,15 +80,22 @@ class TransitionLoss:
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
         most = len(chosen) if self._world_size == 1 else -(-self._group_size // self._world_size)
-        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
-        for indices, counts in micro_batches(len(chosen) * count, self._micro_batch_size, unit, num_batches):
-            yield build_rows(group, chosen, indices, self._policy, self._model.device), counts
+        samples = zip(group.trajectories, chosen, strict=True)
+        needs = [self._component(t, k) for t, positions in samples for k in positions]
+        for batch in micro_batches(
+            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
+        ):
+            yield build_rows(group, chosen, batch, needs, self._policy, self._model.device), batch.counts
+
+    def _component(self, trajectory: TensorDict, position: int) -> str:
+        """Returns the component that a step of the window needs."""
+        return self._policy.component_of(float(trajectory["sigmas"][trajectory["steps"][position]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         reference = None
         if "reference" in self._objective.auxiliary(self._algorithm):
             velocity = self._model.auxiliary_velocity(
-                "reference", rows.latents, rows.sigma, rows.conditioning, self._spec
+                "reference", rows.latents, rows.sigma, rows.conditioning, self._spec, rows.needs
             )
             reference = self._transition(rows, velocity).mean
         step, value = self._current(rows)
@@ -144,8 +154,14 @@ class TransitionLoss:
         """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
         weights."""
         # Padding is computed too: the other ranks join in its collectives.
-        values = [(self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
-        return torch.cat([value for value, counts in values if counts]).reshape(len(group.trajectories), -1)
+        computed = [(rows.row_ids, self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
+        value_of = {
+            row_id: value
+            for row_ids, values, counts in computed
+            if counts
+            for row_id, value in zip(row_ids, values.unbind(), strict=True)
+        }
+        return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
         """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
@@ -165,7 +181,8 @@ class TransitionLoss:
         return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
 
     def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
-        step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec))
+        velocity = self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec, rows.needs)
+        step = self._transition(rows, velocity)
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:

@@ -8,6 +8,7 @@ imported when a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -42,6 +43,8 @@ class QwenImagePolicy:
     """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
     and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
+    components: tuple[str, ...] = ("transformer",)
+
     def __init__(self, path: str) -> None:
         self.path = path
         transformer = read_config(path, "transformer")
@@ -50,11 +53,13 @@ class QwenImagePolicy:
         self.pixels_per_token = PATCH * 2 ** len(read_config(path, "vae")["temperal_downsample"])
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         from diffusers import QwenImageTransformer2DModel
 
-        model: torch.nn.Module = load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)
-        return model
+        return {"transformer": load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
         rows, columns = self._grid(spec)
@@ -65,7 +70,7 @@ class QwenImagePolicy:
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -73,6 +78,7 @@ class QwenImagePolicy:
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
+        transformer = components["transformer"]
         inputs = latents.to(next(transformer.parameters()).dtype)
         shapes = [[(1, *self._grid(spec))]] * len(latents)
 

@@ -7,6 +7,7 @@ to import, are imported when a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,8 @@ class StableDiffusion3Policy:
     """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (77 + max_sequence_length, E) and
     `prompt_pooled` (P,), and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_pooled`."""
 
+    components: tuple[str, ...] = ("transformer",)
+
     def __init__(self, path: str) -> None:
         self.path = path
         transformer, vae = read_config(path, "transformer"), read_config(path, "vae")
@@ -43,11 +46,13 @@ class StableDiffusion3Policy:
         self.pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         from diffusers import SD3Transformer2DModel
 
-        model: torch.nn.Module = load_part(SD3Transformer2DModel, self.path, "transformer", dtype)
-        return model
+        return {"transformer": load_part(SD3Transformer2DModel, self.path, "transformer", dtype)}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: StableDiffusion3Sampling) -> tuple[int, ...]:
         n = self.pixels_per_latent * PATCH
@@ -63,7 +68,7 @@ class StableDiffusion3Policy:
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -71,6 +76,7 @@ class StableDiffusion3Policy:
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
+        transformer = components["transformer"]
         inputs = latents.to(next(transformer.parameters()).dtype)
         timestep = sigma.to(inputs.device) * 1000
 

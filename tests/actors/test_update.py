@@ -20,7 +20,7 @@ from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SampleDrift
 from omni_async.weights.buckets import unpack
-from tests.fakes import TinyPolicy, tiny_trajectory
+from tests.fakes import TinyPolicy, load_model, tiny_trajectory
 
 
 class Drifts(dict[str, SampleDrift]):
@@ -47,7 +47,7 @@ class Trained:
         plan = plan_updates(config)
         if first_look_at_all:
             plan = replace(plan, mode="collect", proximal=True, weigh=True)
-        behaviour = policy.load_transformer(torch.float32)
+        behaviour = load_model(policy)
         if stale:
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():

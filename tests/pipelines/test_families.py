@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from omni_async.families import find_family
 from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt
+from tests.fakes import load_model
 from tests.pipelines.families import FAMILIES, PROMPTS, STEPS, euler, parameters
 
 
@@ -29,7 +30,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         case=case,
         policy=policy,
         pipeline=pipeline,
-        model=policy.load_transformer(torch.float32),
+        model=load_model(policy),
         codec=policy.load_codec(torch.float32),
     )
 
@@ -110,7 +111,7 @@ def test_what_was_decoded_is_encoded_to_latents_of_its_own_shape(family: SimpleN
 
 def test_a_model_in_half_precision_takes_and_returns_float32(family: SimpleNamespace) -> None:
     spec = family.case.specs[0]
-    model = family.policy.load_transformer(torch.bfloat16)
+    model = load_model(family.policy, torch.bfloat16)
     assert all(tensor.dtype == torch.bfloat16 for tensor in parameters(model).values())
     conditioning = family.policy.stack_conditioning([family.codec.encode(Prompt(0, "7"), spec)])
     x = torch.randn(1, *family.policy.latent_shape(spec))

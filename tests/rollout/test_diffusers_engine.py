@@ -16,6 +16,7 @@ from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy
+from tests.fakes import load_model
 from tests.rollout.checks import assert_same, check_against_policy
 from tests.rollout.conftest import adapters, make_request, new_weights, publish, transformer_with
 
@@ -122,7 +123,7 @@ def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, pa
         weights = new_weights(policy, seed=1)
         published = publish(1, weights)
     else:
-        base, pieces = policy.load_transformer(torch.float32).state_dict(), adapters(policy, seed=1)
+        base, pieces = load_model(policy).state_dict(), adapters(policy, seed=1)
         weights = dict(merged_weights(base, pieces, scale=2.0))
         published = publish(1, pieces, lora={"rank": 2, "alpha": 4.0})
     pausing = Pausing(policy.path)
@@ -168,7 +169,7 @@ def test_weights_that_are_not_what_was_published_are_refused(policy: QwenImagePo
     manifest, buckets = publish(1, weights)
     broken = [bucket.copy() for bucket in buckets]
     broken[1][5] ^= 1
-    incomplete = publish(2, {name: w for name, w in weights.items() if name != "proj_out.bias"})
+    incomplete = publish(2, {name: w for name, w in weights.items() if name != "transformer.proj_out.bias"})
 
     async def use(engine: DiffusersEngine) -> None:
         with pytest.raises(EngineError, match="digest"):

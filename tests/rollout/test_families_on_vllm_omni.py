@@ -16,6 +16,7 @@ from omni_async.rollout.base import Trajectory
 from omni_async.sde.noise import initial_noise
 from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 from omni_async.types import SampleRequest, SdeWindow
+from tests.fakes import load_model
 from tests.pipelines.families import FAMILIES, STEPS, euler, make_request, parameters
 from tests.rollout.checks import assert_same
 from tests.rollout.conftest import publish
@@ -30,7 +31,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = case.build(tmp_path_factory.mktemp(case.name))
     policy = case.policy(path)
     with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, _):
-        yield SimpleNamespace(case=case, policy=policy, engine=engine, model=policy.load_transformer(torch.float32))
+        yield SimpleNamespace(case=case, policy=policy, engine=engine, model=load_model(policy))
 
 
 def noised(family: SimpleNamespace, seed: int) -> dict[str, torch.Tensor]:
@@ -93,7 +94,7 @@ def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(fam
     family.engine("stage", *published)
     report, mixed = family.engine("swap_in_flight", requests, 1, 5)
     assert (report.version, report.digest) == (1, published[0].digest)
-    new = family.policy.load_transformer(torch.float32)
+    new = load_model(family.policy)
     new.load_state_dict(weights, strict=False)
     for request, one in zip(requests, mixed, strict=True):
         assert {0, 1} == set(one.versions) and list(one.versions) == sorted(one.versions)

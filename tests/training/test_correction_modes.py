@@ -17,7 +17,7 @@ from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import assert_gradients, gradients, nudge, started, stepped, weights
 from tests.training.plain import Step, gradients_of, guided, model_of, steps_of, surrogate
 
@@ -282,7 +282,7 @@ def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: Make
     engine, groups = moved(make_config, **changes)
     given = [[[0.5, 2.0], [0.0, 1.0], [0.25, 0.0], [3.0, 1.5]], [[1.0, 0.1], [0.2, 0.3], [0.0, 0.0], [0.7, 0.8]]]
     groups = [replace(g, weights=w) for g, w in zip(groups, given, strict=True)]
-    reference = [s for g in groups for s in steps_of(TinyPolicy().load_transformer(torch.float64), engine.config, g)]
+    reference = [s for g in groups for s in steps_of(load_model(TinyPolicy(), torch.float64), engine.config, g)]
     flat = [w for group in given for sample in group for w in sample]
 
     def loss(steps: list[Step]) -> Tensor:
