@@ -45,7 +45,8 @@ masked):
 """
 
 _LIST = """\
-List what a recipe may name: model families, engines, algorithms, transitions and scorers, those of installed packages
+List what a recipe may name: model families (what media they make, which of their components are trained, on which
+engines they run and how these batch), engines, algorithms, transitions and scorers, those of installed packages
 included:
 
   omni-async list
@@ -213,20 +214,9 @@ def _docs(out: Path) -> int:
 
 
 def _list() -> int:
-    from omni_async.algorithms.registry import objectives
-    from omni_async.config.describe import describe, fields_of
-    from omni_async.config.schema import Rollout, Sde
-    from omni_async.families import family_names
-    from omni_async.rewards.registry import names
+    from omni_async.runtime.listing import listing
 
-    _say("model families  " + ", ".join(family_names()))
-    for label, section, field in (("engines", Rollout, "engine"), ("transitions", Sde, "kind")):
-        _say(f"{label:<16}" + describe(fields_of(section)[field]).removeprefix("one of ").replace("'", ""))
-    _say("scorers         " + ", ".join(names()))
-    _say("algorithms")
-    for name, objective in sorted(objectives().items()):
-        _say(f"  {name:<14}{objective.summary}")
-    return 0
+    return _say("\n".join(listing()))
 
 
 def _say(text: str) -> int:

@@ -46,7 +46,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PipelineFamily(msgspec.Struct, frozen=True):
     """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
     `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have."""
+    checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained."""
 
     name: str
     policy: str
@@ -54,6 +54,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     sampling: type[SamplingSpec]
     vllm_pipeline: str | None = None
     vllm_extension: str | None = None
+    components: tuple[str, ...] = ("transformer",)
 
 
 @cache

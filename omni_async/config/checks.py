@@ -91,6 +91,19 @@ def _publishing(c: Config) -> Iterator[str]:
         yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
 
 
+def _batching(c: Config) -> Iterator[str]:
+    if c.rollout.batching == "step":
+        return
+    if c.weights.swap == "step":
+        set_by = " (set by schedule: async)" if c.schedule == "async" else ""
+        yield (
+            f"weights.swap: 'step'{set_by} swaps between two denoising steps, and rollout.batching: request takes all"
+            " steps of a batch at once; use swap: request or drain, or batching: step"
+        )
+    if c.rollout.engine == "emulated" and c.emulation is None:
+        yield "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for 'emulated'; use 'step'"
+
+
 def _batches(c: Config) -> Iterator[str]:
     t = c.trainer
     if t.groups_per_update % t.steps_per_update:
@@ -164,6 +177,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _placement,
     _exact,
     _publishing,
+    _batching,
     _batches,
     _reward,
     _algorithm,

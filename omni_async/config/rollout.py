@@ -90,6 +90,14 @@ class Rollout(Section, kw_only=True, frozen=True):
         int,
         _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000),
     ] = 16
+    batching: Annotated[
+        Literal["step", "request"],
+        _doc(
+            "`step`: samples join and leave an engine's batch at every denoising step, and new weights are swapped in"
+            " between steps. `request`: a batch is drawn from noise to the end before the next begins, which costs less"
+            " per step; needs `weights.swap: request` or `drain`."
+        ),
+    ] = "step"
     timeout_s: Annotated[
         float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)
     ] = 600.0

@@ -56,7 +56,8 @@ class RolloutEngine(Protocol):
         """Takes in a version without disturbing generation; returns the digest of what arrived."""
 
     async def swap(self, version: int) -> WeightReport:
-        """Switches to the staged version before the next denoising step of anything, in-flight samples included."""
+        """Switches to the staged version before the next denoising step of anything, in-flight samples included; before
+        the next batch in request batching."""
 
     async def close(self) -> None:
         """Frees everything; `generate` calls in flight fail with EngineError."""

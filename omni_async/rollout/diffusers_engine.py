@@ -2,8 +2,8 @@
 
 Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
 guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for
-a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in between any two
-denoising steps, by the same thread.
+a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in by the same thread:
+between any two denoising steps, or between two batches with `batching` "request".
 
 Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop
 tick are all queued before the runner looks.
@@ -16,7 +16,7 @@ import queue
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -58,12 +58,20 @@ class DiffusersEngine:
     """A `RolloutEngine` on diffusers. `device` defaults to the current accelerator, or the CPU where there is none."""
 
     def __init__(
-        self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None
+        self,
+        name: str,
+        policy: Policy,
+        *,
+        dtype: torch.dtype,
+        max_batch: int,
+        batching: Literal["step", "request"] = "step",
+        device: torch.device | str | None = None,
     ) -> None:
         self.name = name
         self._policy = policy
         self._dtype = dtype
         self._max_batch = max_batch
+        self._stepwise = batching == "step"
         self._device = (
             torch.device(device)
             if device is not None
@@ -196,7 +204,8 @@ class DiffusersEngine:
         stacked = self._policy.stack_conditioning(conditioning)
         latents = torch.stack([s.latents for s in samples])
         while not samples[0].done:
-            self._swap_pending(loop)
+            if self._stepwise:
+                self._swap_pending(loop)
             if self._closing:
                 raise EngineError(f"{self.name} was closed")
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)

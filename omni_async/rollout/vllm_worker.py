@@ -6,6 +6,8 @@ A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipelin
 computes the velocity of the batch with the policy on the native denoisers, takes every sample's transition, and decodes
 those that are done together. Per-request hooks that follow only hand rows on, because a Python call per request and
 step would cost more than a small model's forward.
+
+That is step-wise batching. In request batching vLLM-Omni hands over a batch once, and `forward` takes all its steps.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tensordict import TensorDict
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.errors import OmniClientError
 
 from omni_async.components import compute_velocity, named_parameters
@@ -56,6 +59,7 @@ class RolloutPipelineMixin(ABC):
     """
 
     supports_step_execution = True
+    supports_request_batch = True
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
@@ -151,6 +155,26 @@ class RolloutPipelineMixin(ABC):
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
+    # ---- vLLM-Omni's request batching --------------------------------------------------------------------------------
+
+    def forward(self, req: Any) -> list[DiffusionOutput]:
+        """Makes the samples of a whole `DiffusionRequestBatch`, by the same steps as above, and returns one output per
+        request, in order. Requests need not agree in spec or steps; one that cannot be encoded fails alone."""
+        outputs: dict[str, DiffusionOutput] = {}
+        states: list[StepRequestState] = []
+        for request in req.requests:
+            state = StepRequestState(request_id=request.request_id, sampling=request.sampling_params)
+            try:
+                states.append(self.prepare_encode(state))
+            except OmniClientError as error:
+                outputs[request.request_id] = DiffusionOutput.from_exception(error)
+        unfinished = states
+        while unfinished:
+            self.denoise_step(None, states=unfinished)
+            unfinished = [state for state in unfinished if not state.extra[_SAMPLE].done]
+        outputs |= {state.request_id: self.post_decode(state) for state in states}
+        return [outputs[request.request_id] for request in req.requests]
+
     @property
     def model_dtype(self) -> torch.dtype:
         return self._a_parameter.dtype
@@ -188,7 +212,8 @@ class RolloutPipelineMixin(ABC):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
+    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, or two batches in request
+    batching, never inside one."""
 
     def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
         """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the

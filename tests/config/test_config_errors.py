@@ -25,7 +25,7 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         # unknown keys
         (
             "rollout.gruop_size=3",
-            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: emulated, engine, group_size",
+            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: batching, emulated, engine",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
         (
@@ -346,6 +346,19 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
             ["staleness.exact=true", "weights.publish_every=2"],
             "weights.publish_every: staleness.exact trains on nothing older than S updates",
         ),
+        (
+            ["rollout.batching=request"],
+            "weights.swap: 'step' swaps between two denoising steps, and rollout.batching: request takes all steps of a"
+            " batch at once; use swap: request or drain, or batching: step",
+        ),
+        (
+            ["rollout.batching=request", "schedule=async"],
+            "weights.swap: 'step' (set by schedule: async) swaps between two denoising steps",
+        ),
+        (
+            ["rollout={batching: request, engine: emulated}", "weights.swap=request"],
+            "rollout.batching: 'request' is for the engines vllm_omni and diffusers",
+        ),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
         (
             ["run.runtime=inprocess", "rollout.engine=emulated", "trainer.workers=2"],
@@ -362,6 +375,8 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: l
     [
         ["weights.publish_every=3", "staleness.max_updates=2"],
         ["weights.payload=lora", "model.lora.rank=4"],
+        ["rollout.batching=request", "weights.swap=request"],
+        ["rollout.batching=request", "weights.swap=drain"],
         ["trainer.streaming=on"],
         ["trainer.streaming=on", "algorithm.advantage.std=group", "algorithm.kl_coef=0.1"],
         ["trainer.streaming=off", "buffer.groups=4"],

@@ -150,6 +150,25 @@ def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, pa
         check_against_policy(policy, models, request, one)
 
 
+def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy: QwenImagePolicy) -> None:
+    pausing = Pausing(policy.path)
+    published = publish(1, new_weights(policy, seed=1))
+    requests = [make_request(i) for i in range(6)]  # a batch of four, and one of two
+
+    async def use(engine: DiffusersEngine) -> list[Trajectory]:
+        running = asyncio.gather(*[engine.generate(r) for r in requests])
+        await asyncio.to_thread(pausing.reached.wait, 60)
+        await engine.stage(*published)
+        swapping = asyncio.create_task(engine.swap(1))
+        await asyncio.sleep(0)
+        pausing.go_on.set()
+        await swapping
+        return list(await running)
+
+    made = with_engine(pausing, use, batching="request")
+    assert [one.versions for one in made] == [(0,) * 6] * 4 + [(1,) * 6] * 2
+
+
 def test_lora_versions_do_not_add_up(policy: QwenImagePolicy) -> None:
     request, about = make_request(), {"rank": 2, "alpha": 4.0}
     first, second = (publish(v, adapters(policy, seed=v), about) for v in (1, 2))
