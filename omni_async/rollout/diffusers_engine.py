@@ -1,7 +1,7 @@
 """Implements the reference engine: the policy contract and nothing else, so it runs every family that has one.
 
 Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
-guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for
+guidance) up to `max_batch`, in arrival order, and denoises them from noise to media in one worker thread. It waits for
 a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in between any two
 denoising steps, by the same thread.
 
@@ -200,11 +200,11 @@ class DiffusersEngine:
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
             velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, first.spec)
             latents = take_steps(samples, velocity, self._version)
-        images = self._codec.decode(latents, first.spec).cpu()
+        decoded = self._codec.decode(latents, first.spec)
         made = []
-        for sample, row, image in zip(samples, conditioning, images.unbind(), strict=True):
+        for sample, row, media in zip(samples, conditioning, decoded, strict=True):
             tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
-            made.append(Trajectory(tensors, image.clone(), tuple(sample.versions)))
+            made.append(Trajectory(tensors, media, tuple(sample.versions)))
         return made
 
     def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:
