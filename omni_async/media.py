@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from omni_async.families import MediaShape, SamplingSpec
+from omni_async.families import PARTS, MediaShape, SamplingSpec
 
-PARTS = ("image", "video", "audio")
 _AXES = {"image": 3, "video": 4, "audio": 2}
 _DTYPES = {"image": "uint8", "video": "uint8", "audio": "float32"}
 _LAYOUTS = {
@@ -62,6 +61,10 @@ class Media:
     def numpy(self) -> Media:
         """Returns the same media as contiguous NumPy arrays."""
         return replace(self, **{part: _array(getattr(self, part)) for part in self.parts})
+
+    def copy(self) -> Media:
+        """Returns the same media as arrays of their own."""
+        return replace(self, **{part: _array(getattr(self, part)).copy() for part in self.parts})
 
     # ---- in the layouts of Pillow, PyAV and soundfile, as arrays of their own ----------------------------------------
 

@@ -3,8 +3,9 @@ rest of the system.
 
 It takes one denoising step at a time with continuous batching: a sample joins the running batch as soon as there is
 room and leaves it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs
-are the real ones, so they agree with a recomputation that also uses velocity 0. Media are flat, one
-colour or one level derived from the seed. The engine waits for a request or a step's service time; `generate` and `close` unblock it.
+are the real ones, so they agree with a recomputation that also uses velocity 0. Media are flat: one
+colour or one level, derived from the seed. The engine waits for a request or a step's service time; `generate` and
+`close` unblock it.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from omni_async.types import (
 )
 from omni_async.weights.snapshot import Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
+from tests.images import as_media
 
 STRANDED_AFTER_S = 10.0
 STEPS = 5
@@ -136,7 +137,7 @@ def make_request(
 
 
 def make_job(number: int, text: str = "a cat") -> ScoreJob:
-    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), np.full((8, 8, 3), number, np.uint8))
+    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), as_media(np.full((8, 8, 3), number, np.uint8)))
 
 
 def make_group(
