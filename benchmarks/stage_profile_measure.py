@@ -115,7 +115,7 @@ class Bench:
             await self._generation(engine, batches)
             samples = await self._samples(engine, max(train_batches))
             self.measured.trajectory_bytes = _nbytes(samples[0].tensors)
-            self.measured.media_bytes = samples[0].image.nbytes
+            self.measured.media_bytes = samples[0].media.nbytes
             self._say(f"building the trainer (guidance {rollout.sampling.true_cfg_scale:g})")
             versions = self._training(samples, train_batches, payloads)
             self._free()

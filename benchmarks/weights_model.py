@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from omni_async.config import Config, with_spec
 from omni_async.families import PipelineFamily, SamplingSpec
+from omni_async.media import Media
 from omni_async.sde.schedules import linear
 from omni_async.types import Prompt
 
@@ -129,8 +130,8 @@ class _Codec:
     def encode(self, prompt: Prompt, spec: SamplingSpec) -> TensorDict:
         return TensorDict({}, batch_size=[])
 
-    def decode(self, latents: Tensor, spec: SamplingSpec) -> Tensor:
-        return torch.zeros(len(latents), 3, *_size(spec), dtype=torch.uint8)
+    def decode(self, latents: Tensor, spec: SamplingSpec) -> list[Media]:
+        return [Media(image=torch.zeros(3, *_size(spec), dtype=torch.uint8)) for _ in latents]
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return torch.zeros(len(pixels), *_latent_shape(*pixels.shape[-2:]))
+    def encode_media(self, media: list[Media], spec: SamplingSpec) -> Tensor:
+        return torch.zeros(len(media), *_latent_shape(*_size(spec)))

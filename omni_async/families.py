@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 GROUP = "omni_async.pipelines"
+PARTS = ("image", "video", "audio")  # of media
 
 
 class MediaShape(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.families import PipelineFamily
+from omni_async.media import Media
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -83,10 +84,11 @@ class Codec(Protocol):
         """Encodes one prompt to conditioning, batch size []; with the unconditional branch if the spec is guided.
         ValueError for a prompt that the model cannot take."""
 
-    def decode(self, latents: torch.Tensor, spec: Any) -> torch.Tensor:
-        """Decodes final latents (B, T, C) to uint8 images (B, 3, height, width)."""
+    def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
+        """Decodes final latents (B, T, C) to the media of B samples, of the shapes that `spec.media()` says: tensors on
+        the CPU, and no views, which would keep the whole batch alive."""
 
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Inverts `decode`, as far as the VAE has an inverse: uint8 images (B, 3, height, width) to latents (B, T, C)
-        float32 on the codec's device, noise-free (the posterior's mode), so that an image always has the same latents.
-        Raises ValueError for another dtype or shape, or a size the family's latents do not divide."""
+    def encode_media(self, media: list[Media], spec: Any) -> torch.Tensor:
+        """Inverts `decode`, as far as the VAE has an inverse: the media of B samples to latents (B, T, C) float32 on
+        the codec's device, noise-free (the posterior's mode), so that they always have the same latents. Raises
+        ValueError for other shapes than the spec's (`media.require_media`)."""

@@ -6,9 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from omni_async.media import Media
 from omni_async.rollout.base import Trajectory
 from omni_async.store import nbytes
 from omni_async.types import SampleRequest, SampleResult
@@ -16,21 +14,21 @@ from omni_async.types import SampleRequest, SampleResult
 
 @dataclass(frozen=True)
 class Finished:
-    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `image` is uint8 (H,
-    W, 3), or flat where an emulated engine made it."""
+    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `media` are
+    `Media` of NumPy arrays, or mere bytes where a replayed profile made them."""
 
     request: SampleRequest
     tensors: Any
-    image: NDArray[np.uint8]
+    media: Any
     versions: tuple[int, ...]
     started: float
     finished: float
 
     @classmethod
     def of(cls, request: SampleRequest, trajectory: Trajectory, started: float, finished: float) -> Finished:
-        found: Any = trajectory.image
-        image = found if isinstance(found, np.ndarray) else found.permute(1, 2, 0).contiguous().numpy()
-        return cls(request, trajectory.tensors, image, trajectory.versions, started, finished)
+        found: Any = trajectory.media
+        media = found.numpy() if isinstance(found, Media) else found
+        return cls(request, trajectory.tensors, media, trajectory.versions, started, finished)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -40,7 +38,7 @@ class Finished:
             "sample": self.request.sample_id,
             "versions": str(oldest) if oldest == newest else f"{oldest}..{newest}",
             "trajectory_bytes": nbytes(self.tensors),
-            "media_bytes": nbytes(self.image),
+            "media_bytes": nbytes(self.media),
         }
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:

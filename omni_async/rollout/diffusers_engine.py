@@ -1,7 +1,7 @@
 """Implements the reference engine: the policy contract and nothing else, so it runs every family that has one.
 
 Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
-guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for
+guidance) up to `max_batch`, in arrival order, and denoises them from noise to media in one worker thread. It waits for
 a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in by the same thread:
 between any two denoising steps, or between two batches with `batching` "request".
 
@@ -212,11 +212,11 @@ class DiffusersEngine:
             needs = [self._policy.component_of(samples[0].sigma)] * len(samples)
             velocity = compute_velocity(self._policy, self._components, latents, sigma, stacked, first.spec, needs)
             latents = take_steps(samples, velocity, self._version)
-        images = self._codec.decode(latents, first.spec).cpu()
+        decoded = self._codec.decode(latents, first.spec)
         made = []
-        for sample, row, image in zip(samples, conditioning, images.unbind(), strict=True):
+        for sample, row, media in zip(samples, conditioning, decoded, strict=True):
             tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
-            made.append(Trajectory(tensors, image.clone(), tuple(sample.versions)))
+            made.append(Trajectory(tensors, media, tuple(sample.versions)))
         return made
 
     def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -150,7 +150,7 @@ class VllmOmniEngine:
         # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary
         # ones.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
-        return Trajectory(TensorDict(tensors, batch_size=[]), result["image"].clone(), result["versions"])
+        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], result["versions"])
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         started = time.perf_counter()

@@ -42,7 +42,7 @@ REQUEST_KEY = "omni_async_request"
 RESULT_KEY = "omni_async"
 _SAMPLE = "omni_async_sample"
 _CONDITIONING = "omni_async_conditioning"
-_IMAGE = "omni_async_image"
+_MEDIA = "omni_async_media"
 
 
 def pass_through(od_config: Any) -> Callable[..., Any]:
@@ -151,7 +151,7 @@ class RolloutPipelineMixin(ABC):
     def post_decode(self, state: Any, **kwargs: Any) -> DiffusionOutput:
         sample: InFlight = state.extra[_SAMPLE]
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
-        result = {"tensors": tensors, "image": state.extra[_IMAGE], "versions": tuple(sample.versions)}
+        result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": tuple(sample.versions)}
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
@@ -190,9 +190,9 @@ class RolloutPipelineMixin(ABC):
     def _decode(self, states: list[Any], spec: SamplingSpec) -> None:
         """Decodes finished samples of one spec in one batch."""
         if states:
-            images = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec).cpu()
-            for state, image in zip(states, images, strict=True):
-                state.extra[_IMAGE] = image
+            decoded = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec)
+            for state, media in zip(states, decoded, strict=True):
+                state.extra[_MEDIA] = media
 
     def _warm_up_request(self, state: Any) -> SampleRequest:
         """Returns a small request in place of vLLM-Omni's own, which names no sample of ours."""

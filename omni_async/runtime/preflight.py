@@ -118,7 +118,7 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
     asked: list[PromptCheck] = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
-            scorers.check(scorer)
+            scorers.check(scorer, config.rollout.sampling.media())
             check = scorers.prompt_check(scorer)
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None

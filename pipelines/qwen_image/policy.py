@@ -14,9 +14,10 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict
 
+from omni_async.media import Media
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
-from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -193,7 +194,7 @@ class QwenImageCodec:
         return states[0, NUM_TEMPLATE_TOKENS:].clone()
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> list[Media]:
         height, width = spec.height, spec.width
         rows, columns = height // self._pixels_per_token, width // self._pixels_per_token
         maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
@@ -201,27 +202,16 @@ class QwenImageCodec:
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
         at_once = max(1, _PIXELS_AT_ONCE // (height * width))
         pixels = torch.cat([single_frame.decode(self.vae, part * std + mean) for part in torch.split(maps, at_once)])
-        return to_uint8(pixels)
+        return as_images(pixels)
 
     @torch.no_grad()
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        n = self._pixels_per_token
-        if (
-            pixels.dtype != torch.uint8
-            or pixels.ndim != 4
-            or pixels.shape[1] != 3
-            or any(not side or side % n for side in pixels.shape[2:])
-        ):
-            raise ValueError(
-                f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype}"
-                f" {tuple(pixels.shape)}"
-            )
-        height, width = pixels.shape[2:]
+    def encode_media(self, media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
+        n, height, width = self._pixels_per_token, spec.height, spec.width
         parts = []
-        for part in torch.split(pixels, max(1, _PIXELS_AT_ONCE // (height * width))):
-            frames = part.to(self.vae.device).float() / 127.5 - 1.0
+        for part in torch.split(stack_images(media, spec), max(1, _PIXELS_AT_ONCE // (height * width))):
+            frames = part.to(self.vae.device)
             parts.append(single_frame.encode(self.vae, frames.to(self.vae.dtype)).float())
         maps = torch.cat(parts)
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
-        maps = ((maps - mean) / std).reshape(len(pixels), -1, height // n, PATCH, width // n, PATCH)
+        maps = ((maps - mean) / std).reshape(len(media), -1, height // n, PATCH, width // n, PATCH)
         return maps.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

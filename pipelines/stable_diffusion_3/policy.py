@@ -13,9 +13,10 @@ from typing import Any, Self
 import torch
 from tensordict import TensorDict
 
+from omni_async.media import Media
 from omni_async.sde.schedules import static_shift
 from omni_async.types import Prompt
-from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 
 PATCH = 2
@@ -139,7 +140,6 @@ class StableDiffusion3Codec:
         self.vae = vae
         self._encoder: Any = StableDiffusion3Pipeline(transformer=None, scheduler=None, vae=vae, **text_parts)
         self._encoders = [part for name, part in text_parts.items() if name.startswith("text_encoder")]
-        self._pixels_per_latent = 2 ** (len(vae.config.block_out_channels) - 1)
 
     def to(self, device: Any) -> Self:
         for part in (self.vae, *self._encoders):
@@ -163,24 +163,14 @@ class StableDiffusion3Codec:
         return TensorDict(fields, batch_size=[])
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, spec: StableDiffusion3Sampling) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: StableDiffusion3Sampling) -> list[Media]:
         config = self.vae.config
         maps = (latents / config.scaling_factor + config.shift_factor).to(self.vae.device, self.vae.dtype)
-        return to_uint8(self.vae.decode(maps, return_dict=False)[0])
+        return as_images(self.vae.decode(maps, return_dict=False)[0])
 
     @torch.no_grad()
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        n, config = self._pixels_per_latent, self.vae.config
-        if (
-            pixels.dtype != torch.uint8
-            or pixels.ndim != 4
-            or pixels.shape[1] != 3
-            or any(s % n for s in pixels.shape[2:])
-        ):
-            raise ValueError(
-                f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype}"
-                f" {tuple(pixels.shape)}"
-            )
-        images = (pixels.to(self.vae.device).float() / 127.5 - 1.0).to(self.vae.dtype)
+    def encode_media(self, media: list[Media], spec: StableDiffusion3Sampling) -> torch.Tensor:
+        config = self.vae.config
+        images = stack_images(media, spec).to(self.vae.device).to(self.vae.dtype)
         latents: torch.Tensor = self.vae.encode(images).latent_dist.mode().float()
         return (latents - config.shift_factor) * config.scaling_factor

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
 from omni_async.control.waiting import Event
+from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
@@ -43,6 +44,7 @@ from omni_async.types import (
 )
 from omni_async.weights.snapshot import Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
+from tests.images import as_media
 
 STRANDED_AFTER_S = 10.0
 STEPS = 5
@@ -135,7 +137,7 @@ def make_request(
 
 
 def make_job(number: int, text: str = "a cat") -> ScoreJob:
-    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), np.full((8, 8, 3), number, np.uint8))
+    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), as_media(np.full((8, 8, 3), number, np.uint8)))
 
 
 def make_group(
@@ -340,7 +342,7 @@ class HandEngine:
             del self.running[request.sample_id]
         versions = (first,) * (request.num_inference_steps - 1) + (self.version,)
         image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
-        return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), image, versions)
+        return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), Media(image=image), versions)
 
     def finish(self, *samples: int, error: Exception | None = None) -> None:
         for number in samples:

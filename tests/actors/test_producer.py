@@ -80,7 +80,7 @@ def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_imag
         assert results["g0.s1"].version == 3
         assert results["g0.s1"].step_versions == (3, 3)
         assert results["g0.s2"].step_versions == ()  # noise-free: nothing is trained
-        image = results["g0.s0"].media
+        image = results["g0.s0"].media.pixels
         assert image.shape == (32, 48, 3)
         assert image[0, 0].tolist() == [0, 1, 2]
         assert set(results["g0.s0"].trajectory.keys()) == {"latents"}

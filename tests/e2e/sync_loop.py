@@ -81,8 +81,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                     steps[row].append((i, here[0], to[0], logp[0]))
                     moved.append(to)
                 x = torch.cat(moved)
-            images = codec.decode(x, r.sampling).permute(0, 2, 3, 1).contiguous().numpy()
-            rewards += [score.value for score in reward.score(list(images), [prompts[g] for g, _ in batch])]
+            media = [one.numpy() for one in codec.decode(x, r.sampling)]
+            rewards += [score.value for score in reward.score(media, [prompts[g] for g, _ in batch])]
             taken += steps
 
         # Advantages: A = (reward - group mean) / (std + eps), clipped.

@@ -64,7 +64,7 @@ def test_decode_is_diffusers_decode(
     policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline
 ) -> None:
     latents = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
-    images = codec.decode(latents, PLAIN)
+    images = torch.stack([media.image for media in codec.decode(latents, PLAIN)])
     assert images.shape == (3, 3, 64, 32)
     vae = pipeline.vae
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))

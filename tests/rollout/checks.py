@@ -52,5 +52,5 @@ def assert_same(a: Trajectory, b: Trajectory, tolerance: float) -> None:
             assert_close(flat_a[key], flat_b[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
         else:
             assert torch.equal(flat_a[key], flat_b[key])
-    assert (a.image.int() - b.image.int()).abs().max() <= 1
+    assert (a.media.image.int() - b.media.image.int()).abs().max() <= 1
     assert a.versions == b.versions

@@ -56,8 +56,8 @@ def test_trajectories_agree_with_the_policy_contract(policy: QwenImagePolicy) ->
     made = with_engine(policy, lambda e: together(e, requests))
     for request, one in zip(requests, made, strict=True):
         check_against_policy(policy, {0: transformer_with(policy, None)}, request, one)
-        assert one.image.shape == (3, 64, 32)
-        assert one.image.dtype == torch.uint8
+        assert one.media.image.shape == (3, 64, 32)
+        assert one.media.image.dtype == torch.uint8
 
 
 def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePolicy, checkpoint: str) -> None:
@@ -77,7 +77,7 @@ def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePoli
     }
     assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
     expected = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
-    assert (made.image - expected).abs().max() <= 1
+    assert (made.media.image - expected).abs().max() <= 1
 
 
 def test_only_the_requested_fields_come_back(policy: QwenImagePolicy) -> None:

@@ -34,7 +34,7 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
         await e.close()
         for key in ("latents", "log_probs", "means", "final"):
             assert torch.equal(again.tensors[key], made[1].tensors[key])
-        assert torch.equal(again.image, made[1].image)
+        assert torch.equal(again.media.image, made[1].media.image)
         return made[1]
 
     made = asyncio.run(main())
@@ -46,7 +46,7 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
         "flow", x[:-1], torch.zeros_like(x[:-1]), sigmas[steps], sigmas[steps + 1], sigmas[1].expand(3), rows
     )
     assert_close(t["log_probs"], log_prob("flow", x[1:], expected.mean, expected.scale), rtol=0, atol=1e-6)
-    assert made.image.shape == (3, 64, 32)
+    assert made.media.image.shape == (3, 64, 32)
     assert made.versions == (0,) * 6
 
 

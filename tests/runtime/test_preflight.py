@@ -123,7 +123,7 @@ def test_a_missing_preference_file_is_refused_under_its_key(tmp_path):
 
 def test_an_unknown_scorer_is_refused_with_the_known_ones(tmp_path):
     message = refusal(write_world(tmp_path, reward={"scorers": [{"name": "orc"}]}))
-    assert "unknown scorer 'orc': registered are jpeg_size, ocr" in message
+    assert "unknown scorer 'orc': registered are jpeg_size, motion_smoothness, ocr" in message
 
 
 def test_a_scorers_wrong_parameter_is_refused(tmp_path):
