@@ -329,6 +329,10 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
             point.notes[0]
             == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
         )
+    masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
+    point = find_resume_point(masked)
+    assert point is not None and point.state.control.ready == (), "they have no means, which the mask reads"
+    assert point.notes[0].endswith("trajectory fields changed")
 
 
 def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:
