@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,13 +34,13 @@ class Trajectory:
       means (W, T, C) float32: transition means under the policy that took the step
       final (T, C) float32: the last latents, those the image was decoded from
       conditioning: a nested TensorDict, the policy's
-    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions` has one
-    entry for every denoising step, trained or not.
+    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions`
+    are those that took the denoising steps, trained or not.
     """
 
     tensors: TensorDict
     image: torch.Tensor
-    versions: tuple[int, ...]
+    versions: VersionSpans
 
 
 class RolloutEngine(Protocol):

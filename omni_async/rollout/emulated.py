@@ -28,6 +28,7 @@ from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.sde.schedules import linear
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -141,5 +142,5 @@ def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     return Trajectory(
         TensorDict(tensors, batch_size=[]),
         flat_image(request.seed, *_image_size(request.spec)),
-        tuple(sample.versions),
+        VersionSpans.of(sample.versions),
     )
