@@ -21,6 +21,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config import Config
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError, Trajectory
@@ -228,7 +229,7 @@ class Bench:
             noise_level=rollout.sde.noise_level,
             sde_kind=rollout.sde.kind,
             window=SdeWindow(rollout.sde.window.range[0], rollout.sde.window.size),
-            fields=find_objective(self._config.algorithm.name).fields,
+            fields=trajectory_fields(find_objective(self._config.algorithm.name), self._config),
         )
 
     def _group(self, samples: Sequence[Trajectory]) -> GroupBatch:

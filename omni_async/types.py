@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from omni_async.version_spans import VersionSpans
+
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
 
@@ -62,15 +64,15 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True):
-    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step
-    0. In a training sample without a window every step counts as trained, because its final latents are trained on."""
+    """A generated sample. `step_versions` are the policy versions that took the trained steps; `version` took step 0.
+    In a training sample without a window every step counts as trained, because its final latents are trained on."""
 
     sample_id: str
     engine: str
     trajectory: Any
     media: Any
     version: int
-    step_versions: tuple[int, ...]
+    step_versions: VersionSpans
     started: float
     finished: float
 
@@ -121,7 +123,7 @@ class ReadySample(msgspec.Struct, frozen=True):
     trajectory: Any
     media: Any
     score: Score
-    step_versions: tuple[int, ...]
+    step_versions: VersionSpans
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):
@@ -141,23 +143,24 @@ class ReadyGroup(msgspec.Struct, frozen=True):
     def oldest_version(self) -> int:
         """Returns the oldest version of any trained step. Samples that no policy made (a dataset's) count as of the
         version they were admitted under."""
-        return min((v for s in self.samples for v in s.step_versions), default=self.admitted_version)
+        return min((s.step_versions.oldest for s in self.samples if s.step_versions), default=self.admitted_version)
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
     """The part of a ready group that is trained on, beside the trajectories that a rank has fetched: one entry per
     chosen sample, in the same order everywhere.
 
-    `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one.
-    `staleness[i][k]` is the version trained from minus the version that took trained step k. `weights[i][k]`, where
-    given, are importance weights made from the whole update, and replace what the trainer would compute from the group
-    alone.
+    `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `seeds` draw a
+    sample's training noise and its subset of steps; the two samples of a preference pair share one. `weights[i][k]`,
+    where given, are importance weights made from the whole update, and replace what the trainer would compute from the
+    group alone.
     """
 
     group: int
+    version: int
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
-    staleness: tuple[tuple[int, ...], ...]
+    step_versions: tuple[VersionSpans, ...]
     weights: tuple[tuple[float, ...], ...] | None = None
 
 

@@ -224,11 +224,11 @@ class EmulatedUpdate:
     async def _recompute_proximal(self, group: ReadyGroup) -> None:
         if self._plan.proximal:
             with self._tracer.span("proximal", version=self._version, group=group.group):
-                await self._rank.recompute_proximal(_batch(group))
+                await self._rank.recompute_proximal(_batch(group, self._version))
 
     async def _accumulate(self, group: ReadyGroup) -> None:
         with self._tracer.span("train", version=self._version, group=group.group):
-            await self._rank.accumulate(_batch(group), 1.0)
+            await self._rank.accumulate(_batch(group, self._version), 1.0)
 
     async def _step(self) -> None:
         with self._tracer.span("train", version=self._version, step=self._steps):
@@ -236,6 +236,6 @@ class EmulatedUpdate:
         self._steps += 1
 
 
-def _batch(group: ReadyGroup) -> TrainGroup:
+def _batch(group: ReadyGroup, version: int) -> TrainGroup:
     """Returns a group's batch without values: nothing is computed from it."""
-    return TrainGroup(group.group, (), (), ())
+    return TrainGroup(group.group, version, (), (), ())

@@ -10,6 +10,7 @@ from omni_async.media import Media
 from omni_async.rollout.base import Trajectory
 from omni_async.store import nbytes
 from omni_async.types import SampleRequest, SampleResult
+from omni_async.version_spans import VersionSpans
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Finished:
     request: SampleRequest
     tensors: Any
     media: Any
-    versions: tuple[int, ...]
+    versions: VersionSpans
     started: float
     finished: float
 
@@ -33,7 +34,7 @@ class Finished:
     @property
     def description(self) -> dict[str, Any]:
         """Returns the sample's facts for the timeline, and for profiles that are made from it."""
-        oldest, newest = min(self.versions), max(self.versions)
+        oldest, newest = self.versions.oldest, self.versions.newest
         return {
             "sample": self.request.sample_id,
             "versions": str(oldest) if oldest == newest else f"{oldest}..{newest}",
@@ -42,15 +43,15 @@ class Finished:
         }
 
     def result(self, engine: str, trajectory: Any, media: Any) -> SampleResult:
-        every_step = range(self.request.num_inference_steps) if self.request.kind == "train" else ()
+        every_step = range(self.request.num_inference_steps if self.request.kind == "train" else 0)
         steps = self.request.window.steps if self.request.window else every_step
         return SampleResult(
             sample_id=self.request.sample_id,
             engine=engine,
             trajectory=trajectory,
             media=media,
-            version=self.versions[0],
-            step_versions=tuple(self.versions[i] for i in steps),
+            version=self.versions.first,
+            step_versions=self.versions.of_steps(steps),
             started=self.started,
             finished=self.finished,
         )

@@ -31,6 +31,7 @@ from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
+from omni_async.version_spans import VersionSpans
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,7 @@ class PreferenceReader:
             reference,
             media,
             version=0,
-            step_versions=(),
+            step_versions=VersionSpans(),
             started=started,
             finished=finished,
         )

@@ -188,9 +188,10 @@ class Update:
         names = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
+            version=self._version,
             advantages=tuple(advantages),
             seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in names),
-            staleness=tuple(tuple(self._version - v for v in sample.step_versions) for sample in samples),
+            step_versions=tuple(sample.step_versions for sample in samples),
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:

@@ -31,7 +31,8 @@ class Objective:
     process: "transition" objectives train denoising steps of a window, from recorded latents and log-probs; "forward"
         objectives noise final latents themselves and need nothing else of a sample.
     compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput.
-    fields: the trajectory tensors engines must return, names of `omni_async.rollout.base.Trajectory.tensors`.
+    fields: the trajectory tensors it reads, names of `omni_async.rollout.base.Trajectory.tensors`; `trajectory_fields`
+        decides which of them engines return.
     unit: the rows that a micro-batch must not separate: a "row", all rows of a "sample", or all rows of a "pair" (best
         and worst of a group).
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups

@@ -28,10 +28,10 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
 
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
     """Raises ValueError unless the result has a version for every trained step of its request."""
-    if len(result.step_versions) not in (expected := trained_steps(request)):
+    found, expected = result.step_versions.num_steps, trained_steps(request)
+    if found not in expected:
         raise ValueError(
-            f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]}"
-            " trained steps"
+            f"sample {result.sample_id} of {result.engine}: {found} step versions for {expected[0]} trained steps"
         )
 
 
@@ -82,16 +82,21 @@ class GroupProgress:
         self._num_unscored = len(requests)
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Returns whether the group will have the same prompt, window and samples as `ready` when it is complete."""
-        samples = {sample.sample_id for sample in ready.samples}
-        return (self.prompt, self.window) == (ready.prompt, ready.window) and self.samples.keys() == samples
+        """Returns whether the group will have the same prompt, window, samples and trained steps as `ready` when it is
+        complete."""
+        steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
+        return (
+            (self.prompt, self.window) == (ready.prompt, ready.window)
+            and self.samples.keys() == steps.keys()
+            and all(steps[name] in trained_steps(sample.request) for name, sample in self.samples.items())
+        )
 
     def restore(self, ready: ReadyGroup) -> None:
         """Restores the group as it was when it was complete."""
         for sample in ready.samples:
             progress = self.samples[sample.sample_id]
             versions = sample.step_versions
-            first = versions[0] if versions else ready.admitted_version
+            first = versions.first if versions else ready.admitted_version
             progress.result = SampleResult(
                 sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0
             )
@@ -125,8 +130,10 @@ class GroupProgress:
     @property
     def step_versions(self) -> tuple[int, int] | None:
         """Returns the oldest and newest version of any trained step so far."""
-        versions = [v for s in self.samples.values() if s.result is not None for v in s.result.step_versions]
-        return (min(versions), max(versions)) if versions else None
+        taken = [
+            s.result.step_versions for s in self.samples.values() if s.result is not None and s.result.step_versions
+        ]
+        return (min(v.oldest for v in taken), max(v.newest for v in taken)) if taken else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
         """Returns the group's line of the ledger. Staleness is the version trained from, one before `trained_version`,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from omni_async.media import Media
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,13 +34,13 @@ class Trajectory:
       means (W, T, C) float32: transition means under the policy that took the step
       final (T, C) float32: the last latents, those the media were decoded from
       conditioning: a nested TensorDict, the policy's
-    and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` has one entry for every denoising step, trained
+    and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` are those that took the denoising steps, trained
     or not.
     """
 
     tensors: TensorDict
     media: Media
-    versions: tuple[int, ...]
+    versions: VersionSpans
 
 
 class RolloutEngine(Protocol):

@@ -29,6 +29,7 @@ from omni_async.rollout.payloads import Staged, adapted_weights
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class DiffusersEngine:
         made = []
         for sample, row, media in zip(samples, conditioning, decoded, strict=True):
             tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
-            made.append(Trajectory(tensors, media, tuple(sample.versions)))
+            made.append(Trajectory(tensors, media, VersionSpans.of(sample.versions)))
         return made
 
     def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:

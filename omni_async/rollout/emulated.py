@@ -30,6 +30,7 @@ from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.sde.schedules import linear
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -144,5 +145,5 @@ def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     return Trajectory(
         TensorDict(tensors, batch_size=[]),
         flat_media(request.seed, request.spec),
-        tuple(sample.versions),
+        VersionSpans.of(sample.versions),
     )

@@ -23,6 +23,7 @@ from omni_async.rollout.payloads import Staged
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class VllmOmniEngine:
         # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary
         # ones.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
-        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], result["versions"])
+        versions = VersionSpans(tuple(result["versions"]))
+        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions)
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         started = time.perf_counter()

@@ -37,6 +37,7 @@ from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.types import Prompt, SampleRequest
+from omni_async.version_spans import VersionSpans
 
 REQUEST_KEY = "omni_async_request"
 RESULT_KEY = "omni_async"
@@ -151,7 +152,8 @@ class RolloutPipelineMixin(ABC):
     def post_decode(self, state: Any, **kwargs: Any) -> DiffusionOutput:
         sample: InFlight = state.extra[_SAMPLE]
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
-        result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": tuple(sample.versions)}
+        versions = VersionSpans.of(sample.versions).spans
+        result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": versions}
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 

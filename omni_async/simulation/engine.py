@@ -23,6 +23,7 @@ from collections.abc import Callable
 from omni_async.control.waiting import Event
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
+from omni_async.version_spans import VersionSpans
 
 # Two instants closer than this are one.
 _INSTANT_S = 1e-9
@@ -57,11 +58,11 @@ class Batch:
     def version_at(self, step: int) -> int:
         return next(version for first, version in reversed(self.swaps) if step >= first)
 
-    def versions(self, window: SdeWindow | None) -> tuple[int, ...]:
-        """Returns the version of every trained step: the window's steps, or all."""
+    def versions(self, window: SdeWindow | None) -> VersionSpans:
+        """Returns the versions of the trained steps: the window's steps, or all."""
         if len(self.swaps) == 1:
-            return (self.swaps[0][1],) * (window.size if window else self.steps)
-        return tuple(self.version_at(step) for step in (window.steps if window else range(self.steps)))
+            return VersionSpans.same(self.swaps[0][1], window.size if window else self.steps)
+        return VersionSpans.of(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
 class SimulatedEngine:

@@ -19,6 +19,7 @@ from omni_async.algorithms.correction.drift import Drift
 from omni_async.algorithms.correction.ratio import interpolated_log_prob
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
 from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
@@ -33,8 +34,7 @@ from omni_async.types import SampleDrift
 
 
 class TransitionLoss:
-    """The `RowLoss` of transition objectives. `fields` are required of every trajectory. `omni_async.training.engine`
-    documents the order of calls."""
+    """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class TransitionLoss:
         self._algorithm = algorithm
         self._correction = config.correction
         self._objective = objective
+        self._fields = trajectory_fields(objective, config)
         self._compute = objective.load()
         self._policy = policy
         self._model = model
@@ -75,7 +76,7 @@ class TransitionLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
         group."""
-        window = check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        window = check_group(group, self._fields, self._sigmas, self._latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1

@@ -42,6 +42,7 @@ from omni_async.types import (
     WeightManifest,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
@@ -156,8 +157,9 @@ def make_group(
         trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
     )
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
+    spans = VersionSpans.of((0,) * len(window) if versions is None else versions)
     samples = tuple(
-        ReadySample(f"g{number}.s{i}", trajectory, None, score, (0,) * len(window) if versions is None else versions)
+        ReadySample(f"g{number}.s{i}", trajectory, None, score, spans)
         for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
     index = number if prompt is None else prompt
@@ -340,7 +342,7 @@ class HandEngine:
             await future
         finally:
             del self.running[request.sample_id]
-        versions = (first,) * (request.num_inference_steps - 1) + (self.version,)
+        versions = VersionSpans.of((first,) * (request.num_inference_steps - 1) + (self.version,))
         image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
         return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), Media(image=image), versions)
 
@@ -425,7 +427,7 @@ class AccountingRank:
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         size = len(self.fetched[batch.group])
         assert {
-            len(column) for column in (batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)
+            len(column) for column in (batch.advantages, batch.seeds, batch.step_versions, batch.weights or batch.seeds)
         } == {size}
         weights = batch.weights or ((1.0,) * self._rows,) * size
         for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):

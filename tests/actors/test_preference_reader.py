@@ -163,7 +163,7 @@ def test_a_pair_becomes_two_trajectories_without_steps():
     desk = on_stage(offer(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2))
     for sample, result in enumerate(desk.done):
         assert (result.sample_id, result.engine) == (f"g3.s{sample}", "rollout-0")
-        assert (result.version, result.step_versions) == (0, ())
+        assert (result.version, result.step_versions.spans) == (0, ())
         assert set(result.trajectory.keys()) == {"final", "conditioning", "sigmas", "steps"}
         assert result.trajectory.batch_size == torch.Size([])
         assert torch.equal(result.trajectory["final"], torch.full((6, 4), 30.0 + sample))

@@ -30,6 +30,7 @@ from omni_async.types import (
     UpdateReport,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 
 STRANDED_AFTER_S = 20.0
 
@@ -139,7 +140,7 @@ def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], 
         trajectory=f"trajectory {request.sample_id}",
         media=f"media {request.sample_id}",
         version=versions[0] if versions else version,
-        step_versions=versions,
+        step_versions=VersionSpans.of(versions),
         started=0.0,
         finished=1.0,
     )

@@ -25,12 +25,13 @@ def check_against_policy(
     t = made.tensors
     assert t["steps"].tolist() == list(request.window.steps)
     assert t["latents"].dtype == torch.float32
-    assert len(made.versions) == request.num_inference_steps
+    versions = [*made.versions]
+    assert len(versions) == request.num_inference_steps
     for k, step in enumerate(request.window.steps):
         sigma, sigma_next = t["sigmas"][step : step + 1], t["sigmas"][step + 1 : step + 2]
         with torch.no_grad():
             v = policy.velocity(
-                models[made.versions[step]],
+                models[versions[step]],
                 t["latents"][k : k + 1],
                 sigma,
                 policy.stack_conditioning([t["conditioning"]]),

@@ -43,14 +43,12 @@ def noised(family: SimpleNamespace, seed: int) -> dict[str, torch.Tensor]:
 
 def recompute(family: SimpleNamespace, request: SampleRequest, made: Trajectory, models: dict) -> None:
     """Compares the log-prob of every trained step with the trainer's: per element, and in nats of the whole sample."""
-    t = made.tensors
+    t, versions = made.tensors, [*made.versions]
     for k, step in enumerate(request.window.steps):
         sigma, sigma_next = t["sigmas"][step : step + 1], t["sigmas"][step + 1 : step + 2]
         stacked = family.policy.stack_conditioning([t["conditioning"]])
         with torch.no_grad():
-            v = family.policy.velocity(
-                models[made.versions[step]], t["latents"][k : k + 1], sigma, stacked, request.spec
-            )
+            v = family.policy.velocity(models[versions[step]], t["latents"][k : k + 1], sigma, stacked, request.spec)
         level = torch.tensor([request.noise_level])
         there = transition(request.sde_kind, t["latents"][k : k + 1], v, sigma, sigma_next, t["sigmas"][1:2], level)
         value = log_prob(request.sde_kind, t["latents"][k + 1 : k + 2], there.mean, there.scale)

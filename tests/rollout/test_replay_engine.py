@@ -128,7 +128,7 @@ def test_a_swap_waits_for_a_boundary_pauses_the_job_and_stamps_the_steps_after_i
     # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later than it would
     # have.
     assert (staged, swapped, made) == pytest.approx((3.0, 3.7, 4.5))
-    assert trajectory.versions == (0,) * 8 + (1,) * 2
+    assert trajectory.versions.spans == ((0, 8), (1, 2))
 
 
 def test_a_swap_of_an_idle_engine_holds_the_next_job_up() -> None:

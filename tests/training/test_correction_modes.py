@@ -175,6 +175,44 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
     assert_gradients(stepped(engine)[1], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("flow_grpo", mode) for mode in ("bypass", "none", "decoupled", "interpolated")),
+        *(("flow_dppo", mode) for mode in ("none", "decoupled")),
+    ],
+)
+def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(
+    make_config: MakeConfig, name: str, mode: str
+) -> None:
+    changes = {"algorithm.name": name, "algorithm.clip_range": None, "algorithm.correction": {"mode": mode}}
+    (with_means, groups), (without, stripped) = moved(make_config, **changes), moved(make_config, **changes)
+    for group in stripped:
+        for trajectory in group.trajectories:
+            del trajectory["means"]
+    trained(with_means, groups)
+    metrics, _ = trained(without, stripped)
+    assert torch.equal(weights(with_means), weights(without))
+    assert "kappa_nats" not in metrics
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.name": "flow_dppo", "algorithm.clip_range": None},
+        {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1.0}},
+    ],
+)
+def test_samples_without_means_are_refused_where_a_gradient_reads_them(
+    make_config: MakeConfig, changes: dict[str, Any]
+) -> None:
+    engine, groups = moved(make_config, **changes)
+    for trajectory in groups[0].trajectories:
+        del trajectory["means"]
+    with pytest.raises(ValueError, match=r"the fields \['means'\] are missing"):
+        engine.accumulate(groups[0], 1 / ROWS)
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
