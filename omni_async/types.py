@@ -63,7 +63,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 class SampleResult(msgspec.Struct, frozen=True):
     """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step
-    0. In a training sample without a window every step counts as trained, because its final latents are trained on."""
+    0. In a training sample without a window every step counts as trained, because its final latents are trained on.
+    `nbytes` are those of its trajectory and its media."""
 
     sample_id: str
     engine: str
@@ -73,6 +74,7 @@ class SampleResult(msgspec.Struct, frozen=True):
     step_versions: tuple[int, ...]
     started: float
     finished: float
+    nbytes: int = 0
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
@@ -122,6 +124,7 @@ class ReadySample(msgspec.Struct, frozen=True):
     media: Any
     score: Score
     step_versions: tuple[int, ...]
+    nbytes: int = 0
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):

@@ -55,4 +55,5 @@ class Finished:
             step_versions=tuple(self.versions[i] for i in steps),
             started=self.started,
             finished=self.finished,
+            nbytes=nbytes(self.tensors) + nbytes(self.image),
         )

@@ -29,7 +29,7 @@ from omni_async.control.clock import Clock
 from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError
-from omni_async.store import ObjectStore
+from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class PreferenceReader:
             step_versions=(),
             started=started,
             finished=finished,
+            nbytes=nbytes(tensors) + nbytes(image),
         )
         await self._coordinator.samples_done(self.name, [result])
 
