@@ -65,7 +65,8 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 class SampleResult(msgspec.Struct, frozen=True):
     """A generated sample. `step_versions` are the policy versions that took the trained steps; `version` took step 0.
-    In a training sample without a window every step counts as trained, because its final latents are trained on."""
+    In a training sample without a window every step counts as trained, because its final latents are trained on.
+    `nbytes` are those of its trajectory and its media."""
 
     sample_id: str
     engine: str
@@ -75,6 +76,7 @@ class SampleResult(msgspec.Struct, frozen=True):
     step_versions: VersionSpans
     started: float
     finished: float
+    nbytes: int = 0
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
@@ -124,6 +126,7 @@ class ReadySample(msgspec.Struct, frozen=True):
     media: Any
     score: Score
     step_versions: VersionSpans
+    nbytes: int = 0
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):

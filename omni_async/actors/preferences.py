@@ -29,7 +29,7 @@ from omni_async.control.clock import Clock
 from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError
-from omni_async.store import ObjectStore
+from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
 from omni_async.version_spans import VersionSpans
 
@@ -134,6 +134,7 @@ class PreferenceReader:
             step_versions=VersionSpans(),
             started=started,
             finished=finished,
+            nbytes=nbytes(tensors) + nbytes(image),
         )
         await self._coordinator.samples_done(self.name, [result])
 

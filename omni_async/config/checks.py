@@ -3,9 +3,12 @@ schema."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from omni_async.config.schema import Config
+from omni_async.config.sizes import size_text
+from omni_async.families import SamplingSpec
 
 _MOST_LIVE_GROUPS = 100_000
 _LEAST_SHARE = 0.0001  # of a CPU or an accelerator
@@ -78,6 +81,31 @@ def _exact(c: Config) -> Iterator[str]:
             "weights.publish_every: staleness.exact trains on nothing older than S updates, so every update is"
             f" published; got {c.weights.publish_every}"
         )
+
+
+def _bytes(c: Config) -> Iterator[str]:
+    if c.buffer.bound is None:
+        return
+    if c.staleness.exact:
+        yield (
+            "buffer.max_bytes: staleness.exact waits for a whole number of updates' groups, which a bound in bytes may"
+            f" keep out; leave one of them out, got {c.buffer.max_bytes}"
+        )
+    samples = c.trainer.groups_per_update * c.rollout.group_size
+    media = _media_bytes(c)
+    if media and c.buffer.bound <= samples * media:
+        yield (
+            f"buffer.max_bytes: an update's {samples} samples are held together, with {size_text(media)} of media"
+            f" each and their trajectories: expected more than {size_text(samples * media)}, got {c.buffer.max_bytes}"
+        )
+
+
+def _media_bytes(c: Config) -> int:
+    """Returns the bytes of one sample's images and videos, uint8; 0 where they are not known yet."""
+    spec = c.rollout.sampling
+    if c.emulation is not None or not isinstance(spec, SamplingSpec):
+        return 0
+    return sum(math.prod(part.shape) for part in spec.media() if part.part != "audio")
 
 
 def _publishing(c: Config) -> Iterator[str]:
@@ -176,6 +204,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _live_groups,
     _placement,
     _exact,
+    _bytes,
     _publishing,
     _batching,
     _batches,

@@ -98,7 +98,15 @@ class GroupProgress:
             versions = sample.step_versions
             first = versions.first if versions else ready.admitted_version
             progress.result = SampleResult(
-                sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0
+                sample.sample_id,
+                "checkpoint",
+                sample.trajectory,
+                sample.media,
+                first,
+                versions,
+                0.0,
+                0.0,
+                sample.nbytes,
             )
             self.scored(progress, sample.score)
 
@@ -160,5 +168,9 @@ class GroupProgress:
             result, score = progress.result, progress.score
             if result is None or score is None:
                 raise ValueError(f"group {self.group} is not complete: sample {progress.request.sample_id}")
-            samples.append(ReadySample(result.sample_id, result.trajectory, result.media, score, result.step_versions))
+            samples.append(
+                ReadySample(
+                    result.sample_id, result.trajectory, result.media, score, result.step_versions, result.nbytes
+                )
+            )
         return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples))

@@ -16,6 +16,7 @@ from omni_async.config import Config
 from omni_async.control.flow import SampleFlow
 from omni_async.control.group_table import GroupTable
 from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
+from omni_async.control.held_bytes import HeldBytes
 from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
@@ -51,6 +52,7 @@ class SampleEvents:
         groups: GroupTable,
         validation: Validation,
         versions: Versions,
+        held_bytes: HeldBytes,
         ends: Ends,
         images: int,
         has_scored: bool = False,
@@ -60,6 +62,7 @@ class SampleEvents:
         self._groups = groups
         self._validation = validation
         self._versions = versions
+        self._held_bytes = held_bytes
         self._ends = ends
         self._down: set[str] = set()  # reward workers that wait for a scorer
         # Kind, group and prompt of samples that a scorer failed twice in the same way.
@@ -79,6 +82,7 @@ class SampleEvents:
             progress = self._progress(request)
             if progress is None:
                 self._samples.release(result.sample_id)  # the group ended while the sample was being made
+                self._held_bytes.release([result.sample_id])
                 continue
             try:
                 require_trained_steps(request, result)
@@ -88,7 +92,12 @@ class SampleEvents:
                 self._generation_failed(request, progress, str(error))
                 raise
             progress.result = result
-            self.images += request.kind == "train"
+            if request.kind == "train":
+                self.images += 1
+                problem = self._held_bytes.made(result.sample_id, result.nbytes)
+                if problem is not None:
+                    self._ends.end_run(problem)
+                    return
             self._samples.generated(progress.job())
 
     def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
@@ -99,6 +108,8 @@ class SampleEvents:
         self._samples.release(sample_id)
         if (progress := self._progress(request)) is not None:
             self._generation_failed(request, progress, error)
+        else:
+            self._held_bytes.release([sample_id])
 
     def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
         progress.failures += 1
@@ -266,6 +277,7 @@ class SampleEvents:
             self._groups.incomplete(owner)
         for progress in lost:
             self._samples.withdraw(progress.request.sample_id)
+            self._held_bytes.make_again(progress.request.sample_id)
             self._samples.add([owner.again(progress) if isinstance(owner, GroupProgress) else progress.again()])
 
 

@@ -237,6 +237,7 @@ class Observer:
                 for name, statistics in buffers.items()
                 if "reserved" in statistics
             },
+            "buffers/bytes_held/max": buffers["bytes"]["most"],
         }
         self._run.append_metrics(
             version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]}

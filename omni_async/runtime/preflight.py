@@ -222,7 +222,10 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
 def _check_memory(config: Config, payload: Payload) -> None:
     """Refuses payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
     samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
-    needed = _WEIGHT_COPIES * payload.weights + samples * (payload.trajectory + payload.media)
+    held = samples * (payload.trajectory + payload.media)
+    if config.buffer.bound is not None:
+        held = min(held, config.buffer.bound)
+    needed = _WEIGHT_COPIES * payload.weights + held
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(

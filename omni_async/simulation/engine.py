@@ -76,6 +76,7 @@ class SimulatedEngine:
         self._draws = world.draws(name)
         self._swapped = swapped
         self._rollout = world.config.rollout
+        self._nbytes = world.bundle * (world.profile.payload.trajectory + world.profile.payload.media)
         self._drains = world.config.weights.swap == "drain"
         self._leased: deque[SampleRequest] = deque()
         self._held = 0  # leased, running ones included
@@ -164,7 +165,17 @@ class SimulatedEngine:
             self._world.coordinator.samples_done(
                 self.name,
                 [
-                    SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), batch.start, now)
+                    SampleResult(
+                        r.sample_id,
+                        self.name,
+                        None,
+                        None,
+                        first,
+                        batch.versions(r.window),
+                        batch.start,
+                        now,
+                        self._nbytes,
+                    )
                     for r in requests
                 ],
             )

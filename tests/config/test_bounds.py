@@ -156,3 +156,11 @@ def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: p
 )
 def test_a_text_that_no_file_can_hold_is_refused(override: str) -> None:
     assert "half a surrogate pair is no character, got " in complaint(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 2**33), ("1.5 GiB", 3 * 2**29), ("64MiB", 2**26), ("999999TiB", 999999 * 2**40), ("100000000", 10**8)],
+)
+def test_a_size_is_a_number_or_a_text(text: str, size: int) -> None:
+    assert load_text(MINIMAL, f"buffer.max_bytes={text}").buffer.bound == size

@@ -75,6 +75,14 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         ),
         ("rollout.sampling=512", "rollout.sampling: expected mapping, got 512"),
         ("rollout.height=64", "rollout.height: is called rollout.sampling.height now"),
+        (
+            "buffer.max_bytes=9GB",
+            (
+                "buffer.max_bytes: expected int >= 1 or str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB'"
+                " or null, got '9GB'"
+            ),
+        ),
+        ("buffer.max_bytes=0", "buffer.max_bytes: expected int >= 1 or str of a number"),
         ("rollout.sde.noise_level=0", "rollout.sde.noise_level: expected float > 0, <= 10, got 0"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1: expected float >= 0, < 1, got 1.0"),
         ("trainer.optimizer.max_grad_norm=0", "trainer.optimizer.max_grad_norm: expected float > 0 or null, got 0"),
@@ -341,6 +349,17 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
         (
             ["staleness={max_updates: 3, exact: true}", "buffer.groups=15"],
             "buffer.groups: staleness.exact waits for all 16 admitted groups, so they must fit; got 15",
+        ),
+        (
+            ["staleness={max_updates: 3, exact: true}", "buffer.max_bytes=8GiB"],
+            "buffer.max_bytes: staleness.exact waits for a whole number of updates' groups",
+        ),
+        (
+            ["buffer.max_bytes=24MiB", "rollout.group_size=8", "trainer.groups_per_update=4"],
+            (
+                "buffer.max_bytes: an update's 32 samples are held together, with 768 KiB of media each and their"
+                " trajectories: expected more than 24 MiB, got 24MiB"
+            ),
         ),
         (
             ["staleness.exact=true", "weights.publish_every=2"],

@@ -33,6 +33,7 @@ from omni_async.types import (
 from omni_async.version_spans import VersionSpans
 
 STRANDED_AFTER_S = 20.0
+SAMPLE_BYTES = 100
 
 
 def make_config(
@@ -45,6 +46,7 @@ def make_config(
     publish_every: int = 1,
     trajectories: int = 64,
     groups: int = 16,
+    max_bytes: int | str | None = None,
     engines: int = 1,
     max_inflight: int = 4,
     retries: int = 1,
@@ -84,7 +86,7 @@ def make_config(
                 "scorers": [{"name": "ocr"}],
             },
             "staleness": {"max_updates": S, "exact": exact},
-            "buffer": {"trajectories": trajectories, "groups": groups, "window": window},
+            "buffer": {"trajectories": trajectories, "groups": groups, "window": window, "max_bytes": max_bytes},
             "weights": {"publish_every": publish_every},
             "algorithm": {
                 "name": "flow_grpo" if steps is None else "diffusion_nft",
@@ -143,6 +145,7 @@ def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], 
         step_versions=VersionSpans.of(versions),
         started=0.0,
         finished=1.0,
+        nbytes=SAMPLE_BYTES,
     )
 
 

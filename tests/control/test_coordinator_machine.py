@@ -15,7 +15,16 @@ from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
-from control_world import digest_of, make_config, make_coordinator, make_result, now, report, trained_steps
+from control_world import (
+    SAMPLE_BYTES,
+    digest_of,
+    make_config,
+    make_coordinator,
+    make_result,
+    now,
+    report,
+    trained_steps,
+)
 from hypothesis import given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -33,6 +42,9 @@ from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreRe
 def random_config(dice: random.Random) -> Config:
     max_updates, per_update = dice.randint(0, 4), dice.randint(1, 4)
     exact = dice.random() < 0.25
+    group_size = dice.randint(2, 3)
+    # From the least that works, one update's groups, to more than there are slots.
+    bound = per_update * group_size * SAMPLE_BYTES * dice.choice([100, 130, 200, 700]) // 100
     rounds = {
         "every": dice.randint(1, 4),
         "samples_per_prompt": dice.randint(1, 2),
@@ -41,7 +53,8 @@ def random_config(dice: random.Random) -> Config:
     return make_config(
         S=max_updates,
         P=per_update,
-        group_size=dice.randint(2, 3),
+        group_size=group_size,
+        max_bytes=None if exact else dice.choice([None, bound]),
         updates=dice.randint(1, 8),
         window=dice.randint(1, 6),
         publish_every=1 if exact else dice.randint(1, max_updates + 1),
@@ -550,7 +563,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.coordinator_closed():
             return
         for name, buffer in now(self.coordinator.statistics())["buffers"].items():
-            if name != "slots":
+            if name == "bytes":
+                self.bytes_stay_within_their_bound(buffer)
+            elif name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
         waiting = [
             i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))
@@ -565,6 +580,22 @@ class CoordinatorMachine(RuleBasedStateMachine):
             )
         returned = self.returned & set(self.untaken())
         assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
+
+    def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
+        made = [sample for sample in self.generated if sample.startswith("g")]
+        held = SAMPLE_BYTES * sum(self.is_live(int(sample[1:].split(".")[0])) for sample in made)
+        bound = self.config.buffer.bound
+        assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
+        assert bound is None or counted["reserved"] <= bound
+        reserved = {
+            f"g{group}.s{i}"
+            for group in self.admitted()
+            if self.is_live(group)
+            for i in range(self.config.rollout.group_size)
+        } | set(self.at_engines)
+        # Once a sample is known all are expected to be as large, and no reservation leaks.
+        if made:
+            assert counted["reserved"] == SAMPLE_BYTES * len(reserved)
 
     def taken_unseen(self) -> list[ReadyGroup]:
         """Returns the groups on their way to the trainer."""
