@@ -54,5 +54,5 @@ class Finished:
             step_versions=self.versions.of_steps(steps),
             started=self.started,
             finished=self.finished,
-            nbytes=nbytes(self.tensors) + nbytes(self.image),
+            nbytes=nbytes(self.tensors) + nbytes(self.media),
         )
