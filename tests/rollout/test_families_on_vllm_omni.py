@@ -25,7 +25,7 @@ from tests.rollout.vllm_server import running_engine
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.label)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     case = request.param
     path = case.build(tmp_path_factory.mktemp(case.name))
