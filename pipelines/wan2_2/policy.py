@@ -47,7 +47,10 @@ class Wan22Policy:
         from diffusers import WanTransformer3DModel
 
         # diffusers would keep norms and time embedding in float32, which vLLM-Omni does not and FSDP2 cannot shard.
-        return {name: load_part(WanTransformer3DModel, self.path, name, dtype).to(dtype) for name in self.components}
+        return {
+            name: nn.Module.to(load_part(WanTransformer3DModel, self.path, name, dtype), dtype)
+            for name in self.components
+        }
 
     def component_of(self, sigma: float) -> str:
         return HIGH if len(self.components) == 1 or 1000 * sigma >= 1000 * self.boundary else LOW

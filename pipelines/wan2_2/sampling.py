@@ -17,7 +17,7 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
     fps: Annotated[float, doc("Frames per second of the video file.", gt=0, most=1000)] = 16.0
     guidance_scale: Annotated[
         float,
-        doc("Classifier-free guidance, of the first expert where there are two; 1 switches it off.", ge=1, most=1000),
+        doc("Classifier-free guidance; of the first expert where there are two. 1 switches it off.", ge=1, most=1000),
     ] = 1.0
     guidance_scale_2: Annotated[
         float | None, doc("That of the second expert, which takes the low noise; null: the same.", ge=1, most=1000)

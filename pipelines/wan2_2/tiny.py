@@ -87,8 +87,10 @@ def _expert(channels: int, layers: int) -> Any:
 
 def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
     """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
-    path = Path(path)
-    cast(Any, build_components(**shape)).to(dtype).save_pretrained(path)
+    path, pipeline = Path(path), cast(Any, build_components(**shape))
+    if dtype != torch.float32:
+        pipeline.to(dtype)
+    pipeline.save_pretrained(path)
     return path
 
 

@@ -112,7 +112,7 @@ def test_what_was_decoded_is_encoded_to_latents_of_its_own_shape(family: SimpleN
         require_media(media, spec)
         latents = family.codec.encode_media(media, spec)
         assert tuple(latents.shape[1:]) == family.policy.latent_shape(spec) and latents.isfinite().all()
-        with pytest.raises(ValueError, match="expected (image|video)"):
+        with pytest.raises(ValueError, match=r"expected (image|video)"):
             family.codec.encode_media([Media(image=torch.zeros(3, 16, 16, dtype=torch.uint8))], spec)
 
 

@@ -53,5 +53,7 @@ def assert_same(a: Trajectory, b: Trajectory, tolerance: float) -> None:
             assert_close(flat_a[key], flat_b[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
         else:
             assert torch.equal(flat_a[key], flat_b[key])
-    assert (a.media.image.int() - b.media.image.int()).abs().max() <= 1
+    assert a.media.parts == b.media.parts
+    for part in a.media.parts:
+        assert (getattr(a.media, part).int() - getattr(b.media, part).int()).abs().max() <= 1
     assert a.versions == b.versions

@@ -75,6 +75,7 @@ def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_t
     requests += [
         make_request(plain, 4, sde_kind="cps", noise_level=0.9),
         make_request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
+        make_request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
     ]
     together = family.engine("generate", requests)
     for request, one in zip(requests, together, strict=True):
