@@ -16,6 +16,7 @@ import omni_async
 from omni_async import cli
 from omni_async.algorithms.registry import objectives
 from omni_async.config import load
+from omni_async.families import family_names
 from omni_async.runtime import train as runtime
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
@@ -84,7 +85,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
     shown = capsys.readouterr().out
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
     assert lines == {
-        "model families": "qwen_image",
+        "model families": ", ".join(family_names()),
         "engines": "vllm_omni, diffusers, emulated",
         "transitions": "flow, cps, dance",
         "scorers": "jpeg_size, ocr",
