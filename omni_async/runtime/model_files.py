@@ -56,17 +56,13 @@ def _check_part(folder: Path, name: str, cls: str) -> None:
     if not part.is_dir():
         raise ConfigError(f"model.path: {folder} has no {name}/, but its model_index.json lists {cls} there")
     settings = {file.name: file for file in sorted(part.glob("*config.json"))}
+    weights = [file for pattern in ("*.safetensors", *_PICKLES) for file in sorted(part.glob(pattern))]
+    if not settings or (weights and "config.json" not in settings):
+        needed = "config.json" if weights else "*config.json"  # what is no model has a name of its kind before it
+        raise ConfigError(f"model.path: {part} has no {needed}, but {folder}/model_index.json lists {cls} there")
     for file in settings.values():
         _read_json(file)
-    if any(word in cls for word in ("Tokenizer", "Processor", "Extractor")):
-        needed, is_model = next(iter(settings), "*config.json"), False  # each kind names its own differently
-    elif "Scheduler" in cls:
-        needed, is_model = "scheduler_config.json", False
-    else:
-        needed, is_model = "config.json", True
-    if needed not in settings:
-        raise ConfigError(f"model.path: {part} has no {needed}, but {folder}/model_index.json lists {cls} there")
-    if is_model:
+    if "config.json" in settings and not any(word in cls for word in ("Tokenizer", "Processor", "Extractor")):
         _check_weights(part)
 
 

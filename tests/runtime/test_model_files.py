@@ -88,7 +88,13 @@ def line(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return answer
 
 
-def test_a_whole_checkpoint_is_accepted(recipe: Path) -> None:
+def test_a_whole_checkpoint_is_accepted_whatever_else_it_lists(recipe: Path) -> None:
+    """Checks so with a part that is no model, one that is not there, and settings of the pipeline."""
+    index = recipe.parent / "model" / "model_index.json"
+    more = {"guider": ["diffusers", "Guidance"], "transformer_2": [None, None], "boundary_ratio": 0.9}
+    index.write_text(json.dumps(json.loads(index.read_text()) | more))
+    (recipe.parent / "model" / "guider").mkdir()
+    (recipe.parent / "model" / "guider" / "guider_config.json").write_text("{}")
     assert main(["check", str(recipe), "--no-probe", "rollout.sampling.height=512"]) == 0
 
 
@@ -138,7 +144,7 @@ WEIGHTS = "transformer/model.safetensors"
         (remove("model_index.json"), "it has no model_index.json"),
         (remove("vae/config.json"), "vae has no config.json, but "),
         (remove("tokenizer_2/tokenizer_config.json"), "tokenizer_2 has no *config.json, but "),
-        (remove("scheduler/scheduler_config.json"), "scheduler has no scheduler_config.json, but "),
+        (remove("scheduler/scheduler_config.json"), "scheduler has no *config.json, but "),
         (write("vae/config.json", b'{"block_out'), "vae/config.json is cut off or no JSON (Unterminated string"),
         (write("text_encoder_3/config.json", b""), "text_encoder_3/config.json is cut off or no JSON ("),
         (write("vae/config.json", b"\xff\xfe"), "vae/config.json is cut off or no JSON ("),
