@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -39,6 +40,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Whether the conditioning needs an unconditional branch."""
         return False
 
+    def problem(self, checkpoint: Path) -> str | None:
+        """Returns why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
+        Reads configuration files, which were checked to be there and to be JSON."""
+        return None
+
     def media(self) -> tuple[MediaShape, ...]:
         """Returns the shapes of what is decoded from a sample; of emulated ones nothing is."""
         return ()
@@ -66,9 +72,22 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def find_family(name: str) -> PipelineFamily:
-    """Returns the family registered as `name`; ValueError lists the known ones."""
+    """Returns the family registered as `name`. ValueError lists the known ones, or says why its package, which is
+    foreign code, gives none."""
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
-    family: PipelineFamily = points[name].load()
+    target = points[name].value
+    try:
+        family = points[name].load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
+        raise ValueError(
+            f"model.pipeline: {name!r} is registered as {target!r}, which cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(family, PipelineFamily):
+        raise ValueError(
+            f"model.pipeline: {name!r} is registered as {target!r}, which is a {type(family).__name__}, not a"
+            " PipelineFamily"
+        )
     return family

@@ -7,12 +7,10 @@ With `emulation` there is no model, no prompt file and no scorer to check, but a
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -21,13 +19,13 @@ from msgspec.structs import replace
 from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
-from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, load_profile
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
+from omni_async.runtime.model_files import check_checkpoint
 from omni_async.runtime.placement import plan_placements, role_names
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
@@ -37,8 +35,6 @@ from omni_async.types import Prompt
 _SYNTHETIC_PROMPTS = 1000
 # Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
 _NEVER_S = 1e6
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LARGEST_JSON = 10_000_000
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
 
@@ -83,7 +79,7 @@ def preflight(config: Config) -> RunInputs:
             f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
             " it out"
         )
-    _check_model(config, family)
+    check_checkpoint(Path(config.model.path), family, config.rollout.sampling)
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
     validation = (
@@ -243,41 +239,3 @@ def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
     return load_prompts(config.data.prompts, "data.prompts", longest, checks)
-
-
-def _check_model(config: Config, family: PipelineFamily) -> None:
-    index = Path(config.model.path) / "model_index.json"
-    if not index.is_file():
-        raise ConfigError(
-            f"model.path: {config.model.path} is not a checkpoint folder in diffusers layout: it has no"
-            " model_index.json"
-        )
-    listed = _read_json(index, "model.path")
-    found = listed.get("_class_name")
-    if found != family.model_index_class:
-        raise ConfigError(
-            f"model.path: {config.model.path} is a {found} checkpoint, but model.pipeline {family.name!r} needs a"
-            f" {family.model_index_class}"
-        )
-    if not (Path(config.model.path) / "transformer" / "config.json").is_file():
-        raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-    for part in sorted(
-        path for name in {*listed, "transformer"} if (path := Path(config.model.path) / Path(name).name).is_dir()
-    ):
-        pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
-        if pickled and not any(part.glob("*.safetensors")):
-            raise ConfigError(
-                f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors"
-            )
-
-
-def _read_json(path: Path, key: str) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(path, _LARGEST_JSON).decode("utf-8"))
-    except TooLargeError as error:
-        raise ConfigError(f"{key}: {path} is {error.strerror}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {path}: expected a JSON object")
-    return content
