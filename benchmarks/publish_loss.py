@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     records = measure(family, specs, options, lambda line: console.print(line, markup=False, highlight=False))
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    media = [{shape.part: shape.shape for shape in spec.media()} for spec in specs]
+    media = [{str(shape.part): shape.shape for shape in spec.media()} for spec in specs]
     results = Results(describe_machine(), asked, media, records)
     path = options.out / "results.json"
     write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
@@ -114,14 +114,26 @@ def measure(
     from benchmarks.weights_measure import hosts, ray_session
 
     with tempfile.TemporaryDirectory(prefix="publish-loss-", dir=options.out) as name, ray_session(0):
-        checkpoint = import_module(f"pipelines.{family.name}.tiny").build(Path(name) / "checkpoint")
-        config = make_config(family, str(checkpoint), options)
+        checkpoint = _tiny_checkpoint(family, Path(name) / "checkpoint")
+        config = make_config(family, checkpoint, options)
         requests = make_requests(config, specs, options.samples)
         log(f"{family.name}: starting a trainer and an engine")
         counting = msgspec.structs.replace(family, vllm_extension="benchmarks.publish_loss_worker.CountingExtension")
         with hosts(config, counting, [TRANSPORT], 1, Path(name), BusyHost) as (trainer, engines):
             [engine] = engines.values()
             return asyncio.run(_take_arms(trainer, engine, requests, options.publishes, log))
+
+
+def _tiny_checkpoint(family: PipelineFamily, folder: Path) -> str:
+    """Builds the family's tiny checkpoint, without what libraries print about that, and returns its path."""
+    tiny = import_module(f"pipelines.{family.name}.tiny")  # imports what follows in an order that a mixed torch needs
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    return str(tiny.build(folder))
 
 
 async def _take_arms(
