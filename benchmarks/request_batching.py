@@ -41,13 +41,15 @@ MODES: tuple[Mode, ...] = ("step", "request")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One burst: `samples` asked for at once took `seconds`."""
+    """One burst: `samples` asked for at once took `seconds`, and `processor_seconds` of the engine's process, which a
+    busy machine lengthens less."""
 
     batching: Mode
     max_batch: int
     repeat: int
     samples: int
     seconds: float
+    processor_seconds: float
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class Results(msgspec.Struct, frozen=True):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
     try:
         configs = {
             (batch, mode): load(
@@ -105,7 +107,10 @@ async def measure(
             await engine.generate(samples)
         for repeat in range(repeats):
             for (batch, mode), engine in engines.items():
-                records.append(Record(mode, batch, repeat, samples, await engine.generate(samples)))
+                before = await engine.processor_seconds()
+                seconds = await engine.generate(samples)
+                processor_seconds = await engine.processor_seconds() - before
+                records.append(Record(mode, batch, repeat, samples, seconds, processor_seconds))
             log(f"repeat {repeat + 1} of {repeats}")
     return records
 
@@ -135,22 +140,26 @@ def _engines(configs: dict[tuple[int, Mode], Config]) -> Iterator[dict[tuple[int
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Formats a row per arm. `step / request` compares the two arms of one batch size."""
+    """Formats a row per arm. The ratios compare the two arms of one batch size."""
     result = Table(
-        "max_batch", "batching", "seconds", "samples/s", "step / request",
+        "max_batch", "batching", "seconds", "samples/s", "step / request", "processor seconds", "step / request",
         title="A burst of samples: median (quartiles)",
     )  # fmt: skip
     for batch in dict.fromkeys(record.max_batch for record in records):
-        seconds = {mode: [r.seconds for r in records if (r.max_batch, r.batching) == (batch, mode)] for mode in MODES}
-        ratio = spread([step / request for step, request in zip(seconds["step"], seconds["request"], strict=True)])
-        for mode in MODES:
-            taken = spread(seconds[mode])
+        arms = {mode: [r for r in records if (r.max_batch, r.batching) == (batch, mode)] for mode in MODES}
+        pairs = list(zip(arms["step"], arms["request"], strict=True))
+        wall = _text(spread([step.seconds / request.seconds for step, request in pairs]))
+        processor = _text(spread([step.processor_seconds / request.processor_seconds for step, request in pairs]))
+        for mode, arm in arms.items():
+            taken = spread([record.seconds for record in arm])
             result.add_row(
                 str(batch),
                 mode,
                 _text(taken),
-                f"{records[0].samples / taken.median:.1f}",
-                _text(ratio) if mode == "request" else "",
+                f"{arm[0].samples / taken.median:.1f}",
+                wall if mode == "request" else "",
+                _text(spread([record.processor_seconds for record in arm])),
+                processor if mode == "request" else "",
             )
     return result
 

@@ -23,9 +23,14 @@ def _done(finished: Run, updates: int) -> Run:
     return finished
 
 
-@pytest.mark.parametrize("engine", ["diffusers", "emulated"])
-@pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "swap", "batching"),
+    [
+        *((engine, swap, "step") for swap in ("step", "request", "drain") for engine in ("diffusers", "emulated")),
+        *(("diffusers", swap, "request") for swap in ("request", "drain")),
+    ],
+)
+def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str, batching: str) -> None:
     emulated = _EMULATED if engine == "emulated" else ()
     overrides = (
         "staleness.max_updates=2",
@@ -33,6 +38,7 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
         "rollout.max_inflight=6",
         "rollout.max_batch=3",
         f"weights.swap={swap}",
+        f"rollout.batching={batching}",
     )
     finished = _done(run(recipe, *emulated, *overrides), 5)
     events = [event for event in finished.trace if event["ph"] == "X"]
