@@ -84,6 +84,16 @@ class Media:
         return _moved(self, "audio", (1, 0))
 
 
+def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Returns `count` of the frames, or all if there are fewer, evenly spaced from the first to the last; one is the
+    middle one."""
+    last = len(frames) - 1
+    if count == 1:
+        return frames[last // 2 : last // 2 + 1]
+    count = min(count, len(frames))
+    return frames[[round(i * last / max(1, count - 1)) for i in range(count)]]
+
+
 def shape_of(media: Media) -> tuple[MediaShape, ...]:
     """Returns the parts' shapes as a spec names them."""
     rates = {"image": None, "video": media.fps, "audio": media.sample_rate}

@@ -236,6 +236,8 @@ def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
     if config.data.preferences is not None:
         from omni_async.runtime.preferences import PreferencePairs
 
+        if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+            raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
         return PreferencePairs(config.data.preferences).prompts(longest)
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
