@@ -47,7 +47,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PipelineFamily(msgspec.Struct, frozen=True):
     """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
     `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have."""
+    checkpoint's `model_index.json` must have; `prompt_images` the number of images that a prompt may carry (its codec
+    reads them by `omni_async.image_files.read_prompt_image`)."""
 
     name: str
     policy: str
@@ -55,6 +56,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     sampling: type[SamplingSpec]
     vllm_pipeline: str | None = None
     vllm_extension: str | None = None
+    prompt_images: int = 0
 
 
 @cache

@@ -14,6 +14,13 @@ SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
 
 
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes."""
+
+    path: str
+    digest: str
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses
     `text`."""
@@ -22,6 +29,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     target: str | None = None
     metadata: dict[str, Any] = {}
+    images: tuple[PromptImage, ...] = ()
 
 
 class SdeWindow(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import require_file
-from omni_async.runtime.image_files import MAX_IMAGE_BYTES, one_line, read_image
+from omni_async.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -164,30 +164,8 @@ class PreferencePairs:
         if _is_text(value.type) and (size := _size(value)):
             if size > _MAX_PATH_BYTES:
                 raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
-            return read_image(self._file_of(_text(value, where) or "", where), where)
+            return read_image(find_image(self._folder, _text(value, where) or "", where, "the parquet's"), where)
         raise ConfigError(f"{where}: there is no image")
-
-    def _file_of(self, text: str, where: str) -> Path:
-        try:
-            file = (self._folder / text).resolve()
-            inside = not Path(text).is_absolute() and file.is_relative_to(self._folder)
-            exists = inside and file.is_file()
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
-            raise ConfigError(
-                f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or one_line(error)}"
-            ) from None
-        if not inside:
-            raise ConfigError(
-                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file"
-                " inside"
-            )
-        if not exists:
-            raise ConfigError(f"{where}: no such file: {text[:200]!r}")
-        if file.stat().st_size > MAX_IMAGE_BYTES:
-            raise ConfigError(
-                f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {MAX_IMAGE_BYTES} are decoded"
-            )
-        return file
 
 
 class _Column:
