@@ -60,11 +60,13 @@ class Media:
 
     def numpy(self) -> Media:
         """Returns the same media as contiguous NumPy arrays."""
-        return replace(self, **{part: _array(getattr(self, part)) for part in self.parts})
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.parts}
+        return replace(self, **arrays)
 
     def copy(self) -> Media:
         """Returns the same media as arrays of their own."""
-        return replace(self, **{part: _array(getattr(self, part)).copy() for part in self.parts})
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
+        return replace(self, **arrays)
 
     # ---- in the layouts of Pillow, PyAV and soundfile, as arrays of their own ----------------------------------------
 
