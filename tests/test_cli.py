@@ -87,7 +87,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
         "model families": "qwen_image",
         "engines": "vllm_omni, diffusers, emulated",
         "transitions": "flow, cps, dance",
-        "scorers": "jpeg_size, ocr",
+        "scorers": "jpeg_size, motion_smoothness, ocr",
         "algorithms": "",
     }
 
