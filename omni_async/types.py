@@ -84,7 +84,7 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
-    """A sample to score. `attempt` is the sample's: one that was lost and generated again has another image."""
+    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media."""
 
     sample_id: str
     kind: SampleKind
@@ -108,7 +108,7 @@ class Score(msgspec.Struct, frozen=True):
 
 class ScoreResult(msgspec.Struct, frozen=True):
     """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
-    `attempt` is the job's. `gone`: the image could not be fetched any more, which is not the scorer's failure.
+    `attempt` is the job's. `gone`: the media could not be fetched any more, which is not the scorer's failure.
     `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
     tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and failed this sample
     twice with the same error. `final`: scoring it again would not help."""

@@ -54,7 +54,7 @@ class SampleFiles:
     def _drawn(self, task: asyncio.Task[None]) -> None:
         self._drawing.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._note(f"samples of {task.get_name()} were not drawn: {type(error).__name__}: {error}")
+            self._note(f"samples of {task.get_name()} were not written: {type(error).__name__}: {error}")
 
     async def _draw(self, kind: str, version: int, event: RunEvent, store: ObjectStore) -> None:
         media: list[Media] = await asyncio.gather(*(store.get(one.media) for one in event.shown))
