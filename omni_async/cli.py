@@ -36,7 +36,7 @@ timeline and summary.
 
 _CHECK = """\
 Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
-scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic image (not with
+scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
 --no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
 masked):
 
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
             help="override a value of the recipe (values are YAML)",
         )
     check.add_argument(
-        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic image"
+        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
     commands.add_parser(
         "list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw

@@ -53,7 +53,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PipelineFamily(msgspec.Struct, frozen=True):
     """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
     `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained."""
+    checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained;
+    `prompt_images` is the number of images that a prompt may carry (its codec reads them by
+    `omni_async.image_files.read_prompt_image`)."""
 
     name: str
     policy: str
@@ -62,6 +64,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     vllm_pipeline: str | None = None
     vllm_extension: str | None = None
     components: tuple[str, ...] = ("transformer",)
+    prompt_images: int = 0
 
 
 @cache

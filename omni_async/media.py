@@ -60,11 +60,13 @@ class Media:
 
     def numpy(self) -> Media:
         """Returns the same media as contiguous NumPy arrays."""
-        return replace(self, **{part: _array(getattr(self, part)) for part in self.parts})
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.parts}
+        return replace(self, **arrays)
 
     def copy(self) -> Media:
         """Returns the same media as arrays of their own."""
-        return replace(self, **{part: _array(getattr(self, part)).copy() for part in self.parts})
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
+        return replace(self, **arrays)
 
     # ---- in the layouts of Pillow, PyAV and soundfile, as arrays of their own ----------------------------------------
 
@@ -82,6 +84,16 @@ class Media:
     def waveform(self) -> NDArray[np.float32]:
         """Returns the audio, float32 (n, channels)."""
         return _moved(self, "audio", (1, 0))
+
+
+def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Returns `count` of the frames, or all if there are fewer, evenly spaced from the first to the last; one is the
+    middle one."""
+    last = len(frames) - 1
+    if count == 1:
+        return frames[last // 2 : last // 2 + 1]
+    count = min(count, len(frames))
+    return frames[[round(i * last / max(1, count - 1)) for i in range(count)]]
 
 
 def shape_of(media: Media) -> tuple[MediaShape, ...]:

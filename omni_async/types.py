@@ -16,6 +16,13 @@ SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
 
 
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes."""
+
+    path: str
+    digest: str
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """One line of a prompt file. `index` is its line's position among the non-empty lines; grouping never uses
     `text`."""
@@ -24,6 +31,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     target: str | None = None
     metadata: dict[str, Any] = {}
+    images: tuple[PromptImage, ...] = ()
 
 
 class SdeWindow(msgspec.Struct, frozen=True):
@@ -80,7 +88,7 @@ class SampleResult(msgspec.Struct, frozen=True):
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
-    """A sample to score. `attempt` is the sample's: one that was lost and generated again has another image."""
+    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media."""
 
     sample_id: str
     kind: SampleKind
@@ -104,7 +112,7 @@ class Score(msgspec.Struct, frozen=True):
 
 class ScoreResult(msgspec.Struct, frozen=True):
     """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
-    `attempt` is the job's. `gone`: the image could not be fetched any more, which is not the scorer's failure.
+    `attempt` is the job's. `gone`: the media could not be fetched any more, which is not the scorer's failure.
     `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
     tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and failed this sample
     twice with the same error. `final`: scoring it again would not help."""

@@ -88,7 +88,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
     assert list(lines) == ["model families", "engines", "transitions", "scorers", "algorithms"]
     assert lines["engines"] == "vllm_omni, diffusers, emulated"
     assert lines["transitions"] == "flow, cps, dance"
-    assert lines["scorers"] == "jpeg_size, ocr"
+    assert lines["scorers"] == "jpeg_size, motion_smoothness, ocr"
 
 
 def test_list_shows_what_each_family_makes_and_runs_on(capsys):

@@ -17,8 +17,10 @@ import pytest
 
 from omni_async import cli
 from omni_async.config import load
+from omni_async.media import Media
 from omni_async.rewards import registry
-from omni_async.types import Prompt
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.types import Prompt, Score
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -146,6 +148,14 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
         ask(Prompt(0, "x"), {}) == 'the prompt has no key "language"'
         and ask(Prompt(0, "x", metadata={"language": "en"}), {}) is None
     )
+
+
+def test_the_documented_scorer_of_audio_scores_audio() -> None:
+    namespace: dict[str, Any] = {"Score": Score}
+    exec(snippet("class Loudness:"), namespace)
+    tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
+    reward = WeightedScorer.alone(namespace["Loudness"]())
+    assert reward.score([tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
 
 
 EXCERPTS = list(blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +56,14 @@ def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling() -> N
         assert isinstance(found, np.ndarray) and found.flags.c_contiguous
         assert np.array_equal(found, getattr(made, part).numpy())
     assert stored.nbytes == made.nbytes == 24 + 120 + 4 * 12
+
+
+def test_reading_stored_media_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "media").write_bytes(pickle.dumps(Media(image=IMAGE).numpy()))
+    code = f"import pickle, sys; print(pickle.load(open({str(tmp_path / 'media')!r}, 'rb')).pixels.shape)"
+    code += "; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(2, 4, 3)\n"
 
 
 def test_readers_get_channels_last() -> None:

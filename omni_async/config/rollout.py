@@ -59,7 +59,7 @@ class Emulated(Section, kw_only=True, frozen=True):
     per_sample_s: Annotated[
         float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)
     ] = 0.0
-    decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0, most=MOST_SECONDS)] = 0.0
+    decode_s: Annotated[float, _doc("Seconds to decode one sample.", ge=0, most=MOST_SECONDS)] = 0.0
 
 
 class Rollout(Section, kw_only=True, frozen=True):

@@ -261,7 +261,7 @@ class Mlflow(Section, kw_only=True, frozen=True):
 class Tracking(Section, kw_only=True, frozen=True):
     mlflow: Annotated[Mlflow, _doc("MLflow.")] = msgspec.field(default_factory=Mlflow)
     images_every: Annotated[int, _doc("Updates between image grids.", ge=1, most=MOST_UPDATES)] = 10
-    images: Annotated[int, _doc("Images in a grid.", ge=1, le=256)] = 16
+    images: Annotated[int, _doc("Samples in a grid; the video and audio of as many are saved.", ge=1, le=256)] = 16
 
 
 class Resources(Section, kw_only=True, frozen=True):

@@ -35,7 +35,7 @@ from omni_async.control.groups import GroupProgress
 from omni_async.control.held_bytes import HeldBytes
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.record import Record
-from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
+from omni_async.control.reporting import round_data, round_shown, update_data, update_shown
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_events import SampleEvents
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
@@ -219,7 +219,7 @@ class Coordinator:
         }
         self._held_bytes.begin_update()
         self._record.updated(data["reward"])
-        self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
+        self._log.add("update", data, update_shown(trained, tracking.images) if shown else ())
         if self.ledger.problem is not None:
             self._fail(self.ledger.problem)
         if self._closed:
@@ -341,7 +341,7 @@ class Coordinator:
             return
         del self._validation.rounds[round_.version]
         self._record.validated(round_.version, round_.means())
-        self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
+        self._log.add("validation", round_data(round_), round_shown(round_, self._config.tracking.images))
         self._finish_if_complete()
 
     def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:

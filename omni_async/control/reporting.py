@@ -1,4 +1,4 @@
-"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the images to
+"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the samples to
 show. Pure functions."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from omni_async.control.events import Picture
+from omni_async.control.events import Shown
 from omni_async.control.validation import ValidationRound
 from omni_async.types import ReadyGroup, Score, UpdateReport
 
@@ -35,11 +35,11 @@ def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def update_pictures(groups: Sequence[ReadyGroup], count: int) -> tuple[Picture, ...]:
+def update_shown(groups: Sequence[ReadyGroup], count: int) -> tuple[Shown, ...]:
     samples = [
         (group.prompt, sample) for group in groups for sample in group.samples if sample.media is not None
     ]  # a checkpoint keeps none
-    return tuple(Picture(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
+    return tuple(Shown(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
 
 
 def round_data(finished: ValidationRound) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def round_data(finished: ValidationRound) -> dict[str, Any]:
     }
 
 
-def round_pictures(finished: ValidationRound, count: int) -> tuple[Picture, ...]:
+def round_shown(finished: ValidationRound, count: int) -> tuple[Shown, ...]:
     shown = [
         (s.result, s.request.prompt, s.score)
         for s in finished.samples.values()
         if s.result is not None and s.score is not None
     ]
-    return tuple(Picture(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
+    return tuple(Shown(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
 
 
 def _spread(items: Sequence[T], count: int) -> Sequence[T]:

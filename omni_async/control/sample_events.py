@@ -155,13 +155,13 @@ class SampleEvents:
                 continue
             progress = owner.samples[result.sample_id]
             if result.attempt != progress.request.attempt:
-                continue  # the score of an image that was lost meanwhile
+                continue  # the score of a sample that was lost meanwhile
             if (result.wrong or result.final) and self._is_wrong(progress.request):
                 self._ends.end_run(f"nothing could be scored so far, and the error stays the same: {result.error}")
                 return
             if result.gone:
                 self._samples.release(result.sample_id)
-                self._generation_failed(progress.request, progress, result.error or "its image is gone")
+                self._generation_failed(progress.request, progress, result.error or "its media are gone")
             elif result.postponed:
                 self._samples.postpone_score(progress.job())
                 if result.suspect:

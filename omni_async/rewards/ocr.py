@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
+from omni_async.media import evenly
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import describe
 from omni_async.rewards.ctc import text_probability
@@ -32,8 +33,6 @@ from omni_async.rewards.recogniser import HEIGHT, Reading, Recogniser
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from omni_async.media import Media
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
@@ -62,16 +61,6 @@ def missing_text(prompt: Prompt) -> str | None:
 @cache
 def _alphabet() -> frozenset[str]:
     return frozenset(Recogniser(threads=1, width=HEIGHT).alphabet[1:])
-
-
-def spread(frames: np.ndarray, count: int) -> np.ndarray:
-    """Returns `count` of the frames, or all if there are fewer, evenly spaced from the first to the last; one is the
-    middle one."""
-    last = len(frames) - 1
-    if count == 1:
-        return frames[last // 2 : last // 2 + 1]
-    count = min(count, len(frames))
-    return frames[[round(i * last / max(1, count - 1)) for i in range(count)]]
 
 
 class OcrScorer:
@@ -125,7 +114,7 @@ class OcrScorer:
     def _score(self, media: Media, wanted: str) -> Score:
         if media.image is not None:
             return self._judge(self._recogniser.read(media.pixels), wanted)
-        found = [self._judge(self._recogniser.read(frame), wanted) for frame in spread(media.frames, self._frames)]
+        found = [self._judge(self._recogniser.read(frame), wanted) for frame in evenly(media.frames, self._frames)]
         parts = {name: sum(score.parts[name] for score in found) / len(found) for name in found[0].parts}
         best = max(found, key=lambda score: score.value)
         return Score(sum(score.value for score in found) / len(found), parts, best.text)

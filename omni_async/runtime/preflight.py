@@ -72,7 +72,7 @@ def preflight(config: Config) -> RunInputs:
         raise ConfigError(str(error)) from None
     require_trainable(config)
     _check_placement(config)
-    checks = _check_scorers(config)
+    checks = [*_check_scorers(config), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
@@ -121,6 +121,18 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
         if check is not None:
             asked.append(check)
     return asked
+
+
+def _images_check(family: PipelineFamily) -> PromptCheck:
+    """Returns a check that refuses prompts with more images than the family takes."""
+
+    def check(prompt: Prompt) -> str | None:
+        given, most = len(prompt.images), family.prompt_images
+        if given <= most:
+            return None
+        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}"
+
+    return check
 
 
 def _from_checkpoint(inputs: RunInputs) -> RunInputs:
@@ -235,6 +247,8 @@ def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
     if config.data.preferences is not None:
         from omni_async.runtime.preferences import PreferencePairs
 
+        if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+            raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
         return PreferencePairs(config.data.preferences).prompts(longest)
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")

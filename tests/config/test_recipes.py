@@ -15,7 +15,7 @@ from recipe import MINIMAL, load_text
 from omni_async.algorithms.registry import objectives
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, load
-from omni_async.families import find_family
+from omni_async.families import MediaShape, find_family
 from omni_async.rewards import registry as scorers
 from omni_async.types import Prompt
 
@@ -93,11 +93,13 @@ def test_a_recipe_says_which_pipeline_and_scorers_are_missing(path: Path) -> Non
     config, header = load(path), header_of(path)
     try:
         find_family(config.model.pipeline)
+        made = config.rollout.sampling.media()
     except ValueError:
+        made = (MediaShape("image", (3, 64, 64)),)
         assert "needs a pipeline" in header and f"`{config.model.pipeline}`" in header
     for scorer in config.reward.scorers:
         try:
-            scorers.check(scorer)
+            scorers.check(scorer, made)
         except ValueError:
             assert "needs a scorer" in header and f"`{scorer.name}`" in header
 

@@ -37,7 +37,7 @@ class Images(LocalStore):
 
 class ScoredRun(Run):
     """A run with real reward workers. `scorers()` are a reward worker's, built for each by itself; `tried`: they score
-    a synthetic image first."""
+    a synthetic sample first."""
 
     def __init__(
         self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any

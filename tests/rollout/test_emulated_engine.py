@@ -9,8 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from omni_async.config.schema import Emulated
+from omni_async.families import MediaShape, SamplingSpec
+from omni_async.media import require_media
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.emulated import EmulatedEngine
+from omni_async.rollout.emulated import EmulatedEngine, flat_media
 from omni_async.sde.transitions import log_prob, transition
 from omni_async.weights.buckets import pack
 from tests.rollout.conftest import make_request
@@ -94,3 +96,14 @@ def test_close_fails_what_is_in_flight() -> None:
         return list(await running)
 
     assert [type(r) for r in asyncio.run(main())] == [EngineError, EngineError]
+
+
+def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed() -> None:
+    class Film(SamplingSpec, frozen=True):
+        def media(self) -> tuple[MediaShape, ...]:
+            return MediaShape("video", (4, 3, 6, 8), 12), MediaShape("audio", (2, 100), 8000)
+
+    media = [flat_media(seed, Film()) for seed in (1, 1, 2)]
+    require_media(media, Film())
+    assert torch.equal(media[0].video, media[1].video) and not torch.equal(media[0].video, media[2].video)
+    assert torch.equal(media[0].audio, media[1].audio) and not torch.equal(media[0].audio, media[2].audio)

@@ -11,11 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
+from PIL import Image
 from runtime_world import write_checkpoint, write_world
 
 from omni_async.config import Config, ConfigError
 from omni_async.control.control_state import ControlState
-from omni_async.families import family_names
+from omni_async.families import MediaShape, SamplingSpec, family_names, find_family
 from omni_async.performance.profile import Payload, Profile, write_profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime import preflight as module
@@ -376,3 +378,37 @@ def test_a_path_that_leads_nowhere_is_one_line_under_its_key(tmp_path, key, name
     with pytest.raises(ConfigError, match=f"^{key}: ") as refused:
         preflight(write_world(tmp_path, overrides=(f"{key}={tmp_path}/{name}",)))
     assert "\n" not in str(refused.value)
+
+
+# ---- media and images of prompts -------------------------------------------------------------------------------------
+
+
+class FilmSampling(SamplingSpec, frozen=True):
+    def media(self) -> tuple[MediaShape, ...]:
+        return (MediaShape("video", (9, 3, 32, 32), 8),)
+
+
+def film(config: Config) -> Config:
+    return replace(config, rollout=replace(config.rollout, sampling=FilmSampling()))
+
+
+def test_a_scorer_that_cannot_take_the_samples_is_refused(tmp_path):
+    said = refusal(film(write_world(tmp_path)))
+    assert said == "reward.scorers.0: scorer 'jpeg_size' accepts image, but the samples are video"
+    smooth = {"scorers": [{"name": "motion_smoothness"}, {"name": f"{__name__}:Client"}]}
+    said = refusal(film(write_world(tmp_path, reward=smooth)))
+    assert said.startswith(f"reward.scorers.1: scorer '{__name__}:Client' accepts image (it has no `accepts`), but")
+    preflight(film(write_world(tmp_path, reward={"scorers": smooth["scorers"][:1]})))
+
+
+def test_prompts_with_images_are_for_families_that_take_them(tmp_path, monkeypatch):
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a cat", "image": "cat.png"}\n')
+    config = write_world(tmp_path, data={"prompts": "p.jsonl"})
+    said = refusal(config)
+    assert said.endswith("p.jsonl:2: images: the prompt has 1, but model.pipeline 'qwen_image' takes none")
+    takes = replace(find_family("qwen_image"), prompt_images=1)
+    monkeypatch.setattr("omni_async.runtime.preflight.find_family", lambda name: takes)
+    assert [len(prompt.images) for prompt in preflight(config).prompts] == [0, 1]
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "images": ["cat.png", "cat.png"]}\n')
+    assert "the prompt has 2, but model.pipeline 'qwen_image' takes 1" in refusal(config)
