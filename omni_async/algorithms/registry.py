@@ -28,13 +28,14 @@ def _nothing(config: Config) -> Iterator[str]:
 class Objective:
     """An objective, its requirements and the function that computes it.
 
-    process: "transition" objectives train denoising steps of a window, from recorded latents and log-probs; "forward"
-        objectives noise final latents themselves and need nothing else of a sample.
-    compute: `module:function`; (TransitionInputs or ForwardInputs, Algorithm) -> ObjectiveOutput.
-    fields: the trajectory tensors it reads, names of `omni_async.rollout.base.Trajectory.tensors`; `trajectory_fields`
-        decides which of them engines return.
-    unit: the rows that a micro-batch must not separate: a "row", all rows of a "sample", or all rows of a "pair" (best
-        and worst of a group).
+    kind: the `omni_async.algorithms.kinds.Kind` of its rows. "transition" objectives train denoising steps of a window,
+        from recorded latents and log-probs; "forward" objectives noise final latents themselves and need nothing else
+        of a sample; "preference" ones do so with a group's best and worst sample.
+    compute: `module:function`; (inputs of its kind, Algorithm) -> ObjectiveOutput. TransitionInputs for "transition",
+        ForwardInputs for "forward" and "preference".
+    fields: the trajectory tensors it reads, names of `omni_async.rollout.base.Trajectory.tensors`; its kind decides
+        which of them engines return.
+    unit: the rows that a micro-batch must not separate: a "row", or all rows of a "sample". Pairs stay together anyway.
     homogeneous: whether loss(c A) = c loss(A) for c > 0 under these settings, which lets the trainer stream groups
         under a global std.
     auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
@@ -45,10 +46,10 @@ class Objective:
 
     name: str
     summary: str
-    process: Literal["transition", "forward"]
+    kind: str
     compute: str
     fields: tuple[str, ...]
-    unit: Literal["row", "sample", "pair"] = "row"
+    unit: Literal["row", "sample"] = "row"
     homogeneous: Callable[[Algorithm], bool] = lambda algorithm: False
     auxiliary: Callable[[Algorithm], frozenset[AuxiliaryPolicy]] = lambda algorithm: frozenset()
     old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0

@@ -42,7 +42,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
 
 def test_the_family_is_there() -> None:
     assert objectives().keys() == TRANSITION | FORWARD
-    assert {name for name, objective in objectives().items() if objective.process == "transition"} == TRANSITION
+    assert {name for name, objective in objectives().items() if objective.kind == "transition"} == TRANSITION
 
 
 @pytest.mark.parametrize("objective", BUILT_IN, ids=lambda objective: objective.name)
@@ -72,7 +72,6 @@ def test_what_must_stay_together() -> None:
     assert {name: objective.unit for name, objective in objectives().items() if objective.unit != "row"} == {
         "gspo": "sample",
         "awm": "sample",
-        "diffusion_dpo": "pair",
     }
 
 
