@@ -214,7 +214,7 @@ def _docs(out: Path) -> int:
 
 def _list() -> int:
     from omni_async.algorithms.registry import objectives
-    from omni_async.config.describe import describe, fields_of
+    from omni_async.config.describe import describe, description, fields_of, walk
     from omni_async.config.schema import Rollout, Sde
     from omni_async.families import family_names
     from omni_async.rewards.registry import names
@@ -226,6 +226,8 @@ def _list() -> int:
     _say("algorithms")
     for name, objective in sorted(objectives().items()):
         _say(f"  {name:<14}{objective.summary}")
+        for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
+            _say(f"{'':16}{path}: {describe(field)}. {description(field)}")
     return 0
 
 

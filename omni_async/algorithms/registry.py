@@ -13,9 +13,9 @@ from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from omni_async.config.algorithm import Algorithm
+from omni_async.config.objective_section import OBJECTIVES
 from omni_async.config.schema import Config
-
-ENTRY_POINT_GROUP = "omni_async.objectives"
+from omni_async.config.section import Section
 
 AuxiliaryPolicy = Literal["reference", "old", "ema"]
 
@@ -41,6 +41,8 @@ class Objective:
     auxiliary: the auxiliary policies whose velocities the function needs (`reference_velocity` or `ref_mean`, ...).
     old_decay: decay of the old policy, which draws the samples where there is one: after update u (from 1) it becomes
         decay(u) * itself + (1 - decay(u)) * the current policy.
+    settings: the section that `algorithm.settings` is, of an objective of another package; built-in ones have sections
+        of the schema. Every field has a `doc`.
     problems: combinations with the rest of the configuration that cannot work, one message each.
     """
 
@@ -53,7 +55,15 @@ class Objective:
     homogeneous: Callable[[Algorithm], bool] = lambda algorithm: False
     auxiliary: Callable[[Algorithm], frozenset[AuxiliaryPolicy]] = lambda algorithm: frozenset()
     old_decay: Callable[[Algorithm, int], float] = lambda algorithm, update: 0.0
+    settings: type[Section] | None = None
     problems: Callable[[Config], Iterator[str]] = _nothing
+
+    def __post_init__(self) -> None:
+        if self.settings is not None and not issubclass(self.settings, Section):
+            raise TypeError(
+                f"objective {self.name!r}: settings must be a subclass of omni_async.config.section.Section, which"
+                f" refuses unknown keys, got {self.settings!r}"
+            )
 
     def load(self) -> Callable[[Any, Algorithm], Any]:
         """Loads the function itself (imports torch)."""
@@ -74,7 +84,7 @@ def objectives() -> dict[str, Objective]:
     """Returns every objective by name, those of other packages included; a built-in name cannot be taken."""
     from omni_async.algorithms.catalogue import BUILT_IN
 
-    installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=ENTRY_POINT_GROUP)}
+    installed: dict[str, Objective] = {point.name: point.load() for point in entry_points(group=OBJECTIVES)}
     return {**installed, **{objective.name: objective for objective in BUILT_IN}}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from omni_async.algorithms import registry
@@ -160,6 +161,14 @@ def test_other_packages_add_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_built_in_name_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, EntryPoint("flow_grpo", another("flow_grpo")))
     assert find_objective("flow_grpo").load() is flow_grpo
+
+
+def test_settings_that_would_take_unknown_keys_are_refused() -> None:
+    class Settings(msgspec.Struct):
+        power: int = 2
+
+    with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
+        replace(another("theirs"), settings=Settings)
 
 
 def test_naming_them_imports_no_torch() -> None:

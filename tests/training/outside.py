@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import TensorDict
@@ -15,6 +15,7 @@ from omni_async.algorithms.kinds import Kind
 from omni_async.algorithms.registry import Objective
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.schema import Config
+from omni_async.config.section import Section, doc
 from omni_async.training.groups import GroupBatch, check_group, micro_batches
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel
@@ -83,8 +84,14 @@ class EndLoss:
 
 def weighted_energy(inputs: Any, algorithm: Algorithm) -> Tensor:
     velocity, advantage = inputs
-    energy: Tensor = advantage * velocity.square().flatten(1).mean(1)
+    settings: EnergySettings = algorithm.settings
+    energy: Tensor = settings.scale * advantage * velocity.abs().pow(settings.power).flatten(1).mean(1)
     return energy
+
+
+class EnergySettings(Section, kw_only=True, frozen=True):
+    power: Annotated[int, doc("Exponent of the velocity.", ge=1, le=4)] = 2
+    scale: Annotated[float, doc("Weight of the loss.", gt=0)]
 
 
 KIND = Kind(
@@ -100,4 +107,5 @@ OBJECTIVE = Objective(
     compute="tests.training.outside:weighted_energy",
     fields=("final", "conditioning"),
     homogeneous=lambda algorithm: True,
+    settings=EnergySettings,
 )

@@ -15,10 +15,12 @@ from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective, objectives
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.algorithms.validation import problems
+from omni_async.cli import main
+from omni_async.config import ConfigError, load, resolved_yaml, with_settings
 from omni_async.config.schema import Config
 from tests.fakes import TinyPolicy, tiny_group
 from tests.training.engines import assert_gradients, started, stepped
-from tests.training.outside import KIND, OBJECTIVE
+from tests.training.outside import KIND, OBJECTIVE, EnergySettings
 from tests.training.plain import gradients_of, model_of
 
 MakeConfig = Callable[..., Config]
@@ -39,12 +41,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ours(make_config: MakeConfig, **changes: Any) -> Config:
-    return make_config(**{**OURS, "algorithm.correction": {}, **changes})
+    settings = {"algorithm.correction": {}, "algorithm.settings": {"scale": 2.0}}
+    return with_settings(make_config(**{**OURS, **settings, **changes}))
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_kind_of_another_package_is_trained(make_config: MakeConfig) -> None:
-    config = ours(make_config, **{"trainer.micro_batch_size": 3})
+    config = ours(make_config, **{"trainer.micro_batch_size": 3, "algorithm.settings": {"scale": 2.0, "power": 3}})
     engine, group = started(config), tiny_group(TinyPolicy(), config)
     model = model_of(engine)
     losses = []
@@ -52,7 +55,7 @@ def test_a_kind_of_another_package_is_trained(make_config: MakeConfig) -> None:
         conditioning = TinyPolicy().stack_conditioning([t["conditioning"]])
         sigma = torch.full((1,), 0.5, dtype=torch.float64)
         velocity = model(t["final"][None].double(), sigma, conditioning["text"].double(), conditioning["mask"])
-        losses.append(advantage * velocity.square().mean())
+        losses.append(2.0 * advantage * velocity.abs().pow(3).mean())
     expected = gradients_of(torch.stack(losses).mean(), model)
     before = engine.export(0)
     engine.accumulate(group, 1 / 4)
@@ -87,6 +90,47 @@ def test_what_it_needs_of_a_run_is_read_off_it(make_config: MakeConfig) -> None:
 def test_what_its_kind_cannot_use_is_refused(make_config: MakeConfig, changes: dict[str, Any], said: str) -> None:
     [problem] = problems(ours(make_config, **changes))
     assert said in problem
+
+
+RECIPE = """\
+model: {path: checkpoint}
+data: {prompts: prompts.txt}
+rollout: {sde: null}
+reward: {scorers: [{name: ocr}]}
+algorithm: {name: weighted_energy, settings: {scale: 2.0}}
+"""
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_settings_are_a_section_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    config = load(recipe, ["algorithm.settings.power=4"])
+    assert config.algorithm.settings == EnergySettings(scale=2.0, power=4)
+    recipe.write_text(resolved_yaml(config))
+    assert load(recipe) == config
+    assert main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert "algorithm.settings.power: int >= 1, <= 4. Exponent of the velocity." in said
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.settings={scale: 2.0, powr: 3}", "algorithm.settings.powr: unknown key; did you mean 'power'?"),
+        ("algorithm.settings.power=9", "algorithm.settings.power: expected int >= 1, <= 4, got 9"),
+        ("algorithm.settings={}", "algorithm.settings.scale: required, expected float > 0"),
+        ("algorithm.settings=3", "algorithm.settings: expected mapping, got 3"),
+        ("algorithm.name=awm", "algorithm.settings: these are settings of an objective of another package, and 'awm'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_key(tmp_path: Path, override: str, said: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, [override])
+    assert said in str(caught.value)
 
 
 def test_a_kind_that_is_not_installed_is_refused_with_the_known_ones() -> None:
