@@ -134,7 +134,7 @@ class PreferenceReader:
             step_versions=VersionSpans(),
             started=started,
             finished=finished,
-            nbytes=nbytes(tensors) + nbytes(image),
+            nbytes=nbytes(tensors) + nbytes(made),
         )
         await self._coordinator.samples_done(self.name, [result])
 

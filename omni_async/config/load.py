@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
+from omni_async.config.objective_section import objective_section
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
@@ -355,7 +356,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(error, tree)}") from None
     _require_no_contradiction(path, config, overrides)
     try:
-        config = apply_schedule(with_spec(config))
+        config = apply_schedule(with_settings(with_spec(config)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problem = check(config)
@@ -377,6 +378,25 @@ def with_spec(config: Config) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error, settings, family.sampling, prefix)) from None
     return replace(config, rollout=replace(config.rollout, sampling=spec))
+
+
+def with_settings(config: Config) -> Config:
+    """Returns the configuration with `algorithm.settings` as the section of an objective of another package.
+    ConfigError names the key that the section refuses, and settings that no objective reads."""
+    name, settings, prefix = config.algorithm.name, config.algorithm.settings, ("algorithm", "settings")
+    section = objective_section(name)
+    if section is None:
+        if settings:
+            raise ConfigError(
+                f"algorithm.settings: these are settings of an objective of another package, and {name!r} has none;"
+                " remove them, or set algorithm.name"
+            )
+        return config
+    try:
+        found = msgspec.convert(settings, section)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, settings, section, prefix)) from None
+    return replace(config, algorithm=replace(config.algorithm, settings=found))
 
 
 def resolved_yaml(config: Config) -> str:

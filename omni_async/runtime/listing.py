@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from omni_async.algorithms.registry import objectives
-from omni_async.config.describe import describe, fields_of
+from omni_async.config.describe import describe, description, fields_of, walk
 from omni_async.config.schema import Rollout, Sde
 from omni_async.config.section import Section
 from omni_async.families import PipelineFamily, family_names, find_family
@@ -25,6 +25,8 @@ def listing() -> Iterator[str]:
     yield "algorithms"
     for name, objective in sorted(objectives().items()):
         yield f"  {name:<14}{objective.summary}"
+        for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
+            yield f"{'':16}{path}: {describe(field)}. {description(field)}"
 
 
 def _family(family: PipelineFamily) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from omni_async.algorithms.forward_process import noised
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
 from omni_async.training.device import largest_over_ranks
@@ -44,6 +46,7 @@ class ForwardLoss:
         rollout, algorithm = config.rollout, config.algorithm
         self._algorithm = algorithm
         self._objective = objective
+        self._fields = trajectory_fields(objective, config)
         self._compute = objective.load()
         self._policy = policy
         self._model = model
@@ -55,14 +58,14 @@ class ForwardLoss:
         self._latent_shape = policy.latent_shape(self._spec)
         self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
         self._auxiliary = sorted(objective.auxiliary(algorithm))
-        self._paired = objective.unit == "pair"
+        self._paired = find_kind(objective.kind).paired
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
         share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
-        check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        check_group(group, self._fields, self._sigmas, self._latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
         forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
@@ -70,7 +73,7 @@ class ForwardLoss:
         if self._paired:
             draws = [d.dealt(self._rank, self._world_size) for d in draws]
         count = len(draws[0].sigmas)
-        unit = {"row": 1, "sample": count, "pair": 2}[self._objective.unit]
+        unit = 2 if self._paired else count if self._objective.unit == "sample" else 1
         shared = self._world_size == 1 or self._paired
         most = len(draws) if shared else -(-self._group_size // self._world_size)
         row_ids = [(i % 2, i // 2) if self._paired else divmod(i, count) for i in range(len(draws) * count)]
