@@ -18,7 +18,7 @@ from omni_async.config.schema import Config
 from omni_async.policy import Policy
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
-from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.groups import Drawn, GroupBatch, check_group, micro_batches, whole_units
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
@@ -49,9 +49,7 @@ class ForwardLoss:
         self._rank, self._world_size = rank, world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._spec = rollout.sampling
-        self._latent_shape = policy.latent_shape(self._spec)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
+        self._drawn = Drawn(policy, rollout)
         self._auxiliary = sorted(objective.auxiliary(algorithm))
         self._paired = objective.unit == "pair"
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
@@ -60,11 +58,12 @@ class ForwardLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
         share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
-        check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        latent_shape, sigmas = self._drawn.by(group.spec)
+        check_group(group, self._objective.fields, sigmas, latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
         forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
-        draws = [make_draws(seed, self._latent_shape, self._sigmas, forward, fraction) for seed in group.seeds]
+        draws = [make_draws(seed, latent_shape, sigmas, forward, fraction) for seed in group.seeds]
         if self._paired:
             draws = [d.dealt(self._rank, self._world_size) for d in draws]
         count = len(draws[0].sigmas)
@@ -79,12 +78,12 @@ class ForwardLoss:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
             _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(
-                auxiliary, x, rows.sigma, rows.conditioning, self._spec
+                auxiliary, x, rows.sigma, rows.conditioning, group.spec
             )
             for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
-            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec),
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, group.spec),
             final=rows.final,
             noise=rows.noise,
             sigma=rows.sigma,

@@ -82,6 +82,7 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
     numbers = range(size)
     return TrainGroup(
         group=9,
+        spec="spec",
         advantages=tuple(float(i) for i in numbers),
         seeds=tuple(numbers),
         staleness=tuple((i, i) for i in numbers),
