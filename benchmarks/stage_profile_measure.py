@@ -236,6 +236,7 @@ class Bench:
         window = len(samples[0].tensors["steps"])
         return GroupBatch(
             group=0,
+            spec=self._config.rollout.sampling,
             trajectories=[sample.tensors for sample in samples],
             advantages=[1.0 if i % 2 else -1.0 for i in range(len(samples))],
             seeds=range(len(samples)),

@@ -138,13 +138,15 @@ class ReadySample(msgspec.Struct, frozen=True):
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):
-    """A whole prompt group, generated and scored, as the trainer takes it."""
+    """A whole prompt group, generated and scored, as the trainer takes it. `bucket` is the position of its
+    `SamplingSpec` in `rollout.specs`."""
 
     group: int
     prompt: Prompt
     window: SdeWindow | None
     admitted_version: int
     samples: tuple[ReadySample, ...]
+    bucket: int = 0
 
     @property
     def rewards(self) -> list[float]:
@@ -161,14 +163,15 @@ class TrainGroup(msgspec.Struct, frozen=True):
     """The part of a ready group that is trained on, beside the trajectories that a rank has fetched: one entry per
     chosen sample, in the same order everywhere.
 
-    `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `seeds` draw a
-    sample's training noise and its subset of steps; the two samples of a preference pair share one. `weights[i][k]`,
-    where given, are importance weights made from the whole update, and replace what the trainer would compute from the
-    group alone.
+    `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
+    `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
+    two samples of a preference pair share one. `weights[i][k]`, where given, are importance weights made from the whole
+    update, and replace what the trainer would compute from the group alone.
     """
 
     group: int
     version: int
+    spec: Any
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
     step_versions: tuple[VersionSpans, ...]

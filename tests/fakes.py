@@ -195,6 +195,7 @@ def tiny_group(
     trained = len(window) if config.rollout.sde is not None else config.rollout.num_inference_steps
     return GroupBatch(
         group=seed,
+        spec=config.rollout.sampling,
         trajectories=samples,
         advantages=advantages,
         seeds=[1000 * seed + i for i in range(len(samples))],

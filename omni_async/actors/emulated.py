@@ -238,4 +238,4 @@ class EmulatedUpdate:
 
 def _batch(group: ReadyGroup, version: int) -> TrainGroup:
     """Returns a group's batch without values: nothing is computed from it."""
-    return TrainGroup(group.group, version, (), (), ())
+    return TrainGroup(group.group, version, None, (), (), ())

@@ -92,6 +92,7 @@ class Rank:
         mine = self._mine
         return GroupBatch(
             group=batch.group,
+            spec=batch.spec,
             trajectories=self._fetched[batch.group],
             advantages=batch.advantages[mine],
             seeds=batch.seeds[mine],

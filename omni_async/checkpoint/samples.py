@@ -18,6 +18,7 @@ from omni_async.control.control_state import Unfinished
 _ROLLOUT = (
     "group_size",
     "sampling",
+    "buckets",
     "num_inference_steps",
     "share_initial_noise",
     "sde",

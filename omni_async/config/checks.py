@@ -101,11 +101,11 @@ def _bytes(c: Config) -> Iterator[str]:
 
 
 def _media_bytes(c: Config) -> int:
-    """Returns the bytes of one sample's images and videos, uint8; 0 where they are not known yet."""
-    spec = c.rollout.sampling
-    if c.emulation is not None or not isinstance(spec, SamplingSpec):
-        return 0
-    return sum(math.prod(part.shape) for part in spec.media() if part.part != "audio")
+    """Returns the bytes of the largest sample's images and videos, uint8; 0 where they are not known yet."""
+    specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
+    return max(
+        (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
+    )
 
 
 def _publishing(c: Config) -> Iterator[str]:

@@ -263,10 +263,10 @@ class Coordinator:
         version = self.versions.held
         if version is None or self._closed:
             return
-        while self._groups.may_admit and self._held_bytes.has_room(0, self._group_size):
+        while self._groups.may_admit and self._held_bytes.has_room(self._source.next_bucket, self._group_size):
             group = self._source.next(version)
             self._groups.admit(group)
-            self._held_bytes.reserve(0, group.samples)
+            self._held_bytes.reserve(group.bucket, group.samples)
             if group.complete:
                 if not self._holds(group):
                     return

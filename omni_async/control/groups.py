@@ -66,15 +66,22 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """A group and its samples. `attempts` is the most generations any of its samples needed, `losses` how often the
-    trainer could not read it."""
+    """A group and its samples, all drawn as `bucket` says. `attempts` is the most generations any of its samples
+    needed, `losses` how often the trainer could not read it."""
 
     def __init__(
-        self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]
+        self,
+        group: int,
+        prompt: Prompt,
+        window: SdeWindow | None,
+        admitted_version: int,
+        requests: list[SampleRequest],
+        bucket: int = 0,
     ) -> None:
         self.group = group
         self.prompt = prompt
         self.window = window
+        self.bucket = bucket
         self.admitted_version = admitted_version
         self.samples = {request.sample_id: SampleProgress(request) for request in requests}
         self.attempts = 1
@@ -82,11 +89,11 @@ class GroupProgress:
         self._num_unscored = len(requests)
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Returns whether the group will have the same prompt, window, samples and trained steps as `ready` when it is
-        complete."""
+        """Returns whether the group will have the same prompt, window, bucket, samples and trained steps as `ready` when
+        it is complete."""
         steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
         return (
-            (self.prompt, self.window) == (ready.prompt, ready.window)
+            (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)
             and self.samples.keys() == steps.keys()
             and all(steps[name] in trained_steps(sample.request) for name, sample in self.samples.items())
         )
@@ -173,4 +180,4 @@ class GroupProgress:
                     result.sample_id, result.trajectory, result.media, score, result.step_versions, result.nbytes
                 )
             )
-        return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples))
+        return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)

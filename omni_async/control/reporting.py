@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
     """Returns an update's event data. `staleness` has one entry per group: the version trained from, minus the oldest
-    version that took any of its trained steps."""
+    version that took any of its trained steps. `buckets` has the mean reward of each bucket that was trained."""
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,
@@ -24,8 +24,16 @@ def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str,
         "metrics": report.metrics,
         "reward": sum(score.value for score in scores) / len(scores),
         "parts": _mean_parts(scores),
+        "buckets": _mean_by_bucket(groups),
         "staleness": [report.version - 1 - group.oldest_version for group in groups],
     }
+
+
+def _mean_by_bucket(groups: Sequence[ReadyGroup]) -> dict[int, float]:
+    rewards: dict[int, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.bucket, []).extend(group.rewards)
+    return {bucket: sum(values) / len(values) for bucket, values in sorted(rewards.items())}
 
 
 def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:

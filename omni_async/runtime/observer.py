@@ -221,9 +221,11 @@ class Observer:
         rate = self._images_per_s(data["finished"])
         busy = self._recently_busy()
         buffers = data["buffers"]
+        several = bool(self._config.rollout.buckets)
         numbers = {
             "reward": reward,
             **{f"reward/{name}": value for name, value in data["parts"].items()},
+            **({f"reward/bucket{number}": mean for number, mean in data["buckets"].items()} if several else {}),
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": max(staleness),
             "images": data["images"],

@@ -96,6 +96,8 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     console.print(f"{options.recipe}: profile {profile.name}; {_size(config)}")
     if config.validation is not None:
         console.print("validation rounds are left out")
+    if config.rollout.buckets:
+        console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
     if options.json is not None:
         _write(options.json, b"")  # better refused now than after minutes

@@ -21,7 +21,7 @@ from omni_async.policy import Policy
 from omni_async.training.device import largest_over_ranks
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
-from omni_async.training.groups import GroupBatch, check_group
+from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import Needs, micro_batches
 from omni_async.training.model import TrainedModel
@@ -54,9 +54,7 @@ class ForwardLoss:
         self._rank, self._world_size = rank, world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._spec = rollout.sampling
-        self._latent_shape = policy.latent_shape(self._spec)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
+        self._drawn = Drawn(policy, rollout)
         self._auxiliary = sorted(objective.auxiliary(algorithm))
         self._paired = find_kind(objective.kind).paired
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
@@ -65,11 +63,12 @@ class ForwardLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
         share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
-        check_group(group, self._fields, self._sigmas, self._latent_shape)
+        latent_shape, sigmas = self._drawn.by(group.spec)
+        check_group(group, self._fields, sigmas, latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
         forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
-        draws = [make_draws(seed, self._latent_shape, self._sigmas, forward, fraction) for seed in group.seeds]
+        draws = [make_draws(seed, latent_shape, sigmas, forward, fraction) for seed in group.seeds]
         if self._paired:
             draws = [d.dealt(self._rank, self._world_size) for d in draws]
         count = len(draws[0].sigmas)
@@ -88,12 +87,12 @@ class ForwardLoss:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
             _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(
-                auxiliary, x, rows.sigma, rows.conditioning, self._spec, rows.needs
+                auxiliary, x, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
             for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
-            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec, rows.needs),
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, group.spec, rows.needs),
             final=rows.final,
             noise=rows.noise,
             sigma=rows.sigma,

@@ -11,6 +11,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from omni_async.config.schema import Rollout
+from omni_async.families import SamplingSpec
+from omni_async.policy import Policy
+
 
 @dataclass(frozen=True)
 class GroupBatch:
@@ -22,6 +26,7 @@ class GroupBatch:
     """
 
     group: int
+    spec: SamplingSpec
     trajectories: Sequence[TensorDict]
     advantages: Sequence[float]
     seeds: Sequence[int]
@@ -36,6 +41,23 @@ class GroupBatch:
             raise ValueError(
                 f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them"
             )
+
+
+class Drawn:
+    """What every trajectory must have that was drawn by one of the recipe's specs: the shape of its latents, and its
+    schedule. Whatever `policy` refuses about a spec is raised at once."""
+
+    def __init__(self, policy: Policy, rollout: Rollout) -> None:
+        steps = rollout.num_inference_steps
+        self._of = {
+            spec: (tuple(policy.latent_shape(spec)), policy.sigmas(steps, spec).cpu()) for spec in rollout.specs
+        }
+
+    def by(self, spec: SamplingSpec) -> tuple[tuple[int, ...], Tensor]:
+        """Returns the latents' shape, and the sigmas (N + 1,) on the CPU."""
+        if spec not in self._of:
+            raise ValueError(f"the group was drawn by {spec}, which is not one of the recipe's")
+        return self._of[spec]
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:

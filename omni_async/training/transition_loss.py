@@ -21,10 +21,11 @@ from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
+from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
 from omni_async.training.device import largest_over_ranks
-from omni_async.training.groups import GroupBatch, check_group
+from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import micro_batches
 from omni_async.training.model import TrainedModel
@@ -61,10 +62,7 @@ class TransitionLoss:
         self._world_size = world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._spec = rollout.sampling
-        self._latent_shape = policy.latent_shape(self._spec)
-        self._num_elements = math.prod(self._latent_shape)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
+        self._drawn = Drawn(policy, rollout)
         c = self._correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
@@ -76,7 +74,8 @@ class TransitionLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
         group."""
-        window = check_group(group, self._fields, self._sigmas, self._latent_shape)
+        latent_shape, sigmas = self._drawn.by(group.spec)
+        window = check_group(group, self._fields, sigmas, latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
@@ -96,10 +95,10 @@ class TransitionLoss:
         reference = None
         if "reference" in self._objective.auxiliary(self._algorithm):
             velocity = self._model.auxiliary_velocity(
-                "reference", rows.latents, rows.sigma, rows.conditioning, self._spec, rows.needs
+                "reference", rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
             reference = self._transition(rows, velocity).mean
-        step, value = self._current(rows)
+        step, value = self._current(rows, group.spec)
         proximal = self._passes.recall(group.group, rows.row_ids, rows.latents.device) or self._under_current(
             rows, step, value
         )
@@ -115,9 +114,9 @@ class TransitionLoss:
                 old_mean=old_mean,
                 std=step.std,
                 scale=step.scale,
-                nats_per_log_prob=self._nats_per_log_prob(step.scale),
+                nats_per_log_prob=self._nats_per_log_prob(rows, step.scale),
                 ref_mean=reference,
-                num_elements=self._num_elements,
+                num_elements=rows.num_elements,
                 kind=self._sde.kind,
                 weight=weight,
                 steps_per_sample=self._steps_per_sample(rows),
@@ -139,7 +138,7 @@ class TransitionLoss:
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
-            step, value = self._current(rows)
+            step, value = self._current(rows, group.spec)
             if not counts:
                 continue
             proximal = self._under_current(rows, step, value)
@@ -148,20 +147,19 @@ class TransitionLoss:
             drifts.append(self._drift(rows, step.scale, proximal))
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
-        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, self._num_elements)
+        num_elements = math.prod(self._drawn.by(group.spec)[0])
+        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
     @torch.no_grad()
     def log_probs(self, group: GroupBatch) -> Tensor:
         """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
         weights."""
         # Padding is computed too: the other ranks join in its collectives.
-        computed = [(rows.row_ids, self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
-        value_of = {
-            row_id: value
-            for row_ids, values, counts in computed
-            if counts
-            for row_id, value in zip(row_ids, values.unbind(), strict=True)
-        }
+        value_of: dict[tuple[int, int], Tensor] = {}
+        for rows, counts in self.batches(group):
+            values = self._current(rows, group.spec)[1].cpu()
+            if counts:
+                value_of |= dict(zip(rows.row_ids, values.unbind(), strict=True))
         return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
@@ -181,8 +179,8 @@ class TransitionLoss:
     def _steps_per_sample(self, rows: TransitionRows) -> int:
         return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
 
-    def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
-        velocity = self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec, rows.needs)
+    def _current(self, rows: TransitionRows, spec: SamplingSpec) -> tuple[Transition, Tensor]:
+        velocity = self._model.velocity(rows.latents, rows.sigma, rows.conditioning, spec, rows.needs)
         step = self._transition(rows, velocity)
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
@@ -195,7 +193,7 @@ class TransitionLoss:
         )
 
     def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
-        return under_current(rows, step, value, self._num_elements)
+        return under_current(rows, step, value, rows.num_elements)
 
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
         """Returns log-prob and mean of the policy that the ratio is taken to."""
@@ -218,10 +216,10 @@ class TransitionLoss:
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,
         (R,) float64."""
-        return self._nats_per_log_prob(scale) * (value.double() - rows.behaviour_log_prob.double())
+        return self._nats_per_log_prob(rows, scale) * (value.double() - rows.behaviour_log_prob.double())
 
-    def _nats_per_log_prob(self, scale: Tensor) -> Tensor:
-        return nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
+    def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
+        return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
         """Returns the weights of these rows that need no other rows of the update; None if nothing is corrected."""
@@ -230,7 +228,7 @@ class TransitionLoss:
             return None
         shape = (-1, self._steps_per_sample(rows))
         drift = Drift(drift.log_ratio.reshape(shape), None if drift.kappa is None else drift.kappa.reshape(shape))
-        corrected = correct(drift, c, self._num_elements)
+        corrected = correct(drift, c, rows.num_elements)
         if counts:
             numerator, denominator = normaliser(corrected, c)
             self._normaliser[0] += numerator

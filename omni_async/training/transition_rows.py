@@ -36,6 +36,11 @@ class TransitionRows:
     row_ids: list[tuple[int, int]]
     needs: Needs
 
+    @property
+    def num_elements(self) -> int:
+        """Returns the number of latent elements of a row."""
+        return self.latents[0].numel()
+
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
     """Returns the window positions that are trained: `num_trained` of them without replacement, a draw of the sample's

@@ -84,6 +84,7 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
     return TrainGroup(
         group=9,
         version=7,
+        spec="spec",
         advantages=tuple(float(i) for i in numbers),
         seeds=tuple(numbers),
         step_versions=tuple(VersionSpans.of((7 - i, 6 - i)) for i in numbers),

@@ -7,6 +7,7 @@ import asyncio
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from actor_world import AccountingRank, make_config, make_group
@@ -118,6 +119,22 @@ def test_log_ratios_per_element_are_divided_by_how_many_there_are():
     settings = {"mode": "decoupled", "weights": "importance", "log_ratio": "mean", "normalise": True, "cap": None}
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     weights = (LOG_RATIOS / ELEMENTS).exp()
+    torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
+
+
+def test_log_ratios_of_buckets_of_several_sizes_are_each_divided_by_their_own():
+    settings = {"mode": "decoupled", "weights": "importance", "log_ratio": "mean", "normalise": True, "cap": None}
+    config = make_config(
+        **{"algorithm.advantage": {"std": "none"}, "algorithm.correction": settings, "algorithm.kl_coef": 0.1}
+    )
+    elements = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]
+    sizes = {
+        name: msgspec.structs.replace(drift, num_elements=int(elements[int(name.split()[1][0])]))
+        for name, drift in drifts().items()
+    }
+    rank = AccountingRank(drifts=sizes)
+    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    weights = (LOG_RATIOS / elements).exp()
     torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
 
 

@@ -25,7 +25,7 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         # unknown keys
         (
             "rollout.gruop_size=3",
-            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: batching, emulated, engine",
+            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: batching, buckets, emulated",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
         (
@@ -74,6 +74,21 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
             "rollout.sampling.heigth: unknown key; did you mean 'height'? allowed: height, ",
         ),
         ("rollout.sampling=512", "rollout.sampling: expected mapping, got 512"),
+        (
+            "rollout.buckets=[{sampling: {width: 64}}, {sampling: {height: 100}}]",
+            "rollout.buckets.1.sampling.height: expected int >= 16, multiple of 16, got 100",
+        ),
+        (
+            "rollout.buckets=[{sampling: {heigth: 64}}]",
+            "rollout.buckets.0.sampling.heigth: unknown key; did you mean 'height'? allowed: height, ",
+        ),
+        ("rollout.buckets=[{sampling: 512}]", "rollout.buckets.0.sampling: expected mapping, got 512"),
+        (
+            "rollout.buckets=[{height: 64}]",
+            "rollout.buckets.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight",
+        ),
+        ("rollout.buckets=[{sampling: {}, weight: 0}]", "rollout.buckets.0.weight: expected float > 0, got 0"),
+        ("rollout.buckets={height: 64}", "rollout.buckets: expected list of mapping, got {'height': 64}"),
         ("rollout.height=64", "rollout.height: is called rollout.sampling.height now"),
         (
             "buffer.max_bytes=9GB",

@@ -95,10 +95,24 @@ def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) ->
         pytest.param(
             ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"), 3, id="shared noise, guidance"
         ),
+        pytest.param(("buffer.max_bytes=256KiB", "staleness.max_updates=3"), 3, id="bytes"),
     ],
 )
 def test_loop_settings(recipe: Path, overrides: tuple[str, ...], updates: int) -> None:
     _done(run(recipe, *overrides), updates)
+
+
+@pytest.mark.parametrize("engine", ["diffusers", "emulated"])
+def test_groups_of_several_resolutions_are_trained_in_one_update(recipe: Path, engine: str) -> None:
+    buckets = "rollout.buckets=[{}, {sampling: {height: 48, true_cfg_scale: 2}, weight: 2}, {sampling: {width: 64}}]"
+    overrides = (buckets, "trainer.groups_per_update=6", "staleness.max_updates=1", "validation=null")
+    finished = _done(run(recipe, *(_EMULATED if engine == "emulated" else ()), *overrides), 3)
+    rewards = [name for line in finished.metrics for name in line if name.startswith("reward/bucket")]
+    assert set(rewards) == {f"reward/bucket{number}" for number in range(3)}
+    if engine == "diffusers":
+        assert finished.metrics[0]["engine_mismatch_nats"] < 0.01, (
+            "every group was recomputed in its own shape, and with its own guidance"
+        )
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
             "trajectories": buffer,
             "replay": buffer,
+            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
         },
     }
     return RunEvent("update", data)

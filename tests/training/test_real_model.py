@@ -57,7 +57,12 @@ def random_group(engine: TrainEngine) -> GroupBatch:
         }
         samples.append(TensorDict(tensors, []))
     group = GroupBatch(
-        group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4
+        group=0,
+        spec=engine.config.rollout.sampling,
+        trajectories=samples,
+        advantages=[1.0, -1.0, 0.5, -0.5],
+        seeds=range(4),
+        staleness=[[0, 0]] * 4,
     )
     if engine.config.rollout.sde is None:
         return group
