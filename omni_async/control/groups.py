@@ -89,8 +89,8 @@ class GroupProgress:
         self._num_unscored = len(requests)
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Returns whether the group will have the same prompt, window, bucket, samples and trained steps as `ready` when
-        it is complete."""
+        """Returns whether the group will have the same prompt, window, bucket, samples and trained steps as `ready`
+        when it is complete."""
         steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
         return (
             (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
@@ -29,6 +31,20 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
         if self.num_frames % TEMPORAL != 1:
             below = (self.num_frames - 1) // TEMPORAL * TEMPORAL + 1
             raise ValueError(f"num_frames must be 4k + 1, got {self.num_frames}; take {below} or {below + TEMPORAL}")
+
+    def problem(self, checkpoint: Path) -> str | None:
+        """Finds a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""
+        try:
+            patch = json.loads((checkpoint / "transformer" / "config.json").read_bytes())["patch_size"][1]
+            n = patch * json.loads((checkpoint / "vae" / "config.json").read_bytes()).get("scale_factor_spatial", 8)
+        except (KeyError, TypeError, IndexError) as error:
+            return f"height: {checkpoint} does not say what sizes it makes ({error!r} in a config.json)"
+        for key in ("height", "width"):
+            if getattr(self, key) % n:
+                return f"{key}: this checkpoint makes multiples of {n}, got {getattr(self, key)}"
+        if self.guidance_scale_2 is not None and not (checkpoint / "transformer_2").is_dir():
+            return f"guidance_scale_2: this checkpoint has one expert, got {self.guidance_scale_2}; expected null"
+        return None
 
     @property
     def guided(self) -> bool:

@@ -15,7 +15,9 @@ from typing import Any, cast
 import omni_async  # noqa: F401  # isort: skip
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.utils import logging as diffusers_logging
 from transformers import UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from pipelines.tiny_tokenizers import t5_tokenizer
 
@@ -100,6 +102,8 @@ def main() -> None:
     parser.add_argument("--ti2v", action="store_true", help="one transformer with a time per token, as TI2V-5B")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     args = parser.parse_args()
+    diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
+    transformers_logging.disable_progress_bar()
     build(args.out, ti2v=args.ti2v, seed=args.seed)
     num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
