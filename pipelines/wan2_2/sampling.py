@@ -21,9 +21,10 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
         float,
         doc("Classifier-free guidance; of the first expert where there are two. 1 switches it off.", ge=1, most=1000),
     ] = 1.0
-    guidance_scale_2: Annotated[
-        float | None, doc("That of the second expert, which takes the low noise; null: the same.", ge=1, most=1000)
-    ] = None
+    guidance_scale_2: (
+        Annotated[float, doc("That of the second expert, which takes the low noise; null: the same.", ge=1, most=1000)]
+        | None
+    ) = None
     negative_prompt: Annotated[str, doc("The unconditional branch's prompt where there is guidance.")] = ""
     max_sequence_length: Annotated[int, doc("UMT5 tokens of a prompt; longer ones are cut.", ge=1, le=512)] = 512
 
