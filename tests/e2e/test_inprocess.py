@@ -6,8 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
+from omni_async.config import load
+from omni_async.families import MediaShape
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.train import train
+from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.e2e.runs import Run, check_every_group_ended_once, run
 
 _EMULATED = ("rollout.engine=emulated", "rollout.emulated.step_s=0.002", "trainer.optimizer.lr=1e-6")
@@ -156,3 +162,22 @@ def test_validation_curve_and_images(recipe: Path) -> None:
     for image in images.values():
         image.load()
         assert min(image.size) >= 32
+
+
+class FilmSampling(QwenImageSampling, frozen=True, kw_only=True):
+    """Samples of a video model with sound, of which emulated engines make media."""
+
+    def media(self) -> tuple[MediaShape, ...]:
+        return MediaShape("video", (5, 3, self.height, self.width), 8), MediaShape("audio", (1, 800), 8000)
+
+
+def test_videos_with_sound_are_scored_and_written(recipe: Path) -> None:
+    scorers = 'reward.scorers=[{name: "tests.e2e.scorers:Redness"}]'
+    config = load(recipe, [*_EMULATED, "trainer.updates=2", scorers])
+    size = config.rollout.sampling
+    film = FilmSampling(height=size.height, width=size.width)
+    config = replace(config, rollout=replace(config.rollout, sampling=film))
+    summary = train(preflight(config))
+    finished = _done(Run(config, Path(config.run.dir) / summary.run, summary), 2)
+    files = {path.name for path in (finished.path / "samples").iterdir()}
+    assert {"train-000001.png", "train-000001-00.mp4", "train-000001-00.wav", "train-000002-00.mp4"} <= files
