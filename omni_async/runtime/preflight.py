@@ -25,7 +25,7 @@ from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
-from omni_async.performance.profile import Payload, Profile, load_profile
+from omni_async.performance.profile import Payload, Profile, load_profile, require_room
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.placement import plan_placements, role_names
@@ -196,6 +196,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
         name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()
     }
     profile = replace(profile, payload=Payload(**sizes))
+    require_room(config, profile.payload)
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
     return RunInputs(
