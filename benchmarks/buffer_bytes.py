@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omni_async.benchmark.machine import Machine, describe_machine
-from omni_async.config import Config, check
+from omni_async.config import Config, ConfigError, check
 from omni_async.config.sizes import SizeText, bytes_of, size_text
 from omni_async.control.events import RunEvent
 from omni_async.performance.profile import Payload, Profile, write_profile
@@ -244,7 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench/buffer_bytes"))
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    records = [measure(args.trajectory, args.media, bound, args.updates) for bound in (args.max_bytes, None)]
+    try:
+        records = [measure(args.trajectory, args.media, bound, args.updates) for bound in (args.max_bytes, None)]
+    except ConfigError as error:
+        console.print(str(error))
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = Results(describe_machine(), args.trajectory, args.media, records)
     (args.out / "results.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))

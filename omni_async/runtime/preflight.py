@@ -22,7 +22,7 @@ from omni_async.config import Config, ConfigError
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
-from omni_async.performance.profile import Payload, Profile, load_profile
+from omni_async.performance.profile import Payload, Profile, load_profile, require_room
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
 from omni_async.runtime.model_files import check_checkpoint
@@ -204,6 +204,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
         name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()
     }
     profile = replace(profile, payload=Payload(**sizes))
+    require_room(config, profile.payload)
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
     return RunInputs(

@@ -24,8 +24,8 @@ def test_held_stays_within_the_bound_and_not_without_it(tmp_path: Path, capsys: 
     assert (tmp_path / "buffer_bytes.png").stat().st_size > 0
 
 
-def test_a_bound_that_no_update_fits_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*_SMALL, "--max-bytes", "127KiB", "--out", str(tmp_path)]) == 1
-    assert "the 8 samples of an update are held together: expected at least 131072" in " ".join(
+def test_a_bound_that_no_update_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--max-bytes", "127KiB", "--out", str(tmp_path)]) == 2
+    assert "the 8 samples of an update are held together, by the profile 128 KiB: expected at least 131072" in " ".join(
         capsys.readouterr().out.split()
     )
