@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (batch, mode): load(
                 options.recipe,
                 [
-                    f"rollout={{engine: {options.engine}, batching: {mode}, max_batch: {batch}}}",
+                    f"rollout.engine={options.engine}",
+                    f"rollout.batching={mode}",
+                    f"rollout.max_batch={batch}",
                     "weights.swap=request",
                 ],
             )
