@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (batch, mode): load(
                 options.recipe,
                 [
-                    f"rollout={{engine: {options.engine}, batching: {mode}, max_batch: {batch}}}",
+                    f"rollout.engine={options.engine}",
+                    f"rollout.batching={mode}",
+                    f"rollout.max_batch={batch}",
                     "weights.swap=request",
                 ],
             )
@@ -98,13 +100,10 @@ async def measure(
     """Measures `repeats` bursts of every arm, after one of each that is not counted."""
     records: list[Record] = []
     with _engines(configs) as engines:
-        for (
-            batch,
-            mode,
-        ), engine in engines.items():  # one after the other: starting is mostly imports, which would fill all cores
-            log(f"starting an engine: batching {mode}, batches of {batch}")
-            await engine.start()
-            await engine.generate(samples)
+        log(f"starting {len(engines)} engines")
+        await asyncio.gather(*(engine.start() for engine in engines.values()))
+        for (batch, mode), engine in engines.items():
+            log(f"batching {mode}, batches of {batch}: {await engine.generate(samples):.1f} s, not counted")
         for repeat in range(repeats):
             for (batch, mode), engine in engines.items():
                 before = await engine.processor_seconds()
