@@ -307,6 +307,7 @@ class Coordinator:
         self._held_may_differ(before)
         for sample_id in leased:
             self._sample_events.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
+        self._admit()  # samples of groups that had ended held bytes until now
 
     async def scorer_lost(self, worker: str) -> None:
         """Removes a reward worker that is gone, or given up: others score the samples it had taken."""

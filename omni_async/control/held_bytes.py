@@ -7,7 +7,8 @@ together, so a sample that is larger than its share means that the bound is too 
 
 While no sample is larger than its share, whatever is admitted and not ended holds at most its shares. So if fewer
 groups than an update needs are live, there is room for the next one: the trainer never waits for a group that the
-bound keeps out.
+bound keeps out. Samples of a group that ended count until their engines have answered or are lost, and then the next
+group is admitted.
 """
 
 from __future__ import annotations

@@ -62,6 +62,32 @@ def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) 
     assert max(most) <= bound
 
 
+@pytest.mark.parametrize("how", ["answered", "failed", "lost"])
+def test_a_sample_of_a_group_that_ended_holds_its_bytes_until_its_engine_has_answered_or_is_lost(how: str) -> None:
+    """There is room for one group only, so its replacement waits for those bytes, and nothing else would admit it."""
+    coordinator, entries = make_coordinator(
+        make_config(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)
+    )
+
+    async def main() -> None:
+        await hold(coordinator, 0, "rollout-0", "rollout-1")
+        (failing,) = now(coordinator.next_samples("rollout-0", 1, 4))
+        (late,) = now(coordinator.next_samples("rollout-1", 1, 4))
+        await coordinator.sample_failed("rollout-0", failing.sample_id, "out of memory")
+        assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
+        counted = now(coordinator.statistics())["buffers"]
+        assert (counted["bytes"]["reserved"], counted["slots"]["live"]) == (SAMPLE_BYTES, 0)
+        if how == "answered":
+            await finish(coordinator, "rollout-1", [late], 0)
+        elif how == "failed":
+            await coordinator.sample_failed("rollout-1", late.sample_id, "out of memory")
+        else:
+            await coordinator.engine_lost("rollout-1", "killed")
+        assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1}
+
+    asyncio.run(main())
+
+
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
