@@ -9,7 +9,7 @@ that stay the same ends the run: it would fail the others, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from omni_async.config import Config
@@ -255,9 +255,9 @@ class SampleEvents:
     def objects_lost(self, engine: str) -> None:
         """Generates again the samples that the engine had generated and the trainer has not taken."""
         for group in self._groups.live.values():
-            self._generate_again(group, _made_by(engine, group))
+            self._generate_again(group, _made_by(engine, group.samples.values()))
         for round_ in self._validation.rounds.values():
-            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
+            self._generate_again(round_, _made_by(engine, round_.missing))
 
     def group_gone(self, group: int, reason: str) -> None:
         """Takes back a group that the trainer has taken and cannot read: it is generated again, and taken before any
@@ -281,8 +281,8 @@ class SampleEvents:
             self._samples.add([owner.again(progress) if isinstance(owner, GroupProgress) else progress.again()])
 
 
-def _made_by(engine: str, owner: GroupProgress | ValidationRound) -> list[SampleProgress]:
-    return [sample for sample in owner.samples.values() if sample.result is not None and sample.result.engine == engine]
+def _made_by(engine: str, samples: Iterable[SampleProgress]) -> list[SampleProgress]:
+    return [sample for sample in samples if sample.result is not None and sample.result.engine == engine]
 
 
 def _group_of(sample_id: str) -> int:

@@ -179,6 +179,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, self.holds[engine]))
+            if request.kind == "validation" and not self.coordinator_closed():
+                round_ = self.coordinator._validation.rounds[request.group]
+                assert request.sample_id not in round_.failed, "its round goes on without it"
 
     def num_versions(self, request: SampleRequest) -> int:
         return 0 if self.stored else len(trained_steps(request))
@@ -412,10 +415,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def is_unread(self, sample: str) -> bool:
         """Returns whether the sample's group waits for samples or for the trainer, or its round for scores."""
-        if (kind := self.unscored.get(sample)) == "validation":
-            return True
+        if sample in self.unscored or sample.startswith("v"):
+            return sample in self.unscored
         group = int(sample[1:].split(".")[0])
-        return kind == "train" or (group in self.untaken() and group not in {g.group for g in self.taken_unseen()})
+        return group in self.untaken() and group not in {g.group for g in self.taken_unseen()}
 
     def is_made_again(self, samples: list[str]) -> None:
         self.made_again |= bool(samples)
