@@ -268,9 +268,9 @@ class Coordinator:
             self._groups.admit(group)
             self._held_bytes.reserve(group.bucket, group.samples)
             if group.complete:
+                self._groups.complete(group)  # first: if the run is over now, the next attempt has it ready, too
                 if not self._holds(group):
                     return
-                self._groups.complete(group)
                 self._ready.notify()
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])

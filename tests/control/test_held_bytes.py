@@ -52,6 +52,24 @@ def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> N
     asyncio.run(main())
 
 
+def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
+    before = Bench(S=3, P=1, updates=6)
+
+    async def main() -> None:
+        for group in range(3):
+            await before.generate(group, 0)
+        kept = await before.c.continuation()
+        assert [ready.group for ready in kept.ready] == [0, 1, 2]
+        after, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1), start=kept)
+        await hold(after, 0)
+        (ended,) = [event.data for event in await after.events() if event.kind == "ended"]
+        assert ended["status"] == "failed" and "expected at least 200, got 199" in ended["reason"]
+        still = await after.continuation()
+        assert sorted(still.ready, key=lambda ready: ready.group) == sorted(kept.ready, key=lambda ready: ready.group)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("room", [1, 1.4, 2])
 @pytest.mark.parametrize(("S", "P", "window"), [(0, 1, 1), (0, 3, 1), (2, 2, 1), (3, 2, 4)])
 def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) -> None:
