@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis.strategies as st
 from control_world import (
     SAMPLE_BYTES,
+    bytes_of,
     digest_of,
     make_config,
     make_coordinator,
@@ -55,6 +56,7 @@ def random_config(dice: random.Random) -> Config:
         P=per_update,
         group_size=group_size,
         max_bytes=None if exact else dice.choice([None, bound]),
+        buckets=dice.choice([(), (), (1.0, 1.0), (1.0, 5.0, 2.0)]),
         updates=dice.randint(1, 8),
         window=dice.randint(1, 6),
         publish_every=1 if exact else dice.randint(1, max_updates + 1),
@@ -88,6 +90,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.at_engines: dict[str, str] = {}  # training samples, from the moment they are leased -> their engine
         self.generated: set[str] = set()  # training samples, also of groups that ended since
+        self.buckets: dict[int, int] = {}  # by group
+        self.sizes: dict[int, int] = {}  # bytes of a sample, by the buckets that are known from one
         self.answered: list[Lease] = []  # leases that were answered: material for second answers
         self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
         self.jobs: list[tuple[str, ScoreJob]] = []
@@ -268,6 +272,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.unscored[request.sample_id] = request.kind
             self.generated.add(request.sample_id)
             self.made_by[request.sample_id] = lease.engine
+            if request.kind == "train":
+                self.sizes[self.bucket_of(request.sample_id)] = bytes_of(request)
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK)
@@ -586,7 +592,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
         made = [sample for sample in self.generated if sample.startswith("g")]
-        held = SAMPLE_BYTES * sum(self.is_live(int(sample[1:].split(".")[0])) for sample in made)
+        held = sum(self.size_of(sample) for sample in made if self.is_live(int(sample[1:].split(".")[0])))
         bound = self.config.buffer.bound
         assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
         assert bound is None or counted["reserved"] <= bound
@@ -596,9 +602,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if self.is_live(group)
             for i in range(self.config.rollout.group_size)
         } | set(self.at_engines)
-        # Once a sample is known all are expected to be as large, and no reservation leaks.
-        if made:
-            assert counted["reserved"] == SAMPLE_BYTES * len(reserved)
+        assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
+
+    def bucket_of(self, sample: str) -> int:
+        group = int(sample[1:].split(".")[0])
+        if group not in self.buckets:
+            self.buckets[group] = self.coordinator._factory.bucket(group)
+        return self.buckets[group]
+
+    def size_of(self, sample: str) -> int:
+        """Returns the bytes that a training sample has or is expected to have: those of its bucket, once one of that is
+        known."""
+        samples = self.config.trainer.groups_per_update * self.config.rollout.group_size
+        return self.sizes.get(self.bucket_of(sample), (self.config.buffer.bound or 0) // samples)
 
     def taken_unseen(self) -> list[ReadyGroup]:
         """Returns the groups on their way to the trainer."""
