@@ -28,6 +28,7 @@ from omni_async.config import Config, check
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.ledger import JsonlSink
 from omni_async.types import Prompt, ReadyGroup, SampleResult, Score, ScoreJob, ScoreResult, UpdateReport, WeightReport
+from omni_async.version_spans import VersionSpans
 
 _HELP = """\
 Group events (admitted, ready, trained) and samples per second of one coordinator in one process.
@@ -131,7 +132,8 @@ class Roles:
             version = self._version
             await asyncio.sleep(0)
             results = [
-                SampleResult(r.sample_id, name, None, None, version, (version,) * _STEPS, 0.0, 1.0) for r in requests
+                SampleResult(r.sample_id, name, None, None, version, VersionSpans.same(version, _STEPS), 0.0, 1.0)
+                for r in requests
             ]
             await self._coordinator.samples_done(name, results)
 

@@ -24,6 +24,7 @@ from omni_async.rewards.composition import WeightedScorer
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.ray_store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 
 _IMAGE_SHAPE = (64, 64, 3)
 _STEPS = 10
@@ -80,7 +81,7 @@ class InstantEngine:
     async def generate(self, request: SampleRequest) -> Trajectory:
         payload: Any = self._source.payload(request.group * GROUP + request.sample)
         image: Any = self._image
-        return Trajectory(payload, image, (self._version,) * _STEPS)
+        return Trajectory(payload, image, VersionSpans.same(self._version, _STEPS))
 
     async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
         return manifest.digest

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config import Config
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError, Trajectory
@@ -115,7 +116,7 @@ class Bench:
             await self._generation(engine, batches)
             samples = await self._samples(engine, max(train_batches))
             self.measured.trajectory_bytes = _nbytes(samples[0].tensors)
-            self.measured.media_bytes = samples[0].image.nbytes
+            self.measured.media_bytes = samples[0].media.nbytes
             self._say(f"building the trainer (guidance {rollout.sampling.true_cfg_scale:g})")
             versions = self._training(samples, train_batches, payloads)
             self._free()
@@ -228,13 +229,14 @@ class Bench:
             noise_level=rollout.sde.noise_level,
             sde_kind=rollout.sde.kind,
             window=SdeWindow(rollout.sde.window.range[0], rollout.sde.window.size),
-            fields=find_objective(self._config.algorithm.name).fields,
+            fields=trajectory_fields(find_objective(self._config.algorithm.name), self._config),
         )
 
     def _group(self, samples: Sequence[Trajectory]) -> GroupBatch:
         window = len(samples[0].tensors["steps"])
         return GroupBatch(
             group=0,
+            spec=self._config.rollout.sampling,
             trajectories=[sample.tensors for sample in samples],
             advantages=[1.0 if i % 2 else -1.0 for i in range(len(samples))],
             seeds=range(len(samples)),

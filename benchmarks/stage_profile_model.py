@@ -79,7 +79,7 @@ def tiny_architecture() -> Architecture:
 
 
 class RandomQwenImage(QwenImagePolicy):
-    """A `QwenImagePolicy` with random weights. `load_transformer` and `load_codec` return models that are on
+    """A `QwenImagePolicy` with random weights. `load_components` and `load_codec` return models that are on
     `device` already."""
 
     def __init__(
@@ -96,11 +96,10 @@ class RandomQwenImage(QwenImagePolicy):
         self._tokens = {"prompt": prompt_tokens, "negative_prompt": negative_tokens}
         self._seed = seed
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         with _made_on(self._device, dtype, self._seed):
             transformer: Any = QwenImageTransformer2DModel(**self._architecture.transformer)
-        made: nn.Module = transformer.eval()
-        return made
+        return {"transformer": transformer.eval()}
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         with _made_on(self._device, dtype, self._seed):

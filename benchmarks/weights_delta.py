@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from omni_async.components import compute_velocity
 from omni_async.config import Config
 from omni_async.families import find_family
 from omni_async.policy import Policy, load_policy
@@ -48,7 +49,7 @@ def measure_delta(config: Config, rates: Sequence[float], steps: int, repeats: i
     policy = load_policy(find_family(config.model.pipeline), config.model.path)
     records = []
     for lr in rates:
-        model = policy.load_transformer(torch.float32).requires_grad_(True)
+        model = torch.nn.ModuleDict(policy.load_components(torch.float32)).requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=config.trainer.optimizer.weight_decay)
         generator = torch.Generator().manual_seed(0)
         for step in range(1, steps + 1):
@@ -61,7 +62,7 @@ def measure_delta(config: Config, rates: Sequence[float], steps: int, repeats: i
     return records
 
 
-def _loss(policy: Policy, model: torch.nn.Module, config: Config, generator: torch.Generator) -> torch.Tensor:
+def _loss(policy: Policy, model: torch.nn.ModuleDict, config: Config, generator: torch.Generator) -> torch.Tensor:
     spec = config.rollout.sampling
     shape = (_BATCH, *policy.latent_shape(spec))
     clean, noise = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -69,7 +70,8 @@ def _loss(policy: Policy, model: torch.nn.Module, config: Config, generator: tor
     weight = sigma.view(-1, *[1] * (len(shape) - 1))
     text = policy.stack_conditioning([policy.blank_conditioning(spec)] * _BATCH)
     noisy = (1 - weight) * clean + weight * noise
-    velocity = policy.velocity(model, noisy, sigma, text, spec)
+    needs = [policy.component_of(value) for value in sigma.tolist()]
+    velocity = compute_velocity(policy, dict(model.items()), noisy, sigma, text, spec, needs)
     return (velocity - (noise - clean)).square().mean()
 
 

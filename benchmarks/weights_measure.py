@@ -68,7 +68,12 @@ def ray_session(store_bytes: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def hosts(
-    config: Config, family: PipelineFamily, transports: Sequence[str], engines: int, folder: Path
+    config: Config,
+    family: PipelineFamily,
+    transports: Sequence[str],
+    engines: int,
+    folder: Path,
+    engine_host: type[EngineHost] = EngineHost,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Starts a trainer and as many engines, in actors of their own; kills them in the end."""
     actors: list[Any] = []
@@ -79,7 +84,7 @@ def hosts(
 
     try:
         names = [f"rollout-{i}" for i in range(engines)]
-        found = {name: spawn(name, partial(EngineHost, name, config, family, transports)) for name in names}
+        found = {name: spawn(name, partial(engine_host, name, config, family, transports)) for name in names}
         address = ray.util.get_node_ip_address()
         trainer = spawn("trainer", partial(TrainerHost, config, family, transports, found, str(folder), address))
         yield trainer, found

@@ -3,6 +3,7 @@ transformer's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from omni_async.config import Config, with_spec
 from omni_async.families import PipelineFamily, SamplingSpec
+from omni_async.media import Media
 from omni_async.sde.schedules import linear
 from omni_async.types import Prompt
 
@@ -41,16 +43,21 @@ class SizedPolicy:
     """An `omni_async.policy.Policy`; `path` is the megabytes of its float32 weights: square matrices of 256 kB up to
     20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
 
+    components: tuple[str, ...] = ("transformer",)
+
     def __init__(self, path: str) -> None:
         self.path = path
         self.transformer: nn.Module | None = None
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         megabytes = float(self.path)
         width = 256 if megabytes <= 20 else 1024
         blocks = max(1, round(megabytes * 1e6 / (4 * width * width * len(LORA_TARGETS))))
         self.transformer = _Blocks(blocks, width).to(dtype).eval()
-        return self.transformer
+        return {"transformer": self.transformer}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: SamplingSpec) -> tuple[int, ...]:
         return _latent_shape(*_size(spec))
@@ -60,7 +67,7 @@ class SizedPolicy:
 
     def velocity(
         self,
-        transformer: nn.Module,
+        components: Mapping[str, nn.Module],
         latents: Tensor,
         sigma: Tensor,
         conditioning: TensorDict,
@@ -68,7 +75,7 @@ class SizedPolicy:
         **_: Any,
     ) -> Tensor:
         """Computes with the first matrix alone."""
-        out: Tensor = transformer(latents)
+        out: Tensor = components["transformer"](latents)
         return out
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
@@ -123,8 +130,8 @@ class _Codec:
     def encode(self, prompt: Prompt, spec: SamplingSpec) -> TensorDict:
         return TensorDict({}, batch_size=[])
 
-    def decode(self, latents: Tensor, spec: SamplingSpec) -> Tensor:
-        return torch.zeros(len(latents), 3, *_size(spec), dtype=torch.uint8)
+    def decode(self, latents: Tensor, spec: SamplingSpec) -> list[Media]:
+        return [Media(image=torch.zeros(3, *_size(spec), dtype=torch.uint8)) for _ in latents]
 
-    def encode_images(self, pixels: Tensor) -> Tensor:
-        return torch.zeros(len(pixels), *_latent_shape(*pixels.shape[-2:]))
+    def encode_media(self, media: list[Media], spec: SamplingSpec) -> Tensor:
+        return torch.zeros(len(media), *_latent_shape(*_size(spec)))

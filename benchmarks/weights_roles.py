@@ -18,6 +18,7 @@ import torch
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
+from omni_async.components import named_parameters
 from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.requests import RequestFactory
@@ -114,8 +115,7 @@ class EngineHost:
 
     async def digest(self) -> str:
         """Digests the weights the diffusers engine computes with."""
-        transformer: torch.nn.Module = self._engine._transformer  # type: ignore[attr-defined]
-        return await asyncio.to_thread(digest_tensors, transformer.named_parameters())
+        return await asyncio.to_thread(digest_tensors, named_parameters(self._engine._components))  # type: ignore[attr-defined]
 
     async def generate(self, samples: int) -> float:
         """Returns the seconds that `samples` training samples take, all asked for at once."""
@@ -125,6 +125,10 @@ class EngineHost:
         started = time.perf_counter()
         await asyncio.gather(*(self._engine.generate(request) for request in requests[:samples]))
         return time.perf_counter() - started
+
+    async def processor_seconds(self) -> float:
+        """Returns the processor time that this process has taken so far, in all threads."""
+        return time.process_time()
 
 
 class _Route:
@@ -189,7 +193,7 @@ class TrainerHost:
             for parameter in transformer.parameters():
                 if parameter.requires_grad:
                     parameter.add_(size)
-        return digest_tensors(transformer.named_parameters())
+        return digest_tensors(named_parameters({"transformer": transformer}))
 
     async def publish(self, transport: str) -> PublishTimes:
         """Publishes one version, from the export until every engine has swapped."""

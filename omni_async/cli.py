@@ -36,7 +36,7 @@ timeline and summary.
 
 _CHECK = """\
 Validate a recipe without starting anything: its values, its checkpoint folder, every line of its prompt files, its
-scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic image (not with
+scorers' parameters and what they need of each prompt. Scorers are loaded and score a synthetic sample (not with
 --no-probe). Then print the recipe with every default filled in. What is printed is a recipe itself (credentials are
 masked):
 
@@ -45,7 +45,8 @@ masked):
 """
 
 _LIST = """\
-List what a recipe may name: model families, engines, algorithms, transitions and scorers, those of installed packages
+List what a recipe may name: model families (what media they make, which of their components are trained, on which
+engines they run and how these batch), engines, algorithms, transitions and scorers, those of installed packages
 included:
 
   omni-async list
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
             help="override a value of the recipe (values are YAML)",
         )
     check.add_argument(
-        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic image"
+        "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
     commands.add_parser(
         "list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw
@@ -213,20 +214,9 @@ def _docs(out: Path) -> int:
 
 
 def _list() -> int:
-    from omni_async.algorithms.registry import objectives
-    from omni_async.config.describe import describe, fields_of
-    from omni_async.config.schema import Rollout, Sde
-    from omni_async.families import family_names
-    from omni_async.rewards.registry import names
+    from omni_async.runtime.listing import listing
 
-    _say("model families  " + ", ".join(family_names()))
-    for label, section, field in (("engines", Rollout, "engine"), ("transitions", Sde, "kind")):
-        _say(f"{label:<16}" + describe(fields_of(section)[field]).removeprefix("one of ").replace("'", ""))
-    _say("scorers         " + ", ".join(names()))
-    _say("algorithms")
-    for name, objective in sorted(objectives().items()):
-        _say(f"  {name:<14}{objective.summary}")
-    return 0
+    return _say("\n".join(listing()))
 
 
 def _say(text: str) -> int:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 GROUP = "omni_async.pipelines"
+PARTS = ("image", "video", "audio")  # of media
 
 
 class MediaShape(msgspec.Struct, frozen=True):
@@ -38,6 +40,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Whether the conditioning needs an unconditional branch."""
         return False
 
+    def problem(self, checkpoint: Path) -> str | None:
+        """Returns why the model in the folder `checkpoint` makes no such sample, as `key: reason`; None if it does.
+        Reads configuration files, which were checked to be there and to be JSON."""
+        return None
+
     def media(self) -> tuple[MediaShape, ...]:
         """Returns the shapes of what is decoded from a sample; of emulated ones nothing is."""
         return ()
@@ -46,7 +53,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PipelineFamily(msgspec.Struct, frozen=True):
     """A model family. `policy` is a `module:Class`; `sampling` the class of its specs; `vllm_pipeline` and
     `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
-    checkpoint's `model_index.json` must have."""
+    checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained;
+    `prompt_images` is the number of images that a prompt may carry (its codec reads them by
+    `omni_async.image_files.read_prompt_image`)."""
 
     name: str
     policy: str
@@ -54,6 +63,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     sampling: type[SamplingSpec]
     vllm_pipeline: str | None = None
     vllm_extension: str | None = None
+    components: tuple[str, ...] = ("transformer",)
+    prompt_images: int = 0
 
 
 @cache
@@ -64,9 +75,22 @@ def family_names() -> tuple[str, ...]:
 
 @cache
 def find_family(name: str) -> PipelineFamily:
-    """Returns the family registered as `name`; ValueError lists the known ones."""
+    """Returns the family registered as `name`. ValueError lists the known ones, or says why its package, which is
+    foreign code, gives none."""
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
-    family: PipelineFamily = points[name].load()
+    target = points[name].value
+    try:
+        family = points[name].load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
+        raise ValueError(
+            f"model.pipeline: {name!r} is registered as {target!r}, which cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from None
+    if not isinstance(family, PipelineFamily):
+        raise ValueError(
+            f"model.pipeline: {name!r} is registered as {target!r}, which is a {type(family).__name__}, not a"
+            " PipelineFamily"
+        )
     return family

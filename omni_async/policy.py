@@ -8,10 +8,12 @@ known of a family without torch is in `omni_async.families`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omni_async.families import PipelineFamily
+from omni_async.media import Media
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,25 +29,32 @@ def load_policy(family: PipelineFamily, path: str) -> Policy:
 
 
 class Policy(Protocol):
-    """A model family's functions for one checkpoint. Shapes: B samples, T latent tokens, C channels per token, L text
-    tokens, E text width; `spec` is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B]
-    with the keys the family's `encode` produced; samples of different lengths are padded by `stack_conditioning`."""
+    """A model family's functions for one checkpoint. Latents are (B, *shape) of B samples, whatever the shape; `spec`
+    is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B] with the keys the family's
+    `encode` produced.
+
+    components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
+    """
 
     path: str
+    components: tuple[str, ...]
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Loads the denoiser alone, on CPU, in eval mode (no dropout), weights in `dtype`."""
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        """Loads the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
+
+    def component_of(self, sigma: float) -> str:
+        """Returns the component that computes the velocity at `sigma` in [0, 1]."""
 
     def latent_shape(self, spec: Any) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents as the transformer takes them, e.g. (T, C). ValueError if the
-        checkpoint's model makes no such sample."""
+        """Returns the shape of one sample's latents as the denoiser takes them. ValueError if the checkpoint's model
+        makes no such sample."""
 
     def sigmas(self, num_inference_steps: int, spec: Any) -> torch.Tensor:
         """Returns the very numbers of the family's scheduler: float32 (N + 1,), decreasing, last value 0."""
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -53,11 +62,13 @@ class Policy(Protocol):
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
-        """Computes v = eps - x0, float32 (B, T, C), guidance included. `latents` float32 (B, T, C); `sigma` float32
-        (B,). Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
+        """Computes v = eps - x0, float32, shaped as `latents`, guidance included. `latents` float32 (B, *shape);
+        `sigma` float32 (B,), of rows that one component takes. `components` may be diffusers' or an engine's own.
+        Without `unconditional_gradient` no gradient flows through guidance's unconditional branch."""
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
-        """Stacks per-sample conditioning (batch size []) to one of batch size [B], padded where lengths differ."""
+        """Stacks per-sample conditioning (batch size []) to one of batch size [B]: `omni_async.conditioning.stack_rows`
+        with the family's rule for every key."""
 
     def blank_conditioning(self, spec: Any) -> TensorDict:
         """Makes conditioning of one sample, batch size [], with the shapes of a short prompt and nothing in it; with
@@ -74,10 +85,11 @@ class Codec(Protocol):
         """Encodes one prompt to conditioning, batch size []; with the unconditional branch if the spec is guided.
         ValueError for a prompt that the model cannot take."""
 
-    def decode(self, latents: torch.Tensor, spec: Any) -> torch.Tensor:
-        """Decodes final latents (B, T, C) to uint8 images (B, 3, height, width)."""
+    def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
+        """Decodes final latents (B, T, C) to the media of B samples, of the shapes that `spec.media()` says: tensors on
+        the CPU, and no views, which would keep the whole batch alive."""
 
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Inverts `decode`, as far as the VAE has an inverse: uint8 images (B, 3, height, width) to latents (B, T, C)
-        float32 on the codec's device, noise-free (the posterior's mode), so that an image always has the same latents.
-        Raises ValueError for another dtype or shape, or a size the family's latents do not divide."""
+    def encode_media(self, media: list[Media], spec: Any) -> torch.Tensor:
+        """Inverts `decode`, as far as the VAE has an inverse: the media of B samples to latents (B, T, C) float32 on
+        the codec's device, noise-free (the posterior's mode), so that they always have the same latents. Raises
+        ValueError for other shapes than the spec's (`media.require_media`)."""

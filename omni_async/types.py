@@ -10,8 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
+from omni_async.version_spans import VersionSpans
+
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
+
+
+class PromptImage(msgspec.Struct, frozen=True):
+    """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes."""
+
+    path: str
+    digest: str
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -22,6 +31,7 @@ class Prompt(msgspec.Struct, frozen=True):
     text: str
     target: str | None = None
     metadata: dict[str, Any] = {}
+    images: tuple[PromptImage, ...] = ()
 
 
 class SdeWindow(msgspec.Struct, frozen=True):
@@ -62,21 +72,23 @@ class SampleRequest(msgspec.Struct, frozen=True):
 
 
 class SampleResult(msgspec.Struct, frozen=True):
-    """A generated sample. `step_versions[k]` is the policy version that took the k-th trained step; `version` took step
-    0. In a training sample without a window every step counts as trained, because its final latents are trained on."""
+    """A generated sample. `step_versions` are the policy versions that took the trained steps; `version` took step 0.
+    In a training sample without a window every step counts as trained, because its final latents are trained on.
+    `nbytes` are those of its trajectory and its media."""
 
     sample_id: str
     engine: str
     trajectory: Any
     media: Any
     version: int
-    step_versions: tuple[int, ...]
+    step_versions: VersionSpans
     started: float
     finished: float
+    nbytes: int = 0
 
 
 class ScoreJob(msgspec.Struct, frozen=True):
-    """A sample to score. `attempt` is the sample's: one that was lost and generated again has another image."""
+    """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media."""
 
     sample_id: str
     kind: SampleKind
@@ -100,7 +112,7 @@ class Score(msgspec.Struct, frozen=True):
 
 class ScoreResult(msgspec.Struct, frozen=True):
     """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
-    `attempt` is the job's. `gone`: the image could not be fetched any more, which is not the scorer's failure.
+    `attempt` is the job's. `gone`: the media could not be fetched any more, which is not the scorer's failure.
     `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
     tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and failed this sample
     twice with the same error. `final`: scoring it again would not help."""
@@ -121,17 +133,20 @@ class ReadySample(msgspec.Struct, frozen=True):
     trajectory: Any
     media: Any
     score: Score
-    step_versions: tuple[int, ...]
+    step_versions: VersionSpans
+    nbytes: int = 0
 
 
 class ReadyGroup(msgspec.Struct, frozen=True):
-    """A whole prompt group, generated and scored, as the trainer takes it."""
+    """A whole prompt group, generated and scored, as the trainer takes it. `bucket` is the position of its
+    `SamplingSpec` in `rollout.specs`."""
 
     group: int
     prompt: Prompt
     window: SdeWindow | None
     admitted_version: int
     samples: tuple[ReadySample, ...]
+    bucket: int = 0
 
     @property
     def rewards(self) -> list[float]:
@@ -141,23 +156,25 @@ class ReadyGroup(msgspec.Struct, frozen=True):
     def oldest_version(self) -> int:
         """Returns the oldest version of any trained step. Samples that no policy made (a dataset's) count as of the
         version they were admitted under."""
-        return min((v for s in self.samples for v in s.step_versions), default=self.admitted_version)
+        return min((s.step_versions.oldest for s in self.samples if s.step_versions), default=self.admitted_version)
 
 
 class TrainGroup(msgspec.Struct, frozen=True):
     """The part of a ready group that is trained on, beside the trajectories that a rank has fetched: one entry per
     chosen sample, in the same order everywhere.
 
-    `seeds` draw a sample's training noise and its subset of steps; the two samples of a preference pair share one.
-    `staleness[i][k]` is the version trained from minus the version that took trained step k. `weights[i][k]`, where
-    given, are importance weights made from the whole update, and replace what the trainer would compute from the group
-    alone.
+    `version` is the one trained from; `step_versions` are those that took each sample's trained steps. `spec` is the
+    `SamplingSpec` that all samples were drawn by. `seeds` draw a sample's training noise and its subset of steps; the
+    two samples of a preference pair share one. `weights[i][k]`, where given, are importance weights made from the whole
+    update, and replace what the trainer would compute from the group alone.
     """
 
     group: int
+    version: int
+    spec: Any
     advantages: tuple[float, ...]
     seeds: tuple[int, ...]
-    staleness: tuple[tuple[int, ...], ...]
+    step_versions: tuple[VersionSpans, ...]
     weights: tuple[tuple[float, ...], ...] | None = None
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from omni_async.families import SamplingSpec
+from omni_async.media import Media, require_media
+
 
 def read_config(path: str, part: str, name: str = "config.json") -> dict[str, Any]:
     """Returns a part's configuration file. ValueError if the checkpoint has none."""
@@ -35,3 +38,15 @@ def load_tokenizer(cls: Any, path: str, folder: str = "tokenizer") -> Any:
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     """Maps a VAE's output in [-1, 1] to uint8, as diffusers' image processor does."""
     return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def as_images(pixels: torch.Tensor) -> list[Media]:
+    """Makes the media of B samples of a VAE's output (B, 3, height, width) in [-1, 1]."""
+    return [Media(image=image.clone()) for image in to_uint8(pixels).cpu()]
+
+
+def stack_images(media: list[Media], spec: SamplingSpec) -> torch.Tensor:
+    """Returns the images of B samples as float32 (B, 3, height, width) in [-1, 1]. ValueError if one is not the
+    spec's."""
+    require_media(media, spec)
+    return torch.stack([torch.as_tensor(one.image) for one in media]).float() / 127.5 - 1.0

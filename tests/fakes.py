@@ -3,6 +3,7 @@ have produced."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
+from omni_async.policy import Policy
 from omni_async.sde.transitions import ode_step, take_step
 from omni_async.training.groups import GroupBatch
 from pipelines.qwen_image.sampling import QwenImageSampling
@@ -62,16 +64,27 @@ class TinyTransformer(nn.Module):
         return self.proj_out(x[:, text.shape[1] :])
 
 
+def load_model(policy: Policy, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
+    """Returns all of a policy's components as one module, whose parameters are named as on the wire. A policy's
+    `velocity` takes it as its mapping of components."""
+    return nn.ModuleDict(policy.load_components(dtype))
+
+
 class TinyPolicy:
     """See `omni_async.policy.Policy`; `path` is the seed of the weights."""
 
     def __init__(self, path: str = "0") -> None:
         self.path = path
 
-    def load_transformer(self, dtype: torch.dtype) -> nn.Module:
+    components: tuple[str, ...] = ("transformer",)
+
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(self.path))
-            return TinyTransformer().eval().to(dtype)
+            return {name: TinyTransformer().eval().to(dtype) for name in self.components}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
         return (spec.height // 16 * (spec.width // 16), CHANNELS)
@@ -81,7 +94,7 @@ class TinyPolicy:
 
     def velocity(
         self,
-        transformer: nn.Module,
+        components: Mapping[str, nn.Module],
         latents: Tensor,
         sigma: Tensor,
         conditioning: TensorDict,
@@ -89,6 +102,7 @@ class TinyPolicy:
         *,
         unconditional_gradient: bool = True,
     ) -> Tensor:
+        transformer = components[self.component_of(sigma[0].item())]
         dtype = next(transformer.parameters()).dtype
 
         def predict(text: Tensor) -> Tensor:
@@ -108,14 +122,30 @@ class TinyPolicy:
         )
 
 
+class TwoExperts(TinyPolicy):
+    """A policy of two components of different weights, one for sigma >= 0.7 and one for what is below."""
+
+    components = ("transformer", "transformer_2")
+
+    def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        found = super().load_components(dtype)
+        with torch.no_grad():
+            for parameter in found["transformer_2"].parameters():
+                parameter.mul_(1.5)
+        return found
+
+    def component_of(self, sigma: float) -> str:
+        return self.components[sigma < 0.7]
+
+
 def tiny_trajectory(
-    policy: TinyPolicy, config: Config, seed: int, window: range, transformer: nn.Module | None = None
+    policy: TinyPolicy, config: Config, seed: int, window: range, model: nn.ModuleDict | None = None
 ) -> TensorDict:
     """A sample made by the policy itself, as an engine would make it; without `rollout.sde` no step is noisy and
     `window` is not looked at."""
     r = config.rollout
     generator = torch.Generator().manual_seed(seed)
-    transformer = transformer or policy.load_transformer(torch.float32)
+    model = model or load_model(policy)
     sigmas = policy.sigmas(r.num_inference_steps, r.sampling)
     length = 2 + seed % 3
     conditioning = TensorDict(
@@ -128,7 +158,7 @@ def tiny_trajectory(
     for i in range(r.num_inference_steps):
         sigma, sigma_next = sigmas[i : i + 1], sigmas[i + 1 : i + 2]
         with torch.no_grad():
-            v = policy.velocity(transformer, x, sigma, batch, r.sampling)
+            v = policy.velocity(model, x, sigma, batch, r.sampling)
         if i not in noisy or r.sde is None:
             x = ode_step(x, v, sigma, sigma_next)
             continue
@@ -157,16 +187,15 @@ def tiny_group(
     seed: int = 0,
     window: range = range(1, 3),
     staleness: int = 0,
-    transformer: nn.Module | None = None,
+    model: nn.ModuleDict | None = None,
 ) -> GroupBatch:
     """A group of `rollout.group_size` samples with random advantages, every step `staleness` versions old."""
-    samples = [
-        tiny_trajectory(policy, config, 100 * seed + i, window, transformer) for i in range(config.rollout.group_size)
-    ]
+    samples = [tiny_trajectory(policy, config, 100 * seed + i, window, model) for i in range(config.rollout.group_size)]
     advantages = torch.randn(len(samples), generator=torch.Generator().manual_seed(seed)).tolist()
     trained = len(window) if config.rollout.sde is not None else config.rollout.num_inference_steps
     return GroupBatch(
         group=seed,
+        spec=config.rollout.sampling,
         trajectories=samples,
         advantages=advantages,
         seeds=[1000 * seed + i for i in range(len(samples))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import omni_async
 from omni_async import cli
 from omni_async.algorithms.registry import objectives
 from omni_async.config import load
+from omni_async.families import family_names
 from omni_async.runtime import train as runtime
 from omni_async.tracking.mlflow_connect import MlflowUnusableError
 from tests.algorithms.wrong_combinations import RIGHT, WRONG
@@ -83,13 +85,28 @@ def test_list_names_what_a_recipe_may_say(capsys):
     assert cli.main(["list"]) == 0
     shown = capsys.readouterr().out
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
-    assert lines == {
-        "model families": "qwen_image",
-        "engines": "vllm_omni, diffusers, emulated",
-        "transitions": "flow, cps, dance",
-        "scorers": "jpeg_size, ocr",
-        "algorithms": "",
-    }
+    assert list(lines) == ["model families", "engines", "transitions", "scorers", "algorithms"]
+    assert lines["engines"] == "vllm_omni, diffusers, emulated"
+    assert lines["transitions"] == "flow, cps, dance"
+    assert lines["scorers"] == "jpeg_size, motion_smoothness, ocr"
+
+
+def test_list_shows_what_each_family_makes_and_runs_on(capsys):
+    assert cli.main(["list"]) == 0
+    families, *_ = capsys.readouterr().out.partition("\nengines")
+    heading, *rows = (re.split(r"\s{2,}", line.strip()) for line in families.splitlines())
+    assert heading == ["model families", "media", "components", "engines", "batching"]
+    assert [name for name, *_ in rows] == list(family_names())
+    for family in ("qwen_image", "stable_diffusion_3"):
+        assert [family, "image", "transformer", "vllm_omni, diffusers", "step, request"] in rows
+
+
+def test_list_takes_less_than_two_seconds():
+    """Measures processor time, which a busy machine does not lengthen."""
+    program = "import resource; {}; print(resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
+    listing = program.format("from omni_async import cli; cli.main(['list'])")
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert float(done.stdout.splitlines()[-1]) < 2
 
 
 def test_list_says_of_every_algorithm_what_it_does(capsys):

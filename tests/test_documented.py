@@ -9,18 +9,18 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from omni_async import cli
 from omni_async.config import load
-from omni_async.families import MediaShape
+from omni_async.media import Media
 from omni_async.rewards import registry
-from omni_async.types import Prompt
+from omni_async.rewards.composition import WeightedScorer
+from omni_async.types import Prompt, Score
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -32,8 +32,8 @@ STAND_INS = {
     "N": "5",
     "my_recipe.yaml": "recipes/quickstart/quickstart.yaml",
 }
-# Recipes that need what is not in the repository: weights, a data set that is built, accelerators.
-NEED_MORE = ("recipes/qwen_image_ocr/", "diffusion_dpo_offline", "gpus=")
+# Recipes that need what is not in the repository: weights, a checkpoint or a data set that is built, accelerators.
+NEED_MORE = ("recipes/qwen_image_ocr/", "recipes/tiny/", "diffusion_dpo_offline", "gpus=")
 SLOW = ("--updates 1000", "--sweep")
 
 
@@ -150,18 +150,25 @@ def test_the_documented_scorer_scores_and_its_check_of_prompts_checks(workplace:
     )
 
 
-def test_the_documented_model_family_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = ModuleType("my_package.my_model.sampling")
-    exec(snippet("# my_package/my_model/sampling.py"), sampling.__dict__)
-    monkeypatch.setitem(sys.modules, sampling.__name__, sampling)
-    place: dict[str, Any] = {}
-    exec(snippet("# my_package/my_model/__init__.py"), place)
-    family = place["FAMILY"]
-    assert family.name == "my_model"
-    spec = msgspec.convert({"height": 64, "width": 32, "guidance_scale": 4}, family.sampling)
-    assert spec.guided and spec.media() == (MediaShape("image", (3, 64, 32)),)
-    with pytest.raises(msgspec.ValidationError, match="multiple of 16"):
-        msgspec.convert({"height": 72}, family.sampling)
+def test_the_documented_scorer_of_audio_scores_audio() -> None:
+    namespace: dict[str, Any] = {"Score": Score}
+    exec(snippet("class Loudness:"), namespace)
+    tone = Media(audio=np.full((2, 10), 0.5, np.float32), sample_rate=8000)
+    reward = WeightedScorer.alone(namespace["Loudness"]())
+    assert reward.score([tone], [Prompt(0, "x")])[0].value == pytest.approx(0.5)
+
+
+EXCERPTS = list(blocks(ROOT / "docs" / "integrate-a-model.md", "python|toml"))
+
+
+@pytest.mark.parametrize("excerpt", EXCERPTS, ids=lambda text: text.splitlines()[0].removeprefix("# "))
+def test_code_on_the_page_about_model_families_is_that_of_the_file_it_names(excerpt: str) -> None:
+    """Checks that its lines are there, in this order; `...` leaves lines out."""
+    first, *lines = excerpt.splitlines()
+    there = iter((ROOT / first.removeprefix("# ")).read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.strip() not in ("", "..."):
+            assert any(line.strip() == other.strip() for other in there), line
 
 
 def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -> None:
@@ -176,7 +183,9 @@ def test_the_documented_way_to_a_diffusers_folder_leads_there(workplace: Path) -
     begun = QwenImageTransformer2DModel.from_pretrained("recipes/quickstart/checkpoint", subfolder="transformer")
     trained = {name: parameter.data + 1 for name, parameter in begun.named_parameters()}
     writer = dcp.HuggingFaceStorageWriter(folder)
-    dcp.save({f"model.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True)
+    dcp.save(
+        {f"model.transformer.{name}": value for name, value in trained.items()}, storage_writer=writer, no_dist=True
+    )
     exec(program, {})
     again = QwenImagePipeline.from_pretrained("trained").transformer
     assert all(torch.equal(parameter, trained[name]) for name, parameter in again.named_parameters())

@@ -139,7 +139,7 @@ class Checkpointer:
 
 
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Returns the group with these references to its trajectories, and without images."""
+    """Returns the group with these references to its trajectories, and without media."""
     samples = zip(group.samples, references, strict=True)
     return replace(
         group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)

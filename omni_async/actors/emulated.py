@@ -17,7 +17,7 @@ import numpy as np
 
 from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
-from omni_async.actors.rewarder import Gone, Rewarder
+from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
@@ -60,17 +60,17 @@ class EmulatedRewarder(Rewarder):
                 await self._device.busy(self._switch.sample(self._random), self._device.now())
         return await super()._score_all(jobs)
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[Any]:
         self._since = self._device.now()  # fetching is part of the profile's time
         return await super()._fetch(jobs)
 
-    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
+    async def _score(self, media: list[Any], jobs: list[ScoreJob]) -> list[Score | Failure]:
         await self._device.busy(self._replay.seconds(len(jobs)), self._since)
-        return [self._replayed(image, job) for image, job in zip(images, jobs, strict=True)]
+        return [self._replayed(one, job) for one, job in zip(media, jobs, strict=True)]
 
-    def _replayed(self, image: np.ndarray, job: ScoreJob) -> Score | Failure:
+    def _replayed(self, media: Any, job: ScoreJob) -> Score | Failure:
         try:
-            return self._replay.score([image], [job.prompt])[0]
+            return self._replay.score([media], [job.prompt])[0]
         except ValueError as error:
             return Failure(f"ValueError: {error}")
 
@@ -224,11 +224,11 @@ class EmulatedUpdate:
     async def _recompute_proximal(self, group: ReadyGroup) -> None:
         if self._plan.proximal:
             with self._tracer.span("proximal", version=self._version, group=group.group):
-                await self._rank.recompute_proximal(_batch(group))
+                await self._rank.recompute_proximal(_batch(group, self._version))
 
     async def _accumulate(self, group: ReadyGroup) -> None:
         with self._tracer.span("train", version=self._version, group=group.group):
-            await self._rank.accumulate(_batch(group), 1.0)
+            await self._rank.accumulate(_batch(group, self._version), 1.0)
 
     async def _step(self) -> None:
         with self._tracer.span("train", version=self._version, step=self._steps):
@@ -236,6 +236,6 @@ class EmulatedUpdate:
         self._steps += 1
 
 
-def _batch(group: ReadyGroup) -> TrainGroup:
+def _batch(group: ReadyGroup, version: int) -> TrainGroup:
     """Returns a group's batch without values: nothing is computed from it."""
-    return TrainGroup(group.group, (), (), ())
+    return TrainGroup(group.group, version, None, (), (), ())

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
-from omni_async.algorithms.timesteps import num_draws, num_trained
 from omni_async.algorithms.validation import problems
 from omni_async.config import Config, ConfigError
 
@@ -62,23 +62,17 @@ def require_trainable(config: Config) -> None:
 
 
 def plan_updates(config: Config) -> Plan:
-    algorithm, rollout = config.algorithm, config.rollout
-    objective = find_objective(algorithm.name)
-    if rollout.sde is None or objective.process == "forward":
-        rows = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
-    else:
-        rows = num_trained(rollout.sde.window.size, algorithm.timestep_fraction)
-    weigh = objective.process == "transition" and _weighs(config)
-    mode, why = _streaming(config, weigh)
-    paired = objective.unit == "pair"
+    kind = find_kind(find_objective(config.algorithm.name).kind)
+    weigh = kind.ratio and _weighs(config)
+    mode, why = _streaming(config, weigh, kind.paired)
     return Plan(
         mode=mode,
         why=why,
         weigh=weigh,
-        proximal=weigh or (objective.process == "transition" and _recomputes(config)),
-        paired=paired,
-        rows_per_sample=rows,
-        samples_per_group=2 if paired else rollout.group_size,
+        proximal=weigh or (kind.ratio and _recomputes(config)),
+        paired=kind.paired,
+        rows_per_sample=kind.rows_per_sample(config),
+        samples_per_group=2 if kind.paired else config.rollout.group_size,
     )
 
 
@@ -96,7 +90,7 @@ def _weighs(config: Config) -> bool:
     return correction.needs_update or (rescales and penalised)
 
 
-def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
+def _streaming(config: Config, weigh: bool, paired: bool) -> tuple[Streaming, str]:
     trainer, advantage = config.trainer, config.algorithm.advantage
     objective = find_objective(config.algorithm.name)
     if trainer.streaming == "off":
@@ -108,7 +102,7 @@ def _streaming(config: Config, weigh: bool) -> tuple[Streaming, str]:
         )
     if weigh:
         return "collect", "the off-policy correction looks at the whole update"
-    if objective.unit == "pair":
+    if paired:
         return "as_ready", "a preference needs its pair alone"
     if advantage.track_prompts:
         return "collect", "prompts are tracked across groups"

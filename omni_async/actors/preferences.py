@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from omni_async.accelerator import require_accelerator
@@ -27,10 +26,12 @@ from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.families import SamplingSpec
+from omni_async.media import Media
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError
-from omni_async.store import ObjectStore
+from omni_async.store import ObjectStore, nbytes
 from omni_async.types import SampleRequest, SampleResult, Score, ScoreResult
+from omni_async.version_spans import VersionSpans
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +42,9 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 
 class Pairs(Protocol):
-    def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Returns the chosen and the rejected image, each (H, W, 3) uint8 RGB, of any size. Called from one thread.
-        ValueError if there is none."""
+    def media(self, pair: int) -> tuple[Media, Media]:
+        """Returns the chosen and the rejected image, each of any size. Called from one thread. ValueError if there is
+        none."""
 
 
 class PreferenceReader:
@@ -72,7 +73,7 @@ class PreferenceReader:
         self._tracer = Tracer(name, coordinator, clock)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         # The pair encoded last: a lease brings a pair's two samples one after the other.
-        self._encoded: tuple[tuple[int, SamplingSpec], list[NDArray[np.uint8]], torch.Tensor] | None = None
+        self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
     async def start(self) -> None:
         """Loads text encoder and VAE."""
@@ -112,7 +113,7 @@ class PreferenceReader:
         started = self._clock.now()
         try:
             async with asyncio.timeout(limit) as deadline:
-                tensors, image = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
+                tensors, made = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
         except Exception as error:  # noqa: BLE001 (whatever one sample does wrong is reported and retried, not fatal)
             if deadline.expired():
                 raise EngineError(
@@ -122,7 +123,7 @@ class PreferenceReader:
             return
         finished = self._clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
-        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(image))
+        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(made))
         # No policy made the sample, so there is no version that took a step of it.
         result = SampleResult(
             request.sample_id,
@@ -130,9 +131,10 @@ class PreferenceReader:
             reference,
             media,
             version=0,
-            step_versions=(),
+            step_versions=VersionSpans(),
             started=started,
             finished=finished,
+            nbytes=nbytes(tensors) + nbytes(made),
         )
         await self._coordinator.samples_done(self.name, [result])
 
@@ -158,8 +160,8 @@ class PreferenceReader:
         self._codec = self._policy.load_codec(getattr(torch, self._config.model.dtype)).to(device)
         self._conditioning = ConditioningCache(self._codec)
 
-    def _make(self, request: SampleRequest) -> tuple[TensorDict, NDArray[np.uint8]]:
-        """Returns the trajectory, on the CPU, and the image (height, width, 3) that its latents stand for."""
+    def _make(self, request: SampleRequest) -> tuple[TensorDict, Media]:
+        """Returns the trajectory, on the CPU, and the media that its latents stand for."""
         import torch
         from tensordict import TensorDict
 
@@ -167,43 +169,42 @@ class PreferenceReader:
             raise ValueError(
                 f"a preference dataset has two training samples per prompt; sample {request.sample_id} is none of them"
             )
-        images, latents = self._encode(request.prompt.index, request.spec)
+        media, latents = self._encode(request.prompt.index, request.spec)
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
             "conditioning": self._conditioning.of(request),
             "sigmas": self._policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }
-        return TensorDict(tensors, batch_size=[]).cpu(), images[request.sample]
+        return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
 
-    def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[NDArray[np.uint8]], torch.Tensor]:
-        """Returns both images of a pair, (height, width, 3), and their latents (2, T, C). Encodes both in one batch, so
+    def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
+        """Returns both images of a pair, of the spec's size, and their latents (2, T, C). Encodes both in one batch, so
         that latents do not depend on what was leased together."""
-        import torch
-
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
-            (media,) = spec.media()
-            images = [fit(image, *media.shape[1:]) for image in self._pairs.images(pair)]
-            latents = self._codec.encode_images(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous())
+            (shape,) = spec.media()
+            media = [fit(one, *shape.shape[1:]) for one in self._pairs.media(pair)]
+            latents = self._codec.encode_media(media, spec)
             if not latents.isfinite().all():
                 raise ValueError(f"pair {pair}: the VAE's latents are not finite")
-            self._encoded = key, images, latents
+            self._encoded = key, media, latents
         return self._encoded[1], self._encoded[2]
 
 
-def fit(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Fits (H, W, 3) uint8 to (height, width, 3): the largest centred cut of the wanted aspect ratio, resampled with
-    Lanczos' filter. An image of that size stays as it is."""
-    rows, columns = image.shape[:2]
+def fit(media: Media, height: int, width: int) -> Media:
+    """Fits an image to (height, width): the largest centred cut of the wanted aspect ratio, resampled with Lanczos'
+    filter. An image of that size stays as it is."""
+    rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
-        return image
+        return media
     scale = min(rows / height, columns / width)
     # Division rounds: the side that is not cut must come out whole, not a hair longer than the image.
     tall, wide = min(rows, height * scale), min(columns, width * scale)
     top, left = (rows - tall) / 2, (columns - wide) / 2
     box = (left, top, left + wide, top + tall)
-    return np.array(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS, box=box))
+    resized = np.asarray(Image.fromarray(media.pixels).resize((width, height), Image.Resampling.LANCZOS, box=box))
+    return Media(image=np.ascontiguousarray(resized.transpose(2, 0, 1)))
 
 
 def _sample_of(sample_id: str) -> int:

@@ -153,10 +153,10 @@ class Producer:
         return finished
 
     async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
-        """Stores images apart from the rest, because scorers need them alone."""
+        """Stores media apart from the rest, because scorers need them alone."""
         trajectories = self._store.put_all([sample.tensors for sample in finished])
         references = zip(
-            *await asyncio.gather(trajectories, self._store.put_all([sample.image for sample in finished])),
+            *await asyncio.gather(trajectories, self._store.put_all([sample.media for sample in finished])),
             strict=True,
         )
         return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]

@@ -92,10 +92,11 @@ class Rank:
         mine = self._mine
         return GroupBatch(
             group=batch.group,
+            spec=batch.spec,
             trajectories=self._fetched[batch.group],
             advantages=batch.advantages[mine],
             seeds=batch.seeds[mine],
-            staleness=batch.staleness[mine],
+            staleness=tuple(tuple(batch.version - v for v in versions) for versions in batch.step_versions[mine]),
             weights=batch.weights[mine] if batch.weights is not None else None,
         )
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.control.waiting import first_of
+from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
@@ -28,9 +28,6 @@ from omni_async.rewards.probe import Probe
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import Score, ScoreJob, ScoreResult
 
-if TYPE_CHECKING:
-    import numpy as np
-
 # How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample
 # is asked for.
 _START_S = 30.0
@@ -38,7 +35,7 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Gone:
-    """An image that is gone from the store: the sample has to be generated again."""
+    """Media that are gone from the store: the sample has to be generated again."""
 
     reason: str
 
@@ -119,35 +116,33 @@ class Rewarder:
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         with self._tracer.span("score", samples=len(jobs)):
-            images = await self._fetch(jobs)
-            found = [
-                (job, image) for job, image in zip(jobs, images, strict=True) if not isinstance(image, Failure | Gone)
-            ]
-            outcomes = iter(await self._score([image for _, image in found], [job for job, _ in found]))
+            media = await self._fetch(jobs)
+            found = [(job, one) for job, one in zip(jobs, media, strict=True) if not isinstance(one, Failure | Gone)]
+            outcomes = iter(await self._score([one for _, one in found], [job for job, _ in found]))
             return [
-                _result(job, image if isinstance(image, Failure | Gone) else next(outcomes))
-                for job, image in zip(jobs, images, strict=True)
+                _result(job, one if isinstance(one, Failure | Gone) else next(outcomes))
+                for job, one in zip(jobs, media, strict=True)
             ]
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[np.ndarray | Failure | Gone]:
-        """Fetches each job's image. A missing one says nothing about the scorers."""
-        return await asyncio.gather(*(self._image(job) for job in jobs))
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[Media | Failure | Gone]:
+        """Fetches each job's media. If they are missing, that says nothing about the scorers."""
+        return await asyncio.gather(*(self._media(job) for job in jobs))
 
-    async def _image(self, job: ScoreJob) -> np.ndarray | Failure | Gone:
+    async def _media(self, job: ScoreJob) -> Media | Failure | Gone:
         timeout_s = self._config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                image: np.ndarray = await self._store.get(job.media)
-                return image
+                media: Media = await self._store.get(job.media)
+                return media
         except TimeoutError:
-            return Failure(f"its image did not arrive within {timeout_s:g} s")
+            return Failure(f"its media did not arrive within {timeout_s:g} s")
         except ObjectLost as error:
             return Gone(str(error))
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
 
-    async def _score(self, images: list[np.ndarray], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return await self._panel.score(images, [job.prompt for job in jobs])
+    async def _score(self, media: list[Media], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return await self._panel.score(media, [job.prompt for job in jobs])
 
     async def _report_phase(self, text: str) -> None:
         await self._coordinator.phase(text)

@@ -25,6 +25,7 @@ from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
 from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
@@ -79,10 +80,7 @@ class Trainer:
             await self._checkpointer.take_up(Path(resume), state)
             if _lies_in(resume, self._checkpoints):
                 self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
-        # Means are not needed by every objective on steps, but they show how far the policy has drifted without
-        # sampling noise (kappa).
-        means = ("means",) if self._objective.process == "transition" else ()
-        await self._coordinator.require_fields(tuple(dict.fromkeys((*self._objective.fields, *means))))
+        await self._coordinator.require_fields(trajectory_fields(self._objective, self._config))
 
     async def run(self) -> None:
         await self._coordinator.phase(self._plan.said)

@@ -128,12 +128,19 @@ class Update:
         correction."""
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
+        first = drifts[0].num_elements
+        per_element = self._config.correction.log_ratio == "mean"
+        # One number of elements is divided by below, and samples of other buckets have others.
+        shares = [first / d.num_elements if per_element else 1.0 for d in drifts]
         drift = Drift(
-            torch.tensor([d.log_ratio for d in drifts], dtype=torch.float64),
+            torch.tensor(
+                [[value * share for value in d.log_ratio] for d, share in zip(drifts, shares, strict=True)],
+                dtype=torch.float64,
+            ),
             torch.tensor(kappas, dtype=torch.float64) if len(kappas) == len(drifts) else None,
         )
         correction = self._config.correction
-        corrected: Corrected = correct(drift, correction, drifts[0].num_elements)
+        corrected: Corrected = correct(drift, correction, first)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
         size = self._plan.samples_per_group
         by_group = [weights[i : i + size] for i in range(0, len(weights), size)]
@@ -188,9 +195,11 @@ class Update:
         names = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
+            version=self._version,
+            spec=self._config.rollout.specs[group.bucket],
             advantages=tuple(advantages),
             seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in names),
-            staleness=tuple(tuple(self._version - v for v in sample.step_versions) for sample in samples),
+            step_versions=tuple(sample.step_versions for sample in samples),
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:

@@ -117,7 +117,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="flow_grpo",
         summary="PPO's clipped surrogate per denoising step (Flow-GRPO)",
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.flow_grpo:flow_grpo",
         fields=_STEPS,
         homogeneous=_no_kl,
@@ -126,7 +126,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="dance_grpo",
         summary="Flow-GRPO's loss on DanceGRPO's transition, without KL",
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.dance_grpo:dance_grpo",
         fields=_STEPS,
         homogeneous=_no_kl,
@@ -135,7 +135,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="mix_grpo",
         summary="Flow-GRPO's loss in a window that slides over the denoising steps (MixGRPO)",
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.mix_grpo:mix_grpo",
         fields=_STEPS,
         homogeneous=_mix_homogeneous,
@@ -145,7 +145,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="grpo_guard",
         summary="ratios centred and rescaled per step before clipping (GRPO-Guard)",
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.grpo_guard:grpo_guard",
         fields=(*_STEPS, "means"),
         homogeneous=_no_kl,
@@ -158,7 +158,7 @@ BUILT_IN: tuple[Objective, ...] = (
             "no clip: steps that drifted too far, measured by their exact KL, and still move away are dropped"
             " (Flow-DPPO)"
         ),
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.flow_dppo:flow_dppo",
         fields=(*_STEPS, "means"),
         homogeneous=_no_kl,
@@ -168,7 +168,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="gspo",
         summary="one ratio per sample: the geometric mean over its trained steps (GSPO)",
-        process="transition",
+        kind="transition",
         compute="omni_async.algorithms.objectives.gspo:gspo",
         fields=_STEPS,
         unit="sample",
@@ -178,7 +178,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="diffusion_nft",
         summary="contrasts implicit positive and negative policies on final latents (DiffusionNFT)",
-        process="forward",
+        kind="forward",
         compute="omni_async.algorithms.objectives.diffusion_nft:diffusion_nft",
         fields=_FINAL,
         auxiliary=_nft_auxiliary,
@@ -187,7 +187,7 @@ BUILT_IN: tuple[Objective, ...] = (
     Objective(
         name="awm",
         summary="advantage-weighted flow matching on final latents (AWM)",
-        process="forward",
+        kind="forward",
         compute="omni_async.algorithms.objectives.awm:awm",
         fields=_FINAL,
         unit="sample",
@@ -200,10 +200,9 @@ BUILT_IN: tuple[Objective, ...] = (
             "preferences between the best and the worst sample of a prompt, or between the pairs of a dataset"
             " (Diffusion-DPO)"
         ),
-        process="forward",
+        kind="preference",
         compute="omni_async.algorithms.objectives.diffusion_dpo:diffusion_dpo",
         fields=_FINAL,
-        unit="pair",
         auxiliary=lambda algorithm: frozenset({"reference"}),
         problems=_dpo_problems,
     ),

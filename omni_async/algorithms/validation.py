@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from omni_async.algorithms.correction import validation as correction
+from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Config
@@ -14,42 +15,31 @@ from omni_async.config.schema import Config
 def problems(config: Config) -> Iterator[str]:
     """Yields one message per combination that cannot work. ValueError for an unknown objective."""
     objective = find_objective(config.algorithm.name)
-    if objective.process == "transition":
-        yield from _transition(config, objective)
-    else:
-        yield from _forward(config, objective)
-    yield from _ranks(config, objective)
-    yield from _offline(config, objective)
+    kind = find_kind(objective.kind)
+    yield from _window(config, objective, kind)
+    yield from _ratio(config, objective, kind)
+    yield from _group(config, objective, kind)
+    yield from kind.problems(objective, config)
+    yield from _ranks(config, kind)
+    yield from _offline(config, objective, kind)
     yield from objective.problems(config)
 
 
-def _transition(config: Config, objective: Objective) -> Iterator[str]:
-    algorithm, name = config.algorithm, objective.name
-    if config.rollout.sde is None:
+def _window(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+    if kind.noisy and config.rollout.sde is None:
+        yield (f"rollout.sde: {objective.name} {kind.summary}, and null takes none; set kind, noise_level and window")
+    if not kind.noisy and config.rollout.sde is not None:
         yield (
-            f"rollout.sde: {name} trains denoising steps that were taken with noise, and null takes none; set kind,"
-            " noise_level and window"
+            f"rollout.sde: {objective.name} {kind.summary}, so an SDE window would be noise that nobody learns from;"
+            " set rollout.sde: null"
         )
-    if config.rollout.group_size < 2:
-        yield (
-            f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got"
-            f" {config.rollout.group_size}"
-        )
-    if "means" in objective.fields and config.correction.mode == "interpolated":
-        yield (
-            f"algorithm.correction.mode: {name} needs the mean of the policy its ratio is taken to, and 'interpolated'"
-            " estimates its log-prob alone; use bypass or decoupled"
-        )
-    yield from correction.problems(algorithm.correction)
 
 
-def _forward(config: Config, objective: Objective) -> Iterator[str]:
+def _ratio(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     algorithm, name = config.algorithm, objective.name
-    if config.rollout.sde is not None:
-        yield (
-            f"rollout.sde: {name} trains on final latents and noises them itself, so an SDE window would be noise that"
-            " nobody learns from; set rollout.sde: null"
-        )
+    if kind.ratio:
+        yield from correction.problems(algorithm.correction)
+        return
     if algorithm.correction != Correction():
         yield (
             f"algorithm.correction: {name} has no ratio to the policy that made a sample, so there is nothing to"
@@ -58,26 +48,29 @@ def _forward(config: Config, objective: Objective) -> Iterator[str]:
     if algorithm.clip_range is not None or algorithm.clip_range_nats is not None:
         instead = "; algorithm.awm.clip_range is its own" if name == "awm" else ""
         yield f"algorithm.clip_range: {name} does not clip a ratio of denoising steps{instead}; remove it"
-    if objective.unit != "pair" and config.rollout.group_size < 2:
+
+
+def _group(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
+    if not kind.paired and config.rollout.group_size < 2:
         yield (
-            f"rollout.group_size: {name} compares the samples of a prompt, so it needs at least 2, got"
+            f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
             f" {config.rollout.group_size}"
         )
 
 
-def _ranks(config: Config, objective: Objective) -> Iterator[str]:
+def _ranks(config: Config, kind: Kind) -> Iterator[str]:
     workers, samples = config.trainer.workers, config.rollout.group_size
-    if objective.unit != "pair" and samples % workers:
+    if not kind.paired and samples % workers:
         yield (
             f"trainer.workers: {workers} ranks do not divide rollout.group_size = {samples}; each group is dealt over"
             " the ranks"
         )
 
 
-def _offline(config: Config, objective: Objective) -> Iterator[str]:
+def _offline(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
     if config.data.preferences is None:
         return
-    if objective.unit != "pair":
+    if not kind.paired:
         yield (
             f"data.preferences: {objective.name} learns from rewards of its own samples; preference pairs are for"
             " diffusion_dpo"

@@ -12,6 +12,7 @@ from typing import get_args
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import SCHEDULES
@@ -121,6 +122,6 @@ def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -
 
 
 def _correction(base: Config) -> list[str]:
-    if find_objective(base.algorithm.name).process != "transition":
+    if not find_kind(find_objective(base.algorithm.name).kind).ratio:
         return []  # nothing to correct
     return [f"algorithm.correction={json.dumps(msgspec.to_builtins(base.correction))}"]

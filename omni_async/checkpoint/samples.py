@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.algorithms.registry import find_objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.checkpoint.state import State
 from omni_async.config import Config
 from omni_async.config.redact import redact
@@ -16,6 +18,7 @@ from omni_async.control.control_state import Unfinished
 _ROLLOUT = (
     "group_size",
     "sampling",
+    "buckets",
     "num_inference_steps",
     "share_initial_noise",
     "sde",
@@ -26,6 +29,7 @@ def made_with(config: Config) -> dict[str, Any]:
     """Returns the settings that decide what a sample and its score are, by their names; without secrets."""
     settings = {"run.seed": config.run.seed, **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT}}
     settings |= {"reward.scorers": config.reward.scorers, "reward.max_abs": config.reward.max_abs}
+    settings["trajectory fields"] = trajectory_fields(find_objective(config.algorithm.name), config)
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(redact(msgspec.to_builtins(settings))))
     return plain
 

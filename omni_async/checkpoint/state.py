@@ -12,7 +12,7 @@ from omni_async.checkpoint.errors import CheckpointError
 from omni_async.control.control_state import ControlState
 
 FILE = "state.json"
-FORMAT = 4
+FORMAT = 5
 _LARGEST = 2**30
 _MOST = 10**12  # updates, groups, images: no run has more
 
@@ -106,7 +106,9 @@ def _counts(control: ControlState) -> Iterator[tuple[str, int]]:
             ("admitted_version", group.admitted_version),
             ("prompt", group.prompt.index),
         )
-        yield from (("step_versions", version) for sample in group.samples for version in sample.step_versions)
+        for versions in (sample.step_versions for sample in group.samples):
+            yield from (("step_versions", version) for version, _ in versions.spans)
+            yield "the number of step_versions", versions.num_steps
 
 
 def _too_large(value: Any) -> str | None:

@@ -6,7 +6,7 @@ Objectives are pure functions of tensors and of this section, so its fields are 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -276,3 +276,7 @@ class Algorithm(Section, kw_only=True, frozen=True):
     nft: Annotated[Nft, _doc("diffusion_nft.")] = msgspec.field(default_factory=Nft)
     awm: Annotated[Awm, _doc("awm.")] = msgspec.field(default_factory=Awm)
     dpo: Annotated[Dpo, _doc("diffusion_dpo.")] = msgspec.field(default_factory=Dpo)
+    settings: Annotated[
+        Any,
+        _doc("Settings of an objective of another package; the keys are its own, and `omni-async list` shows them."),
+    ] = msgspec.field(default_factory=dict)

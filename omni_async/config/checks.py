@@ -3,9 +3,12 @@ schema."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from omni_async.config.schema import Config
+from omni_async.config.sizes import size_text
+from omni_async.families import SamplingSpec
 
 _MOST_LIVE_GROUPS = 100_000
 _LEAST_SHARE = 0.0001  # of a CPU or an accelerator
@@ -80,6 +83,31 @@ def _exact(c: Config) -> Iterator[str]:
         )
 
 
+def _bytes(c: Config) -> Iterator[str]:
+    if c.buffer.bound is None:
+        return
+    if c.staleness.exact:
+        yield (
+            "buffer.max_bytes: staleness.exact waits for a whole number of updates' groups, which a bound in bytes may"
+            f" keep out; leave one of them out, got {c.buffer.max_bytes}"
+        )
+    samples = c.trainer.groups_per_update * c.rollout.group_size
+    media = _media_bytes(c)
+    if media and c.buffer.bound <= samples * media:
+        yield (
+            f"buffer.max_bytes: an update's {samples} samples are held together, with {size_text(media)} of media"
+            f" each and their trajectories: expected more than {size_text(samples * media)}, got {c.buffer.max_bytes}"
+        )
+
+
+def _media_bytes(c: Config) -> int:
+    """Returns the bytes of the largest sample's images and videos, uint8; 0 where they are not known yet."""
+    specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
+    return max(
+        (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
+    )
+
+
 def _publishing(c: Config) -> Iterator[str]:
     if c.staleness.max_updates + 1 < c.weights.publish_every:
         yield (
@@ -89,6 +117,19 @@ def _publishing(c: Config) -> Iterator[str]:
         )
     if c.weights.payload == "lora" and c.model.lora is None:
         yield "weights.payload: 'lora' needs model.lora; use 'full' or set model.lora.rank"
+
+
+def _batching(c: Config) -> Iterator[str]:
+    if c.rollout.batching == "step":
+        return
+    if c.weights.swap == "step":
+        set_by = " (set by schedule: async)" if c.schedule == "async" else ""
+        yield (
+            f"weights.swap: 'step'{set_by} swaps between two denoising steps, and rollout.batching: request takes all"
+            " steps of a batch at once; use swap: request or drain, or batching: step"
+        )
+    if c.rollout.engine == "emulated" and c.emulation is None:
+        yield "rollout.batching: 'request' is for the engines vllm_omni and diffusers, not for 'emulated'; use 'step'"
 
 
 def _batches(c: Config) -> Iterator[str]:
@@ -163,7 +204,9 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _live_groups,
     _placement,
     _exact,
+    _bytes,
     _publishing,
+    _batching,
     _batches,
     _reward,
     _algorithm,

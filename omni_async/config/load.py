@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
+from omni_async.config.objective_section import objective_section
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
-from omni_async.families import find_family
+from omni_async.families import PipelineFamily, SamplingSpec, find_family
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
 # directory. run.dir is always relative to the working directory.
@@ -355,7 +356,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(error, tree)}") from None
     _require_no_contradiction(path, config, overrides)
     try:
-        config = apply_schedule(with_spec(config))
+        config = apply_schedule(with_settings(with_spec(config)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problem = check(config)
@@ -365,18 +366,48 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_spec(config: Config) -> Config:
-    """Returns the configuration with `rollout.sampling` as the family's `SamplingSpec`; as it is for a family that is
-    not installed. ConfigError names the key that the family refuses."""
+    """Returns the configuration with `rollout.sampling`, and each bucket's merged over it, as the family's
+    `SamplingSpec`; as it is for a family that is not installed. ConfigError names the key that the family refuses."""
     try:
         family = find_family(config.model.pipeline)
     except ValueError:
         return config
-    settings, prefix = config.rollout.sampling, ("rollout", "sampling")
+    rollout = config.rollout
+    spec = _spec(rollout.sampling, family, "rollout", "sampling")
+    buckets = []
+    for number, bucket in enumerate(rollout.buckets):
+        key = "rollout", "buckets", str(number), "sampling"
+        own = msgspec.to_builtins(bucket.sampling)
+        if not isinstance(own, dict):
+            raise ConfigError(f"{'.'.join(key)}: expected mapping, got {_shown(own)}")
+        buckets.append(replace(bucket, sampling=_spec(msgspec.to_builtins(spec) | own, family, *key)))
+    return replace(config, rollout=replace(rollout, sampling=spec, buckets=tuple(buckets)))
+
+
+def _spec(settings: Any, family: PipelineFamily, *prefix: str) -> SamplingSpec:
     try:
-        spec = msgspec.convert(settings, family.sampling)
+        return msgspec.convert(settings, family.sampling)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error, settings, family.sampling, prefix)) from None
-    return replace(config, rollout=replace(config.rollout, sampling=spec))
+
+
+def with_settings(config: Config) -> Config:
+    """Returns the configuration with `algorithm.settings` as the section of an objective of another package.
+    ConfigError names the key that the section refuses, and settings that no objective reads."""
+    name, settings, prefix = config.algorithm.name, config.algorithm.settings, ("algorithm", "settings")
+    section = objective_section(name)
+    if section is None:
+        if settings:
+            raise ConfigError(
+                f"algorithm.settings: these are settings of an objective of another package, and {name!r} has none;"
+                " remove them, or set algorithm.name"
+            )
+        return config
+    try:
+        found = msgspec.convert(settings, section)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, settings, section, prefix)) from None
+    return replace(config, algorithm=replace(config.algorithm, settings=found))
 
 
 def resolved_yaml(config: Config) -> str:

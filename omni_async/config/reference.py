@@ -9,6 +9,7 @@ import msgspec
 import yaml
 
 from omni_async.config.describe import describe, description, fields_of, struct_of, walk
+from omni_async.config.load import ConfigError
 from omni_async.config.schema import Config
 from omni_async.families import family_names, find_family
 
@@ -28,7 +29,7 @@ _HEAD = (
 
 
 def reference() -> str:
-    """Returns the whole page, in Markdown."""
+    """Returns the whole page, in Markdown. ConfigError names a family whose package is broken."""
     parts = [_HEAD]
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     parts.append("## Top level\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
@@ -46,7 +47,10 @@ def reference() -> str:
         parts.append("")
     for name in family_names():
         parts.append(f"## rollout.sampling of {name}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
-        sampling = find_family(name).sampling
+        try:
+            sampling = find_family(name).sampling
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         parts.extend(_row(path, field, default) for path, field, default in walk(sampling, "rollout.sampling."))
         parts.append("")
     return "\n".join(parts)

@@ -75,7 +75,7 @@ class Reward(Section, kw_only=True, frozen=True):
     probe: Annotated[
         bool,
         _doc(
-            "Let every scorer score a synthetic image before samples are drawn, and end the run if it fails twice"
+            "Let every scorer score a synthetic sample before samples are drawn, and end the run if it fails twice"
             " with the same error that is no outage. false: a scorer that has scored nothing yet counts as down."
         ),
     ] = True

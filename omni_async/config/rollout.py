@@ -59,7 +59,14 @@ class Emulated(Section, kw_only=True, frozen=True):
     per_sample_s: Annotated[
         float, _doc("Seconds each further sample of the batch adds to a step.", ge=0, most=MOST_SECONDS)
     ] = 0.0
-    decode_s: Annotated[float, _doc("Seconds to decode one image.", ge=0, most=MOST_SECONDS)] = 0.0
+    decode_s: Annotated[float, _doc("Seconds to decode one sample.", ge=0, most=MOST_SECONDS)] = 0.0
+
+
+class Bucket(Section, kw_only=True, frozen=True):
+    sampling: Annotated[Any, _doc("What differs from `rollout.sampling`; the same keys.")] = msgspec.field(
+        default_factory=dict
+    )
+    weight: Annotated[float, _doc("Share of the groups, relative to the other buckets'.", gt=0, most=1_000_000)] = 1.0
 
 
 class Rollout(Section, kw_only=True, frozen=True):
@@ -74,6 +81,13 @@ class Rollout(Section, kw_only=True, frozen=True):
         Any,
         _doc("Size, guidance and whatever else changes what is drawn; the keys are the model family's, see below."),
     ] = msgspec.field(default_factory=dict)
+    buckets: Annotated[
+        tuple[Bucket, ...],
+        _doc(
+            "Several resolutions, frame counts or other settings in one run: every group draws one of these, for all of"
+            " its samples. Empty: all are drawn as `rollout.sampling` says."
+        ),
+    ] = ()
     num_inference_steps: Annotated[
         int, _doc("Denoising steps N of a training sample.", SCHEDULERS, ge=2, most=MOST_STEPS)
     ] = 10
@@ -90,6 +104,14 @@ class Rollout(Section, kw_only=True, frozen=True):
         int,
         _doc("Samples one denoising step computes together.", "an engine holds them all in memory", ge=1, most=100_000),
     ] = 16
+    batching: Annotated[
+        Literal["step", "request"],
+        _doc(
+            "`step`: samples join and leave an engine's batch at every denoising step, and new weights are swapped in"
+            " between steps. `request`: a batch is drawn from noise to the end before the next begins, which costs less"
+            " per step; needs `weights.swap: request` or `drain`."
+        ),
+    ] = "step"
     timeout_s: Annotated[
         float, _doc("Longest a sample may take before the engine counts as hung.", gt=0, most=MOST_SECONDS)
     ] = 600.0
@@ -106,3 +128,8 @@ class Rollout(Section, kw_only=True, frozen=True):
     emulated: Annotated[Emulated, _doc("Service times of the emulated engine.")] = msgspec.field(
         default_factory=Emulated
     )
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        """Returns the `SamplingSpec` of every bucket; the one of `sampling` where there are none."""
+        return tuple(bucket.sampling for bucket in self.buckets) or (self.sampling,)

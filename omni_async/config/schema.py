@@ -20,14 +20,17 @@ from omni_async.config.rollout import Sde as Sde
 from omni_async.config.rollout import WindowConfig as WindowConfig
 from omni_async.config.section import (
     LARGEST,
+    MOST_BYTES,
     MOST_SECONDS,
     MOST_STEPS,
     MOST_UPDATES,
     SCHEDULERS,
     Plain,
     Section,
+    most,
 )
 from omni_async.config.section import doc as _doc
+from omni_async.config.sizes import SizeText, bytes_of
 from omni_async.config.trainer import Ema as Ema
 from omni_async.config.trainer import Optimizer as Optimizer
 from omni_async.config.trainer import Trainer as Trainer
@@ -170,6 +173,19 @@ class Buffer(Section, kw_only=True, frozen=True):
             most=100_000,
         ),
     ] = 1
+    max_bytes: Annotated[
+        Annotated[int, most(MOST_BYTES, ge=1)] | SizeText | None,
+        _doc(
+            "Bytes that trajectories and media of live samples may hold, reserved when a group is admitted and freed"
+            " when it has ended; an update's groups must fit. A number, or a text like `8GiB`; null: no bound but the"
+            " counts."
+        ),
+    ] = None
+
+    @property
+    def bound(self) -> int | None:
+        """Returns `max_bytes` as a number."""
+        return bytes_of(self.max_bytes) if isinstance(self.max_bytes, str) else self.max_bytes
 
 
 class Weights(Section, kw_only=True, frozen=True):
@@ -245,7 +261,7 @@ class Mlflow(Section, kw_only=True, frozen=True):
 class Tracking(Section, kw_only=True, frozen=True):
     mlflow: Annotated[Mlflow, _doc("MLflow.")] = msgspec.field(default_factory=Mlflow)
     images_every: Annotated[int, _doc("Updates between image grids.", ge=1, most=MOST_UPDATES)] = 10
-    images: Annotated[int, _doc("Images in a grid.", ge=1, le=256)] = 16
+    images: Annotated[int, _doc("Samples in a grid; the video and audio of as many are saved.", ge=1, le=256)] = 16
 
 
 class Resources(Section, kw_only=True, frozen=True):

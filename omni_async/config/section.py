@@ -26,6 +26,7 @@ MOST_SECONDS = 1e6  # more than eleven days
 MOST_UPDATES = 10_000_000
 MOST_WORKERS = 10_000
 MOST_STEPS = 1000
+MOST_BYTES = 2**60
 LARGEST = 1e12  # of coefficients and thresholds, where a large one switches something off
 
 Seconds = Annotated[float, most(MOST_SECONDS, gt=0)]

@@ -32,9 +32,10 @@ from omni_async.control.flow import SampleFlow
 from omni_async.control.group_source import GroupSource
 from omni_async.control.group_table import GroupTable, TooStale
 from omni_async.control.groups import GroupProgress
+from omni_async.control.held_bytes import HeldBytes
 from omni_async.control.ledger import ConservationError, Ledger
 from omni_async.control.record import Record
-from omni_async.control.reporting import round_data, round_pictures, update_data, update_pictures
+from omni_async.control.reporting import round_data, round_shown, update_data, update_shown
 from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_events import SampleEvents
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
@@ -86,13 +87,23 @@ class Coordinator:
         )
         self._groups = GroupTable(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleFlow(config)
+        self._group_size = config.rollout.group_size
+        self._held_bytes = HeldBytes(config.buffer.bound, config.trainer.groups_per_update * self._group_size)
         self._record = Record(start)
         self.versions = Versions(start.version)
         for engine in config.engine_names:
             self.versions.join(engine)
             self._samples.engine_joins(engine)
         self._sample_events = SampleEvents(
-            config, self._samples, self._groups, self._validation, self.versions, self, start.images, has_scored
+            config,
+            self._samples,
+            self._groups,
+            self._validation,
+            self.versions,
+            self._held_bytes,
+            self,
+            start.images,
+            has_scored,
         )
         self._ready = Event()
         self._weights = Event()
@@ -115,11 +126,15 @@ class Coordinator:
         return await self._samples.lease(engine, free, capacity)
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        self._sample_events.samples_done(engine, results)
+        try:
+            self._sample_events.samples_done(engine, results)
+        finally:
+            self._admit()  # samples may be smaller than was reserved for them
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generates the sample again with the same seed; after `rollout.retries` the group is dropped."""
         self._sample_events.sample_failed(engine, sample_id, error)
+        self._admit()
 
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
@@ -192,6 +207,7 @@ class Coordinator:
         if self._ended:
             return False
         trained = self._groups.trained(report)
+        self._held_bytes.release(sample.sample_id for group in trained for sample in group.samples)
         tracking = self._config.tracking
         shown = report.version % tracking.images_every == 0 or report.version in (1, self._last_version)
         data = {
@@ -201,12 +217,14 @@ class Coordinator:
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
         }
+        self._held_bytes.begin_update()
         self._record.updated(data["reward"])
-        self._log.add("update", data, update_pictures(trained, tracking.images) if shown else ())
+        self._log.add("update", data, update_shown(trained, tracking.images) if shown else ())
         if self.ledger.problem is not None:
             self._fail(self.ledger.problem)
         if self._closed:
             self._end()
+        self._admit()
         return not self._closed
 
     # ---- weights -----------------------------------------------------------------------------------------------------
@@ -245,14 +263,27 @@ class Coordinator:
         version = self.versions.held
         if version is None or self._closed:
             return
-        while self._groups.may_admit:
+        while self._groups.may_admit and self._held_bytes.has_room(self._source.next_bucket, self._group_size):
             group = self._source.next(version)
             self._groups.admit(group)
+            self._held_bytes.reserve(group.bucket, group.samples)
             if group.complete:
-                self._groups.complete(group)
+                self._groups.complete(group)  # first: if the run is over now, the next attempt has it ready, too
+                if not self._holds(group):
+                    return
                 self._ready.notify()
             else:
                 self._samples.add([sample.request for sample in group.samples.values()])
+
+    def _holds(self, group: GroupProgress) -> bool:
+        """Counts the bytes of a group that an earlier attempt had ready. Returns whether the bound allows them; if not,
+        the run is over."""
+        for sample in group.samples.values():
+            problem = self._held_bytes.made(sample.request.sample_id, sample.result.nbytes if sample.result else 0)
+            if problem is not None:
+                self._fail(problem)
+                return False
+        return True
 
     # ---- membership --------------------------------------------------------------------------------------------------
 
@@ -276,6 +307,7 @@ class Coordinator:
         self._held_may_differ(before)
         for sample_id in leased:
             self._sample_events.sample_failed(engine, sample_id, f"{engine} was lost: {reason}")
+        self._admit()  # samples of groups that had ended held bytes until now
 
     async def scorer_lost(self, worker: str) -> None:
         """Removes a reward worker that is gone, or given up: others score the samples it had taken."""
@@ -310,13 +342,14 @@ class Coordinator:
             return
         del self._validation.rounds[round_.version]
         self._record.validated(round_.version, round_.means())
-        self._log.add("validation", round_data(round_), round_pictures(round_, self._config.tracking.images))
+        self._log.add("validation", round_data(round_), round_shown(round_, self._config.tracking.images))
         self._finish_if_complete()
 
     def end_group(self, group: GroupProgress, event: Terminal, reason: str) -> None:
         """Rejects or drops a live group; its slot admits a replacement at once."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
         self._samples.forget(group.group, group.samples)
+        self._held_bytes.release(sample for sample in group.samples if not self._samples.leased(sample))
         if why is not None:
             self._fail(why)
         self._admit()
@@ -440,8 +473,12 @@ class Coordinator:
             rounds=self._record.rounds(until=validated),
         )
 
-    def _buffer_statistics(self) -> dict[str, dict[str, int]]:
-        return {**self._groups.statistics(), "trajectories": msgspec.structs.asdict(self._samples.statistics())}
+    def _buffer_statistics(self) -> dict[str, dict[str, Any]]:
+        return {
+            **self._groups.statistics(),
+            "trajectories": msgspec.structs.asdict(self._samples.statistics()),
+            "bytes": msgspec.structs.asdict(self._held_bytes.statistics()),
+        }
 
     async def statistics(self) -> dict[str, Any]:
         return {

@@ -12,8 +12,8 @@ from omni_async.types import Prompt, Score
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
 
 
-class Picture(Struct, frozen=True):
-    """A reference to an image to show, with its prompt and its score."""
+class Shown(Struct, frozen=True):
+    """A reference to the media of a sample to show, with its prompt and its score."""
 
     media: Any
     prompt: Prompt
@@ -25,7 +25,7 @@ class RunEvent(Struct, frozen=True):
 
     kind: EventKind
     data: dict[str, Any] = {}
-    pictures: tuple[Picture, ...] = ()
+    shown: tuple[Shown, ...] = ()
 
 
 class EventLog:
@@ -33,8 +33,8 @@ class EventLog:
         self._events: list[RunEvent] = []
         self._event = Event()
 
-    def add(self, kind: EventKind, data: dict[str, Any], pictures: tuple[Picture, ...] = ()) -> None:
-        self._events.append(RunEvent(kind, data, pictures))
+    def add(self, kind: EventKind, data: dict[str, Any], shown: tuple[Shown, ...] = ()) -> None:
+        self._events.append(RunEvent(kind, data, shown))
         self._event.notify()
 
     async def take(self) -> list[RunEvent]:

@@ -180,6 +180,10 @@ class SampleFlow:
         self._producers.notify()
         self._rewarders.notify()
 
+    def leased(self, sample_id: str) -> bool:
+        """Returns whether an engine has the sample and has not answered yet."""
+        return self._queue.leased(sample_id)
+
     def close(self) -> None:
         """Ends all waits: the run is over, and every caller gets nothing."""
         self._closed = True

@@ -24,6 +24,11 @@ class GroupSource:
         self._begun = deque(start.to_admit(config.staleness.max_updates, config.trainer.groups_per_update))
         self.next_group = start.next_group  # the first number that was not given out
 
+    @property
+    def next_bucket(self) -> int:
+        """Returns the bucket of the group that `next` will return."""
+        return self._factory.bucket(self._begun[0].group if self._begun else self.next_group)
+
     def next(self, version: int) -> GroupProgress:
         """Returns a group for admission at `version`. It is complete if an earlier attempt had it ready, for the same
         prompt and with as many samples."""
@@ -41,8 +46,9 @@ class GroupSource:
         return group
 
     def _group(self, number: int, version: int) -> GroupProgress:
-        prompt, window = self._prompts[number], self._factory.window(number)
-        return GroupProgress(number, prompt, window, version, self._factory.training(number, prompt, window))
+        prompt, window, bucket = self._prompts[number], self._factory.window(number), self._factory.bucket(number)
+        requests = self._factory.training(number, prompt, window, bucket)
+        return GroupProgress(number, prompt, window, version, requests, bucket)
 
     def take_up(self, groups: list[ReadyGroup]) -> None:
         """Adds the trajectories to ready groups of the earlier attempt."""

@@ -28,10 +28,10 @@ def trained_steps(request: SampleRequest) -> tuple[int, ...]:
 
 def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
     """Raises ValueError unless the result has a version for every trained step of its request."""
-    if len(result.step_versions) not in (expected := trained_steps(request)):
+    found, expected = result.step_versions.num_steps, trained_steps(request)
+    if found not in expected:
         raise ValueError(
-            f"sample {result.sample_id} of {result.engine}: {len(result.step_versions)} step versions for {expected[0]}"
-            " trained steps"
+            f"sample {result.sample_id} of {result.engine}: {found} step versions for {expected[0]} trained steps"
         )
 
 
@@ -66,15 +66,22 @@ class SampleProgress:
 
 
 class GroupProgress:
-    """A group and its samples. `attempts` is the most generations any of its samples needed, `losses` how often the
-    trainer could not read it."""
+    """A group and its samples, all drawn as `bucket` says. `attempts` is the most generations any of its samples
+    needed, `losses` how often the trainer could not read it."""
 
     def __init__(
-        self, group: int, prompt: Prompt, window: SdeWindow | None, admitted_version: int, requests: list[SampleRequest]
+        self,
+        group: int,
+        prompt: Prompt,
+        window: SdeWindow | None,
+        admitted_version: int,
+        requests: list[SampleRequest],
+        bucket: int = 0,
     ) -> None:
         self.group = group
         self.prompt = prompt
         self.window = window
+        self.bucket = bucket
         self.admitted_version = admitted_version
         self.samples = {request.sample_id: SampleProgress(request) for request in requests}
         self.attempts = 1
@@ -82,18 +89,31 @@ class GroupProgress:
         self._num_unscored = len(requests)
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Returns whether the group will have the same prompt, window and samples as `ready` when it is complete."""
-        samples = {sample.sample_id for sample in ready.samples}
-        return (self.prompt, self.window) == (ready.prompt, ready.window) and self.samples.keys() == samples
+        """Returns whether the group will have the same prompt, window, bucket, samples and trained steps as `ready`
+        when it is complete."""
+        steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
+        return (
+            (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)
+            and self.samples.keys() == steps.keys()
+            and all(steps[name] in trained_steps(sample.request) for name, sample in self.samples.items())
+        )
 
     def restore(self, ready: ReadyGroup) -> None:
         """Restores the group as it was when it was complete."""
         for sample in ready.samples:
             progress = self.samples[sample.sample_id]
             versions = sample.step_versions
-            first = versions[0] if versions else ready.admitted_version
+            first = versions.first if versions else ready.admitted_version
             progress.result = SampleResult(
-                sample.sample_id, "checkpoint", sample.trajectory, sample.media, first, versions, 0.0, 0.0
+                sample.sample_id,
+                "checkpoint",
+                sample.trajectory,
+                sample.media,
+                first,
+                versions,
+                0.0,
+                0.0,
+                sample.nbytes,
             )
             self.scored(progress, sample.score)
 
@@ -125,8 +145,10 @@ class GroupProgress:
     @property
     def step_versions(self) -> tuple[int, int] | None:
         """Returns the oldest and newest version of any trained step so far."""
-        versions = [v for s in self.samples.values() if s.result is not None for v in s.result.step_versions]
-        return (min(versions), max(versions)) if versions else None
+        taken = [
+            s.result.step_versions for s in self.samples.values() if s.result is not None and s.result.step_versions
+        ]
+        return (min(v.oldest for v in taken), max(v.newest for v in taken)) if taken else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
         """Returns the group's line of the ledger. Staleness is the version trained from, one before `trained_version`,
@@ -153,5 +175,9 @@ class GroupProgress:
             result, score = progress.result, progress.score
             if result is None or score is None:
                 raise ValueError(f"group {self.group} is not complete: sample {progress.request.sample_id}")
-            samples.append(ReadySample(result.sample_id, result.trajectory, result.media, score, result.step_versions))
-        return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples))
+            samples.append(
+                ReadySample(
+                    result.sample_id, result.trajectory, result.media, score, result.step_versions, result.nbytes
+                )
+            )
+        return ReadyGroup(self.group, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)

@@ -1,4 +1,4 @@
-"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the images to
+"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the samples to
 show. Pure functions."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from omni_async.control.events import Picture
+from omni_async.control.events import Shown
 from omni_async.control.validation import ValidationRound
 from omni_async.types import ReadyGroup, Score, UpdateReport
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
     """Returns an update's event data. `staleness` has one entry per group: the version trained from, minus the oldest
-    version that took any of its trained steps."""
+    version that took any of its trained steps. `buckets` has the mean reward of each bucket that was trained."""
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,
@@ -24,8 +24,16 @@ def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str,
         "metrics": report.metrics,
         "reward": sum(score.value for score in scores) / len(scores),
         "parts": _mean_parts(scores),
+        "buckets": _mean_by_bucket(groups),
         "staleness": [report.version - 1 - group.oldest_version for group in groups],
     }
+
+
+def _mean_by_bucket(groups: Sequence[ReadyGroup]) -> dict[int, float]:
+    rewards: dict[int, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.bucket, []).extend(group.rewards)
+    return {bucket: sum(values) / len(values) for bucket, values in sorted(rewards.items())}
 
 
 def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
@@ -35,11 +43,11 @@ def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
-def update_pictures(groups: Sequence[ReadyGroup], count: int) -> tuple[Picture, ...]:
+def update_shown(groups: Sequence[ReadyGroup], count: int) -> tuple[Shown, ...]:
     samples = [
         (group.prompt, sample) for group in groups for sample in group.samples if sample.media is not None
     ]  # a checkpoint keeps none
-    return tuple(Picture(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
+    return tuple(Shown(sample.media, prompt, sample.score) for prompt, sample in _spread(samples, count))
 
 
 def round_data(finished: ValidationRound) -> dict[str, Any]:
@@ -51,13 +59,13 @@ def round_data(finished: ValidationRound) -> dict[str, Any]:
     }
 
 
-def round_pictures(finished: ValidationRound, count: int) -> tuple[Picture, ...]:
+def round_shown(finished: ValidationRound, count: int) -> tuple[Shown, ...]:
     shown = [
         (s.result, s.request.prompt, s.score)
         for s in finished.samples.values()
         if s.result is not None and s.score is not None
     ]
-    return tuple(Picture(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
+    return tuple(Shown(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
 
 
 def _spread(items: Sequence[T], count: int) -> Sequence[T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from omni_async.config import Config
-from omni_async.control.seeds import initial_noise_seed, sample_seed, sample_seeds
+from omni_async.control.seeds import draw_bucket, initial_noise_seed, sample_seed, sample_seeds
 from omni_async.control.windows import window_of
 from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
 
@@ -21,12 +21,18 @@ class RequestFactory:
     def window(self, group: int) -> SdeWindow | None:
         return window_of(group, self._config)
 
-    def training(self, group: int, prompt: Prompt, window: SdeWindow | None) -> list[SampleRequest]:
+    def bucket(self, group: int) -> int:
+        """Returns the number of the group's bucket; 0 where there are none."""
+        weights = [bucket.weight for bucket in self._config.rollout.buckets]
+        return draw_bucket(self._config.run.seed, group, weights) if weights else 0
+
+    def training(self, group: int, prompt: Prompt, window: SdeWindow | None, bucket: int = 0) -> list[SampleRequest]:
         rollout, seed = self._config.rollout, self._config.run.seed
         shared = initial_noise_seed(seed, prompt.index, group) if rollout.share_initial_noise else None
         noise_level = rollout.sde.noise_level if rollout.sde else 0.0
         first = self._request("train", group, prompt, rollout.num_inference_steps, noise_level)
-        first = replace(first, window=window, fields=self.fields, initial_seed=shared)
+        spec = rollout.specs[bucket]
+        first = replace(first, spec=spec, window=window, fields=self.fields, initial_seed=shared)
         seeds = sample_seeds(seed, prompt.index, group, rollout.group_size)
         # Copies of one request: of all that admission does, filling in every field of every sample would take longest.
         return [

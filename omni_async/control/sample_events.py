@@ -9,13 +9,14 @@ that stay the same ends the run: it would fail the others, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from omni_async.config import Config
 from omni_async.control.flow import SampleFlow
 from omni_async.control.group_table import GroupTable
 from omni_async.control.groups import GroupProgress, SampleProgress, require_trained_steps
+from omni_async.control.held_bytes import HeldBytes
 from omni_async.control.signal import has_signal
 from omni_async.control.validation import Validation, ValidationRound
 from omni_async.control.versions import Versions, WeightMismatch
@@ -51,6 +52,7 @@ class SampleEvents:
         groups: GroupTable,
         validation: Validation,
         versions: Versions,
+        held_bytes: HeldBytes,
         ends: Ends,
         images: int,
         has_scored: bool = False,
@@ -60,6 +62,7 @@ class SampleEvents:
         self._groups = groups
         self._validation = validation
         self._versions = versions
+        self._held_bytes = held_bytes
         self._ends = ends
         self._down: set[str] = set()  # reward workers that wait for a scorer
         # Kind, group and prompt of samples that a scorer failed twice in the same way.
@@ -79,6 +82,7 @@ class SampleEvents:
             progress = self._progress(request)
             if progress is None:
                 self._samples.release(result.sample_id)  # the group ended while the sample was being made
+                self._held_bytes.release([result.sample_id])
                 continue
             try:
                 require_trained_steps(request, result)
@@ -88,7 +92,12 @@ class SampleEvents:
                 self._generation_failed(request, progress, str(error))
                 raise
             progress.result = result
-            self.images += request.kind == "train"
+            if request.kind == "train":
+                self.images += 1
+                problem = self._held_bytes.made(result.sample_id, result.nbytes)
+                if problem is not None:
+                    self._ends.end_run(problem)
+                    return
             self._samples.generated(progress.job())
 
     def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
@@ -99,6 +108,8 @@ class SampleEvents:
         self._samples.release(sample_id)
         if (progress := self._progress(request)) is not None:
             self._generation_failed(request, progress, error)
+        else:
+            self._held_bytes.release([sample_id])
 
     def _generation_failed(self, request: SampleRequest, progress: SampleProgress, error: str) -> None:
         progress.failures += 1
@@ -144,13 +155,13 @@ class SampleEvents:
                 continue
             progress = owner.samples[result.sample_id]
             if result.attempt != progress.request.attempt:
-                continue  # the score of an image that was lost meanwhile
+                continue  # the score of a sample that was lost meanwhile
             if (result.wrong or result.final) and self._is_wrong(progress.request):
                 self._ends.end_run(f"nothing could be scored so far, and the error stays the same: {result.error}")
                 return
             if result.gone:
                 self._samples.release(result.sample_id)
-                self._generation_failed(progress.request, progress, result.error or "its image is gone")
+                self._generation_failed(progress.request, progress, result.error or "its media are gone")
             elif result.postponed:
                 self._samples.postpone_score(progress.job())
                 if result.suspect:
@@ -244,9 +255,9 @@ class SampleEvents:
     def objects_lost(self, engine: str) -> None:
         """Generates again the samples that the engine had generated and the trainer has not taken."""
         for group in self._groups.live.values():
-            self._generate_again(group, _made_by(engine, group))
+            self._generate_again(group, _made_by(engine, group.samples.values()))
         for round_ in self._validation.rounds.values():
-            self._generate_again(round_, [sample for sample in _made_by(engine, round_) if sample.score is None])
+            self._generate_again(round_, _made_by(engine, round_.missing))
 
     def group_gone(self, group: int, reason: str) -> None:
         """Takes back a group that the trainer has taken and cannot read: it is generated again, and taken before any
@@ -266,11 +277,12 @@ class SampleEvents:
             self._groups.incomplete(owner)
         for progress in lost:
             self._samples.withdraw(progress.request.sample_id)
+            self._held_bytes.make_again(progress.request.sample_id)
             self._samples.add([owner.again(progress) if isinstance(owner, GroupProgress) else progress.again()])
 
 
-def _made_by(engine: str, owner: GroupProgress | ValidationRound) -> list[SampleProgress]:
-    return [sample for sample in owner.samples.values() if sample.result is not None and sample.result.engine == engine]
+def _made_by(engine: str, samples: Iterable[SampleProgress]) -> list[SampleProgress]:
+    return [sample for sample in samples if sample.result is not None and sample.result.engine == engine]
 
 
 def _group_of(sample_id: str) -> int:

@@ -1,4 +1,5 @@
-"""Derives prompt order, SDE windows and noise seeds from the run seed and ids: never from time, worker or placement.
+"""Derives prompt order, SDE windows, buckets and noise seeds from the run seed and ids: never from time, worker or
+placement.
 
 A regenerated sample is therefore the same sample, and a run's data are independent of how many engines drew them.
 """
@@ -57,6 +58,12 @@ def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) 
     lo, hi = bounds
     start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)
+
+
+def draw_bucket(run_seed: int, number: int, weights: Sequence[float]) -> int:
+    """Draws the bucket of group `number`: bucket i with probability weights[i] / sum(weights)."""
+    (bucket,) = random.Random(derive("bucket", run_seed, number)).choices(range(len(weights)), weights)
+    return bucket
 
 
 class PromptStream:

@@ -19,8 +19,13 @@ class ValidationRound:
         self.failed: dict[str, str] = {}
 
     @property
+    def missing(self) -> list[SampleProgress]:
+        """Returns the samples that the round waits for: neither scored nor failed."""
+        return [s for sample_id, s in self.samples.items() if s.score is None and sample_id not in self.failed]
+
+    @property
     def complete(self) -> bool:
-        return all(s.score is not None or sample_id in self.failed for sample_id, s in self.samples.items())
+        return not self.missing
 
     def means(self) -> dict[str, float]:
         """Returns the means of `reward` and of every part over the scored samples."""

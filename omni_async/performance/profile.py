@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from omni_async.config import ConfigError
+from omni_async.config import Config, ConfigError
 from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.sizes import size_text
 from omni_async.performance.service import NOTHING, ServiceTime
 
 _SHIPPED = "omni_async.performance.profiles"
@@ -88,6 +89,17 @@ def load_profile(name: str) -> Profile:
         )
     with resources.as_file(resources.files(_SHIPPED) / f"{name}.json") as path:
         return _read(path)
+
+
+def require_room(config: Config, payload: Payload) -> None:
+    """Raises ConfigError if an update's samples, which are held together, are more than `buffer.max_bytes`."""
+    samples = config.trainer.groups_per_update * config.rollout.group_size
+    needed = samples * (payload.trajectory + payload.media)
+    if config.buffer.bound is not None and config.buffer.bound < needed:
+        raise ConfigError(
+            f"buffer.max_bytes: the {samples} samples of an update are held together, by the profile"
+            f" {size_text(needed)}: expected at least {needed}, got {config.buffer.max_bytes}"
+        )
 
 
 def encode_profile(profile: Profile) -> bytes:

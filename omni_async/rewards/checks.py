@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.types import Prompt, Score
 
@@ -29,17 +30,13 @@ def describe(position: int, prompt: Prompt) -> str:
     return f"sample {position} (prompt {prompt.index}: {text!r})"
 
 
-def require_images(scorer: str, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> None:
-    """Requires as many prompts as images, each image uint8 (height, width, 3) and not empty; ScoreError otherwise."""
-    if len(images) != len(prompts):
-        raise ScoreError(f"scorer {scorer!r}: {len(images)} images but {len(prompts)} prompts")
-    for position, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
-        dtype, shape = getattr(image, "dtype", type(image).__name__), tuple(getattr(image, "shape", ()))
-        if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3 or 0 in shape:
-            where = describe(position, prompt)
-            raise ScoreError(
-                f"scorer {scorer!r}, {where}: expected a uint8 image (height, width, 3), got {dtype} {shape}"
-            )
+def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
+    """Requires as many prompts as media, each of them `Media`; ScoreError otherwise."""
+    if len(media) != len(prompts):
+        raise ScoreError(f"{len(media)} samples but {len(prompts)} prompts")
+    for position, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
+        if not isinstance(one, Media):
+            raise ScoreError(f"{describe(position, prompt)}: expected media, got a {_kind(one)}")
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
@@ -54,7 +51,7 @@ def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[
     if not isinstance(scores, list | tuple):
         raise ScoreError(f"scorer {scorer!r} returned a {_kind(scores)}, expected a list of Score")
     if len(scores) != len(prompts):
-        raise ScoreError(f"scorer {scorer!r} returned {len(scores)} scores for {len(prompts)} images")
+        raise ScoreError(f"scorer {scorer!r} returned {len(scores)} scores for {len(prompts)} samples")
     return [
         _require_score(f"scorer {scorer!r}, {describe(position, prompt)}", score)
         for position, (score, prompt) in enumerate(zip(scores, prompts, strict=True))

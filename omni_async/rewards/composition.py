@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from omni_async.config import schema
 from omni_async.config.redact import one_line
+from omni_async.media import Media
 from omni_async.rewards import registry
-from omni_async.rewards.base import Scorer, Unbounded, WrongScorer
-from omni_async.rewards.checks import describe, require_images, require_scores
+from omni_async.rewards.base import Scorer, Unbounded, WrongScorer, shown_to
+from omni_async.rewards.checks import describe, require_media, require_scores
 from omni_async.rewards.hiding import Discreet, told
 from omni_async.types import Prompt, Score
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
@@ -68,11 +66,14 @@ class WeightedScorer:
         reward.members = [Member(scorer.name, 1.0, scorer)]
         return reward
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        require_images(self.name, images, prompts)
-        if not images:
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        require_media(media, prompts)
+        if not media:
             return []
-        columns = [require_scores(label, scorer.score(images, prompts), prompts) for label, _, scorer in self.members]
+        columns = [
+            require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
+            for label, _, scorer in self.members
+        ]
         return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
 
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:

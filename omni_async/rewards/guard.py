@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -31,7 +30,8 @@ from omni_async.config.schema import Reward
 from omni_async.control.backoff import Backoff
 from omni_async.control.breaker import Breaker, State
 from omni_async.control.clock import Clock
-from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent
+from omni_async.media import Media
+from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent, shown_to
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.hiding import told
 from omni_async.rewards.outages import is_outage, repeats
@@ -40,7 +40,7 @@ from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
-    Images = list[np.ndarray]
+    MediaList = list[Media]
     Prompts = list[Prompt]
     Answer = list[Score] | ScoreError
 
@@ -97,7 +97,7 @@ class GuardedScorer:
         )
         self._probe = probe
         self._doubted = probe is not None  # until the scorer has scored a drawn sample
-        self._known: tuple[Images, Prompts] | None = None  # a sample that the scorer could score
+        self._known: tuple[MediaList, Prompts] | None = None  # a sample that the scorer could score
         self._reported_down = False
         self._reported_given_up = False
 
@@ -115,59 +115,59 @@ class GuardedScorer:
         from then on."""
         if self._probe is None:
             return None
-        images, prompts = self._probe.images, self._probe.prompts
-        answer = await self._call(images, prompts)
+        media, prompts = self._probe.media, self._probe.prompts
+        answer = await self._call(media, prompts)
         if isinstance(answer, ScoreError) and not isinstance(answer, Outage):
-            first, answer = answer, await self._call(images, prompts)
+            first, answer = answer, await self._call(media, prompts)
             if isinstance(answer, ScoreError) and repeats(answer, first):
                 self._breaker.trip(str(answer))
                 return self._probe.failed(str(answer))
         if isinstance(answer, ScoreError):
             self._breaker.trip(str(answer))
         else:
-            self._known = images[:1], prompts[:1]
+            self._known = media[:1], prompts[:1]
         return None
 
-    async def score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
-        """Returns one outcome per image. While the scorer is down this is an attempt, if `recover` allowed one. Raises
+    async def score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
+        """Returns one outcome per sample. While the scorer is down this is an attempt, if `recover` allowed one. Raises
         ScorerHangs."""
-        outcomes = await self._score(images, prompts)
+        outcomes = await self._score(media, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
         if self.down:  # the scorer may have gone down after the first outcome
             outcomes = [self._failure(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
         return outcomes
 
-    async def _score(self, images: Images, prompts: Prompts) -> list[Score | Failure]:
+    async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:
-            return [self._failure()] * len(images)
-        answer = await self._call(images, prompts)
+            return [self._failure()] * len(media)
+        answer = await self._call(media, prompts)
         wrong = False
-        if self._doubted and len(images) == 1 and isinstance(answer, ScoreError) and not isinstance(answer, Outage):
-            first, answer = answer, await self._call(images, prompts)
+        if self._doubted and len(media) == 1 and isinstance(answer, ScoreError) and not isinstance(answer, Outage):
+            first, answer = answer, await self._call(media, prompts)
             wrong = isinstance(answer, ScoreError) and repeats(answer, first)
         if not isinstance(answer, ScoreError):
-            await self._answered(images[0], prompts[0])
+            await self._answered(media[0], prompts[0])
             return [*answer]
-        if len(images) > 1:
-            return await self._one_by_one(images, prompts, answer)
+        if len(media) > 1:
+            return await self._one_by_one(media, prompts, answer)
         suspect = False
         if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
             suspect = self._known is not None
             self._breaker.trip(str(answer))
         return [Failure(str(answer), suspect=suspect, wrong=wrong)]
 
-    async def _one_by_one(self, images: Images, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
-        """Scores images one by one. An attempt to see whether a scorer that is down answers ends when it has taken a
+    async def _one_by_one(self, media: MediaList, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
+        """Scores samples one by one. An attempt to see whether a scorer that is down answers ends when it has taken a
         time-out's time: it may hang with each of them."""
         outcomes: list[Score | Failure] = []
         loop = asyncio.get_running_loop()
         began = loop.time()
-        for image, prompt in zip(images, prompts, strict=True):
+        for one, prompt in zip(media, prompts, strict=True):
             if self.down and loop.time() - began >= self._config.timeout_s:
                 outcomes.append(Failure(str(error)))
             else:
-                outcomes += await self._score([image], [prompt])
+                outcomes += await self._score([one], [prompt])
         return outcomes
 
     def _failure(self, of: Failure | None = None) -> Failure:
@@ -183,9 +183,9 @@ class GuardedScorer:
             self._reported_down = True
             await self._report(f"warning: scorer {self._label!r} fails ({reason}); its samples wait")
 
-    async def _answered(self, image: np.ndarray, prompt: Prompt) -> None:
+    async def _answered(self, media: Media, prompt: Prompt) -> None:
         if self._known is None or self._doubted:
-            self._known = [image.copy()], [prompt]  # a copy, because the original is the object store's
+            self._known = [media.copy()], [prompt]  # a copy, because the original is the object store's
         self._doubted = False
         await self._is_back()
 
@@ -234,7 +234,7 @@ class GuardedScorer:
             " their own"
         )
 
-    async def _call(self, images: Images, prompts: Prompts) -> Answer:
+    async def _call(self, media: MediaList, prompts: Prompts) -> Answer:
         """Returns the first answer of a call, or of a second one made beside it if it is slow and the scorer allows
         that."""
         if self._threads.busy >= _MOST_HANGING and not await self._threads.one_returns(self._config.timeout_s):
@@ -246,7 +246,7 @@ class GuardedScorer:
         waits = [began + config.timeout_s]
         if config.hedge_s is not None and is_concurrent(self._scorer):
             waits.insert(0, began + config.hedge_s)
-        calls = {self._begin(images, prompts)}
+        calls = {self._begin(media, prompts)}
         while True:
             done, running = await asyncio.wait(
                 calls, timeout=max(0.0, waits[0] - loop.time()), return_when=asyncio.FIRST_COMPLETED
@@ -261,21 +261,21 @@ class GuardedScorer:
                 waits.pop(0)
                 if not waits:
                     return Outage(f"scorer {self._label!r}: no score within {config.timeout_s:g} s")
-                running.add(self._begin(images, prompts))
+                running.add(self._begin(media, prompts))
             calls = running
 
-    def _begin(self, images: Images, prompts: Prompts) -> asyncio.Future[Answer]:
-        return self._threads.run(partial(_answer, self._label, self._scorer, list(images), list(prompts)))
+    def _begin(self, media: MediaList, prompts: Prompts) -> asyncio.Future[Answer]:
+        return self._threads.run(partial(_answer, self._label, self._scorer, list(media), list(prompts)))
 
     def close(self) -> None:
         self._threads.close()
 
 
-def _answer(label: str, scorer: Scorer, images: Images, prompts: Prompts) -> Answer:
+def _answer(label: str, scorer: Scorer, media: MediaList, prompts: Prompts) -> Answer:
     """Calls the scorer, in a thread. Raises nothing: a future does not take every exception, and an event loop ends at
     some (SystemExit)."""
     try:
-        return require_scores(label, scorer.score(images, prompts), prompts)
+        return require_scores(label, scorer.score(shown_to(label, scorer, media), prompts), prompts)
     except BaseException as error:  # noqa: BLE001 (a scorer is foreign code)
         return _failed(label, error)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from omni_async.config.redact import redact_text
 from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent
 from omni_async.rewards.outages import is_outage
 from omni_async.types import Prompt, Score
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LONGEST = 2000
 # Characters of an encoded secret for one of its own, at most: `\\\\u0073`, `%2525E4%2525BD...`.
@@ -63,9 +60,10 @@ class Discreet:
     def __init__(self, scorer: Scorer, secrets: frozenset[str]) -> None:
         self.name = getattr(scorer, "name", type(scorer).__name__)  # not for messages: they show the recipe's name
         self.concurrent = is_concurrent(scorer)
+        self.accepts = getattr(scorer, "accepts", None)
         self._scorer = scorer
         self._secrets = secrets
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+    def score(self, media: list[Any], prompts: list[Prompt], /) -> list[Score]:
         with hiding(self._secrets):
-            return self._scorer.score(images, prompts)
+            return self._scorer.score(media, prompts)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta
 from PIL import Image
 
-from omni_async.rewards.checks import require_images
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from omni_async.media import Media
 
 
 class JpegSizeScorer:
@@ -21,6 +22,7 @@ class JpegSizeScorer:
     `jpeg_kb`."""
 
     name = "jpeg_size"
+    accepts = ("image",)
 
     def __init__(
         self,
@@ -32,9 +34,8 @@ class JpegSizeScorer:
         self._quality = quality
         self._factor = scale if sign == "max" else -scale
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        require_images(self.name, images, prompts)
-        sizes = [self._kilobytes(image) for image in images]
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        sizes = [self._kilobytes(one.pixels) for one in media]
         return [Score(value=self._factor * size, parts={"jpeg_kb": size}) for size in sizes]
 
     def _kilobytes(self, image: np.ndarray) -> float:

@@ -9,6 +9,10 @@ read:
 which lies in [0, 1], rises with the confidence of the right text from 1/2 to 1, and falls with the confidence of a
 wrong one, because p is at most the probability that the wrong text leaves. A right reading never scores below 1/2; a
 reading with nothing right in it never above.
+
+Of a video `frames` frames are read, evenly spaced, the first and the last among them (the middle one, if one): value
+and parts are the mean over them, because a text is to be there all the time; the text shown is that of the frame with
+the best value.
 """
 
 from __future__ import annotations
@@ -21,14 +25,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
+from omni_async.media import evenly
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.checks import describe, require_images
+from omni_async.rewards.checks import describe
 from omni_async.rewards.ctc import text_probability
 from omni_async.rewards.recogniser import HEIGHT, Reading, Recogniser
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
-    import numpy as np
+    from omni_async.media import Media
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 
@@ -63,9 +68,11 @@ class OcrScorer:
     nothing) and, if dense, `ocr_target` (p).
 
     `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
+    `frames`: those that are read of a video.
     """
 
     name = "ocr"
+    accepts = ("image", "video")
 
     def __init__(
         self,
@@ -74,7 +81,9 @@ class OcrScorer:
         case_sensitive: bool = False,
         threads: Annotated[int, Meta(ge=1)] = 1,
         width: Annotated[int, Meta(ge=48, le=2048)] = 64,
+        frames: Annotated[int, Meta(ge=1)] = 4,
     ) -> None:
+        self._frames = frames
         self._dense = dense
         self._case_sensitive = case_sensitive
         self._recogniser = Recogniser(threads=threads, width=width)
@@ -98,10 +107,17 @@ class OcrScorer:
         }
         return f"the recogniser's alphabet lacks {''.join(sorted(unknown))!r}" if unknown else None
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        require_images(self.name, images, prompts)
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
         wanted = [self._wanted(position, prompt) for position, prompt in enumerate(prompts)]
-        return [self._judge(self._recogniser.read(image), text) for image, text in zip(images, wanted, strict=True)]
+        return [self._score(one, text) for one, text in zip(media, wanted, strict=True)]
+
+    def _score(self, media: Media, wanted: str) -> Score:
+        if media.image is not None:
+            return self._judge(self._recogniser.read(media.pixels), wanted)
+        found = [self._judge(self._recogniser.read(frame), wanted) for frame in evenly(media.frames, self._frames)]
+        parts = {name: sum(score.parts[name] for score in found) / len(found) for name in found[0].parts}
+        best = max(found, key=lambda score: score.value)
+        return Score(sum(score.value for score in found) / len(found), parts, best.text)
 
     def _fold(self, text: str) -> str:
         return text if self._case_sensitive else text.lower()

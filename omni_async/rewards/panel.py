@@ -4,20 +4,17 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from omni_async.config.schema import Reward
 from omni_async.control.clock import Clock
+from omni_async.media import Media
 from omni_async.rewards.base import ScoreError, Unbounded
-from omni_async.rewards.checks import require_images
+from omni_async.rewards.checks import require_media
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure, GuardedScorer
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Panel:
@@ -63,21 +60,21 @@ class Panel:
         for guard in self._guards:
             await guard.recover()
 
-    async def score(self, images: Sequence[np.ndarray], prompts: Sequence[Prompt]) -> list[Score | Failure]:
-        """Returns one outcome per image. A sample that a scorer fails is not shown to those after it."""
+    async def score(self, media: Sequence[Media], prompts: Sequence[Prompt]) -> list[Score | Failure]:
+        """Returns one outcome per sample. A sample that a scorer fails is not shown to those after it."""
         failures: dict[int, Failure] = {}
-        for i, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
+        for i, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
             try:
-                require_images(self._reward.name, [image], [prompt])
+                require_media([one], [prompt])
             except ScoreError as error:
                 failures[i] = Failure(str(error))
-        rows: list[list[Score]] = [[] for _ in images]
+        rows: list[list[Score]] = [[] for _ in media]
         for guard in self._guards:
-            left = [i for i in range(len(images)) if i not in failures]
+            left = [i for i in range(len(media)) if i not in failures]
             if not left:
                 break
             for i, outcome in zip(
-                left, await guard.score([images[i] for i in left], [prompts[i] for i in left]), strict=True
+                left, await guard.score([media[i] for i in left], [prompts[i] for i in left]), strict=True
             ):
                 if isinstance(outcome, Failure):
                     failures[i] = outcome

@@ -1,27 +1,30 @@
-"""Makes the sample that a scorer is tried with before a sample is drawn: synthetic images of the run's size, with
-prompts of the run."""
+"""Makes the sample that a scorer is tried with before a sample is drawn: synthetic media of the run's shapes,
+with prompts of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from omni_async.config import Config
+from omni_async.families import MediaShape
+from omni_async.media import Media
 from omni_async.rewards.checks import describe
 from omni_async.types import Prompt
 
-# Enough to detect a scorer that answers for a batch as if it were one image.
-_IMAGES = 2
+# Enough to detect a scorer that answers for a batch as if it were one sample.
+_SAMPLES = 2
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Synthetic images and their prompts. `images`: uint8 (height, width, 3), as many as `prompts`."""
+    """Synthetic media and their prompts, as many of the ones as of the others."""
 
-    images: list[NDArray[np.uint8]]
+    media: list[Media]
     prompts: list[Prompt]
 
     @classmethod
@@ -29,23 +32,42 @@ class Probe:
         """Makes the probe; None if the recipe wants none, or has no prompts."""
         if not config.reward.probe or not prompts:
             return None
-        count = min(_IMAGES, config.reward.batch)
+        count = min(_SAMPLES, config.reward.batch)
         chosen = [prompts[i % len(prompts)] for i in range(count)]
-        (media,) = config.rollout.sampling.media()
-        image = _gradient(*media.shape[1:])
-        return cls([np.ascontiguousarray(image[:: 1 - 2 * i]) for i in range(count)], chosen)
+        shapes = config.rollout.sampling.media()
+        return cls([_synthetic(shapes, flipped=bool(i)) for i in range(count)], chosen)
 
     def failed(self, reason: str) -> str:
         """Returns the sentence about a scorer that fails the probe, with the scorer's own error."""
         tried = describe(0, self.prompts[0]).partition("(")[2].removesuffix(")")
         return (
-            f"{reason} (the same twice, for a synthetic image of {tried}; a scorer that needs drawn images wants"
+            f"{reason} (the same twice, for a synthetic sample of {tried}; a scorer that needs drawn ones wants"
             " reward.probe=false)"
         )
 
 
+def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:
+    """Returns media of these shapes: gradients, moving in a video, and a sweep of tones."""
+    parts: dict[str, Any] = {}
+    for one in shapes:
+        if one.part == "audio":
+            channels, n = one.shape
+            sweep = np.sin(np.linspace(0, 1, n) ** 2 * n / 8).astype(np.float32)
+            parts |= {"audio": np.repeat(sweep[None], channels, 0), "sample_rate": one.rate}
+            continue
+        height, width = one.shape[-2:]
+        image = _gradient(height, width)[:, :: -1 if flipped else 1]
+        if one.part == "image":
+            parts["image"] = np.ascontiguousarray(image)
+        else:
+            frames = np.stack([np.roll(image, frame, axis=-1) for frame in range(one.shape[0])])
+            parts |= {"video": frames, "fps": one.rate}
+    return Media(**parts)
+
+
 def _gradient(height: int, width: int) -> NDArray[np.uint8]:
-    """Returns an image where red grows to the right, green downwards, and blue falls: no two rows are alike."""
+    """Returns (3, height, width), where red grows to the right, green downwards, and blue falls: no two rows are
+    alike."""
     down, right = np.linspace(0, 255, height)[:, None], np.linspace(0, 255, width)[None, :]
     planes = np.broadcast_arrays(right, down, 255 - (down + right) / 2)
-    return np.stack(planes, axis=-1).astype(np.uint8)
+    return np.stack(planes).astype(np.uint8)

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -29,6 +29,7 @@ import msgspec
 
 from omni_async.config import schema
 from omni_async.config.redact import MASK, REFERENCE, SHORTEST, redact, redact_text, secrets_in
+from omni_async.families import PARTS, MediaShape
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.hiding import hiding
@@ -39,6 +40,7 @@ ENTRY_POINT_GROUP = "omni_async.scorers"
 _BUILT_IN = {
     "ocr": "omni_async.rewards.ocr:OcrScorer",
     "jpeg_size": "omni_async.rewards.jpeg_size:JpegSizeScorer",
+    "motion_smoothness": "omni_async.rewards.motion_smoothness:MotionSmoothnessScorer",
 }
 _OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SHOWN_FOLDERS = 4
@@ -82,7 +84,7 @@ def _load(name: str) -> type:
             raise ScorerConfigError(f"scorer {name!r}: module {point.module!r} has no {point.attr!r}; {defined}")
         loaded = getattr(loaded, attribute)
     if not isinstance(loaded, type) or not callable(getattr(loaded, "score", None)):
-        raise ScorerConfigError(f"scorer {name!r}: {target!r} is not a class with a method `score(images, prompts)`")
+        raise ScorerConfigError(f"scorer {name!r}: {target!r} is not a class with a method `score(media, prompts)`")
     return loaded
 
 
@@ -204,9 +206,23 @@ def secrets_of(config: schema.Scorer) -> frozenset[str]:
     )
 
 
-def check(config: schema.Scorer) -> None:
-    """Raises `ScorerConfigError` if `build` would, without loading any model (the scorer's module is imported)."""
-    _arguments(config.name, _load(config.name), config.params)
+def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
+    """Raises `ScorerConfigError` if `build` would, or if the scorer accepts nothing of samples with such media. Loads
+    no model (the scorer's module is imported)."""
+    scorer = _load(config.name)
+    _arguments(config.name, scorer, config.params)
+    declared = getattr(scorer, "accepts", ("image",))
+    if not isinstance(declared, tuple | list) or not declared or not set(declared) <= set(PARTS):
+        raise ScorerConfigError(
+            f"scorer {config.name!r}: accepts must be a tuple of {', '.join(PARTS)}, got {declared!r}"
+        )
+    parts = [one.part for one in made]
+    if not set(declared) & set(parts):
+        undeclared = "" if hasattr(scorer, "accepts") else " (it has no `accepts`)"
+        raise ScorerConfigError(
+            f"scorer {config.name!r} accepts {' or '.join(declared)}{undeclared}, but the samples are"
+            f" {' and '.join(parts)}"
+        )
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:

@@ -24,6 +24,7 @@ class ReplayScorer:
     `seed` decides how long batches take."""
 
     name = "replay"
+    accepts = ("image", "video", "audio")
 
     def __init__(self, service: ServiceTime, seed: str) -> None:
         self._service = service
@@ -33,9 +34,9 @@ class ReplayScorer:
         """Draws the time of the next batch of `samples`."""
         return self._service.sample(self._random, samples)
 
-    def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
+    def score(self, media: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         """Scores media by their seeds. ValueError for media too short to carry a seed."""
-        return [Score(_reward(seed_of(image))) for image in images]
+        return [Score(_reward(seed_of(one))) for one in media]
 
 
 def _reward(seed: int) -> float:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from omni_async.media import Media
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from tensordict import TensorDict
 
 
@@ -31,15 +32,15 @@ class Trajectory:
       latents (W + 1, T, C) float32: before the first trained step, and after each one
       log_probs (W,) float32: mean over latent elements, as `omni_async.sde` defines it for the request's kind
       means (W, T, C) float32: transition means under the policy that took the step
-      final (T, C) float32: the last latents, those the image was decoded from
+      final (T, C) float32: the last latents, those the media were decoded from
       conditioning: a nested TensorDict, the policy's
-    and always sigmas (N + 1,) float32 and steps (W,) int64. `image` is uint8 (3, height, width). `versions` has one
-    entry for every denoising step, trained or not.
+    and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` are those that took the denoising steps, trained
+    or not.
     """
 
     tensors: TensorDict
-    image: torch.Tensor
-    versions: tuple[int, ...]
+    media: Media
+    versions: VersionSpans
 
 
 class RolloutEngine(Protocol):
@@ -56,7 +57,8 @@ class RolloutEngine(Protocol):
         """Takes in a version without disturbing generation; returns the digest of what arrived."""
 
     async def swap(self, version: int) -> WeightReport:
-        """Switches to the staged version before the next denoising step of anything, in-flight samples included."""
+        """Switches to the staged version before the next denoising step of anything, in-flight samples included; before
+        the next batch in request batching."""
 
     async def close(self) -> None:
         """Frees everything; `generate` calls in flight fail with EngineError."""

@@ -17,14 +17,15 @@ class ConditioningCache:
     def __init__(self, codec: Codec, size: int = 64) -> None:
         self.codec = codec
         self._size = size
-        self._kept: OrderedDict[tuple[str, Any], TensorDict] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], TensorDict] = OrderedDict()
 
     def of(self, request: SampleRequest) -> TensorDict:
         """Returns the request's conditioning, batch size []; with the unconditional branch if the request is guided.
         Shared between callers: not to be written to."""
-        key = (request.prompt.text, request.spec)
+        prompt = request.prompt
+        key = (prompt.text, tuple(image.digest for image in prompt.images), request.spec)
         if key not in self._kept:
-            self._kept[key] = self.codec.encode(request.prompt, request.spec)
+            self._kept[key] = self.codec.encode(prompt, request.spec)
             if len(self._kept) > self._size:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

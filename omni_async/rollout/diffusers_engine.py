@@ -1,9 +1,9 @@
 """Implements the reference engine: the policy contract and nothing else, so it runs every family that has one.
 
 Requests wait in a queue; a runner task takes the oldest one with all that can share its batch (same size, steps and
-guidance) up to `max_batch`, in arrival order, and denoises them from noise to image in one worker thread. It waits for
-a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in between any two
-denoising steps, by the same thread.
+guidance) up to `max_batch`, in arrival order, and denoises them from noise to media in one worker thread. It waits for
+a request or a swap. `generate`, `swap` and `close` unblock it. A staged version is switched in by the same thread:
+between any two denoising steps, or between two batches with `batching` "request".
 
 Which requests share a batch depends on the order of `generate` calls and never on time: calls made in one event-loop
 tick are all queued before the runner looks.
@@ -16,11 +16,12 @@ import queue
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from tensordict import TensorDict
 
+from omni_async.components import compute_velocity, named_parameters
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.conditioning import ConditioningCache
@@ -28,6 +29,7 @@ from omni_async.rollout.payloads import Staged, adapted_weights
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -57,12 +59,20 @@ class DiffusersEngine:
     """A `RolloutEngine` on diffusers. `device` defaults to the current accelerator, or the CPU where there is none."""
 
     def __init__(
-        self, name: str, policy: Policy, *, dtype: torch.dtype, max_batch: int, device: torch.device | str | None = None
+        self,
+        name: str,
+        policy: Policy,
+        *,
+        dtype: torch.dtype,
+        max_batch: int,
+        batching: Literal["step", "request"] = "step",
+        device: torch.device | str | None = None,
     ) -> None:
         self.name = name
         self._policy = policy
         self._dtype = dtype
         self._max_batch = max_batch
+        self._stepwise = batching == "step"
         self._device = (
             torch.device(device)
             if device is not None
@@ -85,7 +95,8 @@ class DiffusersEngine:
         return self._report()
 
     def _load(self) -> None:
-        self._transformer = self._policy.load_transformer(self._dtype).to(self._device).requires_grad_(False)
+        loaded = self._policy.load_components(self._dtype)
+        self._components = {name: module.to(self._device).requires_grad_(False) for name, module in loaded.items()}
         self._codec: Codec = self._policy.load_codec(self._dtype).to(self._device)
         self._conditioning = ConditioningCache(self._codec)
 
@@ -194,17 +205,19 @@ class DiffusersEngine:
         stacked = self._policy.stack_conditioning(conditioning)
         latents = torch.stack([s.latents for s in samples])
         while not samples[0].done:
-            self._swap_pending(loop)
+            if self._stepwise:
+                self._swap_pending(loop)
             if self._closing:
                 raise EngineError(f"{self.name} was closed")
             sigma = torch.full((len(samples),), samples[0].sigma, device=self._device)
-            velocity = self._policy.velocity(self._transformer, latents, sigma, stacked, first.spec)
+            needs = [self._policy.component_of(samples[0].sigma)] * len(samples)
+            velocity = compute_velocity(self._policy, self._components, latents, sigma, stacked, first.spec, needs)
             latents = take_steps(samples, velocity, self._version)
-        images = self._codec.decode(latents, first.spec).cpu()
+        decoded = self._codec.decode(latents, first.spec)
         made = []
-        for sample, row, image in zip(samples, conditioning, images.unbind(), strict=True):
+        for sample, row, media in zip(samples, conditioning, decoded, strict=True):
             tensors = TensorDict(sample.tensors(row), batch_size=[]).cpu()
-            made.append(Trajectory(tensors, image.clone(), tuple(sample.versions)))
+            made.append(Trajectory(tensors, media, VersionSpans.of(sample.versions)))
         return made
 
     def _swap_pending(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -221,7 +234,7 @@ class DiffusersEngine:
     @torch.no_grad()
     def _swap_in(self, staged: Staged) -> WeightReport:
         started = time.perf_counter()
-        live = {name: parameter.data for name, parameter in self._transformer.named_parameters()}
+        live = {name: parameter.data for name, parameter in named_parameters(self._components)}
         if staged.manifest.payload == "lora":
             for name in adapted_weights(t.name for t in staged.manifest.tensors) & live.keys():
                 self._base.setdefault(name, live[name].clone())

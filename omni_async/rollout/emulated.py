@@ -3,8 +3,9 @@ rest of the system.
 
 It takes one denoising step at a time with continuous batching: a sample joins the running batch as soon as there is
 room and leaves it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs
-are the real ones, so they agree with a recomputation that also uses velocity 0. The image is a flat colour derived from
-the seed. The engine waits for a request or a step's service time; `generate` and `close` unblock it.
+are the real ones, so they agree with a recomputation that also uses velocity 0. Media are flat: one
+colour or one level, derived from the seed. The engine waits for a request or a step's service time; `generate` and
+`close` unblock it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
 from omni_async.config.schema import Emulated
 from omni_async.families import SamplingSpec
+from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.engine_task import EngineTask
 from omni_async.rollout.payloads import Staged
@@ -28,16 +30,25 @@ from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import InFlight, check_request, take_steps
 from omni_async.sde.schedules import linear
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def flat_image(seed: int, height: int, width: int) -> torch.Tensor:
-    """Returns uint8 (3, height, width) of one colour, which depends on the seed alone."""
-    colour = hashlib.blake2b(str(seed).encode(), digest_size=3).digest()
-    return torch.tensor(list(colour), dtype=torch.uint8)[:, None, None].expand(3, height, width).clone()
+def flat_media(seed: int, spec: SamplingSpec) -> Media:
+    """Returns media of the spec's shapes, of one colour or one level, which depend on the seed alone."""
+    levels = torch.tensor(list(hashlib.blake2b(str(seed).encode(), digest_size=3).digest()), dtype=torch.uint8)
+    parts: dict[str, Any] = {}
+    for one in spec.media():
+        if one.part == "audio":
+            parts |= {"audio": torch.full(one.shape, int(levels[0]) / 255), "sample_rate": one.rate}
+        else:
+            parts[one.part] = levels[:, None, None].expand(one.shape).clone()
+        if one.part == "video":
+            parts["fps"] = one.rate
+    return Media(**parts)
 
 
 class EmulatedEngine:
@@ -128,18 +139,11 @@ class EmulatedEngine:
             take_steps(samples, torch.zeros(len(samples), *shape), self._version)
 
 
-def _image_size(spec: SamplingSpec) -> tuple[int, int]:
-    """Returns height and width of the spec's image."""
-    (media,) = spec.media()
-    _, height, width = media.shape
-    return height, width
-
-
 def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
     request = sample.request
     tensors = sample.tensors(conditioning)
     return Trajectory(
         TensorDict(tensors, batch_size=[]),
-        flat_image(request.seed, *_image_size(request.spec)),
-        tuple(sample.versions),
+        flat_media(request.seed, request.spec),
+        VersionSpans.of(sample.versions),
     )

@@ -58,6 +58,7 @@ def build_engine(
                 load_policy(family, config.model.path),
                 dtype=_dtype(config),
                 max_batch=rollout.max_batch,
+                batching=rollout.batching,
                 device=device,
             )
         case "vllm_omni":
@@ -73,6 +74,7 @@ def build_engine(
                 path=config.model.path,
                 dtype=config.model.dtype,
                 max_batch=rollout.max_batch,
+                batching=rollout.batching,
                 start_timeout_s=config.run.startup_timeout_s,
                 rpc_timeout_s=config.weights.timeout_s,
             )

@@ -35,8 +35,8 @@ class Staged:
         """Yields the weights that this version changes, under diffusers names, one tensor at a time; they must not be
         written to.
 
-        `base` maps every weight of the transformer to its value without adapters. A full payload yields all of them; a
-        LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
+        `base` maps every weight, as `component.name`, to its value without adapters. A full payload yields all of them;
+        a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
         is yielded, if names or shapes do not fit.
         """
         received = dict(unpack(self.manifest, self.buckets))
@@ -44,7 +44,7 @@ class Staged:
         if self.manifest.payload == "lora":
             adapted = adapted_weights(received)
             if unknown := sorted(adapted - base.keys()):
-                raise ValueError(f"version {version} adapts {unknown[0]!r}, which the transformer does not have")
+                raise ValueError(f"version {version} adapts {unknown[0]!r}, which the model does not have")
             chosen = {name: base[name] for name in sorted(adapted)}
             return merged_weights(
                 chosen, received, lora_scale(self.manifest), lambda tensor: tensor.detach().to(device)
@@ -54,7 +54,7 @@ class Staged:
         if wrong := sorted(set(expected.items()) ^ set(got.items())):
             name = wrong[0][0]
             raise ValueError(
-                f"weights of version {version} do not fit the transformer: {name!r} is {got.get(name, 'absent')}, "
+                f"weights of version {version} do not fit the model: {name!r} is {got.get(name, 'absent')}, "
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
         return iter(received.items())

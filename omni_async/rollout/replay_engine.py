@@ -22,6 +22,7 @@ from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.engine_task import EngineTask
 from omni_async.rollout.staged import StagedVersion
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError, verify
 
 if TYPE_CHECKING:
@@ -158,10 +159,10 @@ class ReplayEngine:
             await self._device.busy(each, since=first.arrived if step == 0 else None)
         for sample in self._running:
             if not sample.made.done():
-                sample.made.set_result(self._trajectory(sample.request.seed, tuple(versions)))
+                sample.made.set_result(self._trajectory(sample.request.seed, VersionSpans.of(versions)))
         self._running.clear()
 
-    def _trajectory(self, seed: int, versions: tuple[int, ...]) -> Trajectory:
+    def _trajectory(self, seed: int, versions: VersionSpans) -> Trajectory:
         offset = seed % _OFFSETS
         # Bytes instead of tensors: no code between this engine and an emulated rank or scorer reads them.
         tensors: Any = self._trajectories[offset : offset + self._profile.payload.trajectory]

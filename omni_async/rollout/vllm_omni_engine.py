@@ -1,9 +1,9 @@
-"""Implements the production engine: vLLM-Omni with step-wise continuous batching, in this process.
+"""Implements the production engine: vLLM-Omni in this process, with step-wise continuous batching or request batching.
 
 vLLM-Omni owns the queue, the batches and a thread that runs them; this class translates requests and results, and
 carries weights. An engine initialises torch.distributed and claims the process, so a process has one engine and no
 trainer. The engine waits for the results stream of a request and for the answer of a worker call, which vLLM-Omni runs
-between two denoising steps.
+between two denoising steps; in request batching, between two batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDict
 
@@ -23,6 +23,7 @@ from omni_async.rollout.payloads import Staged
 from omni_async.rollout.staged import StagedVersion
 from omni_async.rollout.stepping import check_request
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import WeightError
 
 if TYPE_CHECKING:
@@ -37,11 +38,15 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TQDM_DISABLE": "1",
 }
+# Requests of one moment arrive one by one. In request batching, one that comes after its batch has begun waits for all
+# of it: so a batch begins when it is full, when nothing has come for a fifth of this time, or after it.
+_GATHER_MS = 20.0
 
 
 class VllmOmniEngine:
     """A `RolloutEngine` on vLLM-Omni. `dtype` is the engine's weight dtype by name; it may take `start_timeout_s` to
-    start."""
+    start. `batching`: samples join and leave the batch at every denoising step, or are drawn a whole batch at a
+    time."""
 
     def __init__(
         self,
@@ -51,6 +56,7 @@ class VllmOmniEngine:
         path: str,
         dtype: str,
         max_batch: int,
+        batching: Literal["step", "request"] = "step",
         start_timeout_s: float = 600.0,
         rpc_timeout_s: float = 600.0,
     ) -> None:
@@ -60,6 +66,7 @@ class VllmOmniEngine:
         self._path = path
         self._dtype = dtype
         self._max_batch = max_batch
+        self._stepwise = batching == "step"
         self._start_timeout_s = start_timeout_s
         self._rpc_timeout_s = rpc_timeout_s
         self._omni: Any = None
@@ -98,7 +105,8 @@ class VllmOmniEngine:
             enforce_eager=True,
             num_gpus=1,
             worker_extension_cls=self._family.vllm_extension,
-            step_execution=True,
+            step_execution=self._stepwise,
+            request_batch_max_wait_ms=0.0 if self._stepwise else _GATHER_MS,
             max_num_seqs=self._max_batch,
             log_stats=False,
             init_timeout=math.ceil(self._start_timeout_s),
@@ -115,7 +123,8 @@ class VllmOmniEngine:
         self._policy.latent_shape(request.spec)
         omni = self._require_open()
         parameters = OmniDiffusionSamplingParams(
-            num_inference_steps=request.num_inference_steps,
+            # Request batching takes in only requests that agree in this; the worker needs no such agreement.
+            num_inference_steps=request.num_inference_steps if self._stepwise else None,
             extra_args={REQUEST_KEY: request},
         )
         self._serial += 1
@@ -142,7 +151,8 @@ class VllmOmniEngine:
         # The worker makes inference-mode tensors, through which a trainer could not differentiate: copies are ordinary
         # ones.
         tensors = {name: value.clone() for name, value in result["tensors"].items()}
-        return Trajectory(TensorDict(tensors, batch_size=[]), result["image"].clone(), result["versions"])
+        versions = VersionSpans(tuple(result["versions"]))
+        return Trajectory(TensorDict(tensors, batch_size=[]), result["media"], versions)
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         started = time.perf_counter()

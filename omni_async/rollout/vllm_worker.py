@@ -1,11 +1,13 @@
 """Implements the worker's half of the vLLM-Omni engine, for any family: trajectory recording and SDE steps, and the
 weight swap.
 
-A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `make_policy`, `make_codec` and
-`fill_state`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
-computes the velocity of the batch with the native pipeline, takes every sample's transition, and decodes those that are
-done together. Per-request hooks that follow only hand rows on, because a Python call per request and step would cost
-more than a small model's forward.
+A family's rollout pipeline is `class P(RolloutPipelineMixin, ItsVllmOmniPipeline)` with `warm_up`, `make_policy` and
+`make_codec`. vLLM-Omni mixes requests of different prompts and at different steps in one batch; `denoise_step` here
+computes the velocity of the batch with the policy on the native denoisers, takes every sample's transition, and decodes
+those that are done together. Per-request hooks that follow only hand rows on, because a Python call per request and
+step would cost more than a small model's forward.
+
+That is step-wise batching. In request batching vLLM-Omni hands over a batch once, and `forward` takes all its steps.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,20 +27,23 @@ from tensordict import TensorDict
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.errors import OmniClientError
 
+from omni_async.components import compute_velocity, named_parameters
 from omni_async.families import SamplingSpec
 from omni_async.policy import Codec, Policy
 from omni_async.rollout.conditioning import ConditioningCache
 from omni_async.rollout.payloads import Staged
 from omni_async.rollout.stepping import InFlight, take_steps
 from omni_async.types import Prompt, SampleRequest
+from omni_async.version_spans import VersionSpans
 
 REQUEST_KEY = "omni_async_request"
 RESULT_KEY = "omni_async"
 _SAMPLE = "omni_async_sample"
 _CONDITIONING = "omni_async_conditioning"
-_IMAGE = "omni_async_image"
+_MEDIA = "omni_async_media"
 
 
 def pass_through(od_config: Any) -> Callable[..., Any]:
@@ -48,13 +53,14 @@ def pass_through(od_config: Any) -> Callable[..., Any]:
 
 
 class RolloutPipelineMixin(ABC):
-    """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoiser.
+    """Runs `SampleRequest`s step by step with the policy's own velocity on vLLM-Omni's denoisers.
 
     Latents are float32 whatever the model's dtype; only the transformer's input is cast. They are kept in the sample:
     vLLM-Omni's batch sees one number a request, and so no shapes and no guidance.
     """
 
     supports_step_execution = True
+    supports_request_batch = True
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
@@ -64,15 +70,19 @@ class RolloutPipelineMixin(ABC):
         self.conditioning = ConditioningCache(self.make_codec())
         self.codec = self.conditioning.codec
         self._stacked: dict[SamplingSpec, tuple[list[InFlight], TensorDict]] = {}
-        for module in self.transformer.modules():
+        for module in (part for component in self.components.values() for part in component.modules()):
             if isinstance(module, LinearBase):
                 # On a CPU vLLM repacks a weight after its first load and frees the original, so no second load could
                 # follow. The switch is vLLM's own, not declared by the class.
                 setattr(module, "skip_weight_relayout", True)  # noqa: B010
 
+    @property
+    def components(self) -> dict[str, torch.nn.Module]:
+        """Returns vLLM-Omni's denoisers by component, that is by the attribute that each is kept as."""
+        return {name: getattr(self, name) for name in self.policy.components}
+
     # ---- defined by a family -----------------------------------------------------------------------------------------
 
-    transformer: torch.nn.Module
     warm_up: SamplingSpec  # of vLLM-Omni's own first request
 
     @abstractmethod
@@ -109,12 +119,14 @@ class RolloutPipelineMixin(ABC):
             by_spec.setdefault(state.extra[_SAMPLE].request.spec, []).append(state)
         for spec, same in by_spec.items():
             samples: list[InFlight] = [state.extra[_SAMPLE] for state in same]
-            velocity = self.policy.velocity(
-                self.transformer,
+            velocity = compute_velocity(
+                self.policy,
+                self.components,
                 torch.stack([sample.latents for sample in samples]),
                 torch.tensor([sample.sigma for sample in samples], device=self.model_device),
                 self._stack(spec, same),
                 spec,
+                [self.policy.component_of(sample.sigma) for sample in samples],
             )
             take_steps(samples, velocity.float(), self.weight_version)
             self._decode([state for state in same if state.extra[_SAMPLE].done], spec)
@@ -140,24 +152,49 @@ class RolloutPipelineMixin(ABC):
     def post_decode(self, state: Any, **kwargs: Any) -> DiffusionOutput:
         sample: InFlight = state.extra[_SAMPLE]
         tensors = {name: value.cpu() for name, value in sample.tensors(state.extra[_CONDITIONING]).items()}
-        result = {"tensors": tensors, "image": state.extra[_IMAGE], "versions": tuple(sample.versions)}
+        versions = VersionSpans.of(sample.versions).spans
+        result = {"tensors": tensors, "media": state.extra[_MEDIA], "versions": versions}
         # vLLM-Omni turns the payload's image into a PIL one; it is never read, so it gets a single pixel.
         return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}})
 
+    # ---- vLLM-Omni's request batching --------------------------------------------------------------------------------
+
+    def forward(self, req: Any) -> list[DiffusionOutput]:
+        """Makes the samples of a whole `DiffusionRequestBatch`, by the same steps as above, and returns one output per
+        request, in order. Requests need not agree in spec or steps; one that cannot be encoded fails alone."""
+        outputs: dict[str, DiffusionOutput] = {}
+        states: list[StepRequestState] = []
+        for request in req.requests:
+            state = StepRequestState(request_id=request.request_id, sampling=request.sampling_params)
+            try:
+                states.append(self.prepare_encode(state))
+            except OmniClientError as error:
+                outputs[request.request_id] = DiffusionOutput.from_exception(error)
+        unfinished = states
+        while unfinished:
+            self.denoise_step(None, states=unfinished)
+            unfinished = [state for state in unfinished if not state.extra[_SAMPLE].done]
+        outputs |= {state.request_id: self.post_decode(state) for state in states}
+        return [outputs[request.request_id] for request in req.requests]
+
     @property
     def model_dtype(self) -> torch.dtype:
-        return next(self.transformer.parameters()).dtype
+        return self._a_parameter.dtype
 
     @property
     def model_device(self) -> torch.device:
-        return next(self.transformer.parameters()).device
+        return self._a_parameter.device
+
+    @property
+    def _a_parameter(self) -> torch.nn.Parameter:
+        return next(parameter for _, parameter in named_parameters(self.components))
 
     def _decode(self, states: list[Any], spec: SamplingSpec) -> None:
         """Decodes finished samples of one spec in one batch."""
         if states:
-            images = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec).cpu()
-            for state, image in zip(states, images, strict=True):
-                state.extra[_IMAGE] = image
+            decoded = self.codec.decode(torch.stack([state.extra[_SAMPLE].latents for state in states]), spec)
+            for state, media in zip(states, decoded, strict=True):
+                state.extra[_MEDIA] = media
 
     def _warm_up_request(self, state: Any) -> SampleRequest:
         """Returns a small request in place of vLLM-Omni's own, which names no sample of ours."""
@@ -177,7 +214,8 @@ class RolloutPipelineMixin(ABC):
 
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
-    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, never inside one."""
+    """The remote calls of the engine; vLLM-Omni runs them between two denoising steps, or two batches in request
+    batching, never inside one."""
 
     def swap_weights(self, staged: Staged, verify: bool) -> dict[str, Any]:
         """Loads a version and returns the version and digest the pipeline holds now. `verify` rehashes first, where the
@@ -190,22 +228,23 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if verify:
             staged.verify()
         pipeline = self.model_runner.pipeline
+        components: dict[str, torch.nn.Module] = pipeline.components
         wanted: set[str] = set()
 
         def named(base: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in staged.weights(base, pipeline.model_device):
-                wanted.add(f"transformer.{name}")
-                yield f"transformer.{name}", weight
+                wanted.add(name)
+                yield name, weight
 
         with ExitStack() as stack:
-            base = _Checkpoint(Path(pipeline.od_config.model) / "transformer", stack)
+            base = _Checkpoint(Path(pipeline.od_config.model), components, stack)
             loaded = set(pipeline.load_weights(named(base)))
         if staged.manifest.payload == "full":
-            wanted = {f"transformer.{name}" for name, _ in pipeline.transformer.named_parameters()}
-        fused = _fused_names(pipeline.transformer)
+            wanted = {name for name, _ in named_parameters(components)}
+        fused = _fused_names(components)
         if missing := sorted(name for name in wanted if not {name, fused(name)} & loaded):
             raise RuntimeError(
-                f"{len(missing)} of {len(wanted)} transformer parameters were not loaded, beginning with {missing[0]!r}"
+                f"{len(missing)} of {len(wanted)} parameters were not loaded, beginning with {missing[0]!r}"
             )
         pipeline.weight_version, pipeline.weight_digest = staged.manifest.version, staged.manifest.digest
         return self.held_weights() | {"swap_s": time.perf_counter() - started}
@@ -216,17 +255,22 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
 
 class _Checkpoint(Mapping[str, torch.Tensor]):
-    """The parameters in a folder of safetensors files under their diffusers names, read when asked for. The live ones
-    would not do as the base of an adapter: they are fused, sharded and already adapted."""
+    """The parameters of a checkpoint's components as `component.name`, with their diffusers names, read when asked
+    for. The live ones would not do as the base of an adapter: they are fused, sharded and already adapted."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
-        parameters = _parameter_names(folder)
-        # Files may hold buffers, too, which are not trained and so never published.
-        self._where = {name: file for file in files for name in file.keys() if name in parameters}  # noqa: SIM118
+    def __init__(self, path: Path, components: Iterable[str], stack: ExitStack) -> None:
+        self._where: dict[str, tuple[Any, str]] = {}
+        for component in components:
+            parameters = _parameter_names(path / component)
+            for file in sorted((path / component).glob("*.safetensors")):
+                opened = stack.enter_context(safe_open(file, "pt"))
+                # Files may hold buffers, too, which are not trained and so never published.
+                for name in parameters & set(opened.keys()):
+                    self._where[f"{component}.{name}"] = opened, name
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        file, its_name = self._where[name]
+        tensor: torch.Tensor = file.get_tensor(its_name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -236,11 +280,12 @@ class _Checkpoint(Mapping[str, torch.Tensor]):
         return len(self._where)
 
 
-def _fused_names(transformer: torch.nn.Module) -> Callable[[str], str]:
+def _fused_names(components: Mapping[str, torch.nn.Module]) -> Callable[[str], str]:
     """Returns a function from the name of a weight to that of the parameter that vLLM-Omni keeps it in, with others."""
-    mapping: Any = getattr(transformer, "stacked_params_mapping", ())
+    mappings: Any = {name: getattr(module, "stacked_params_mapping", ()) for name, module in components.items()}
 
     def name_of(name: str) -> str:
+        mapping = mappings[name.partition(".")[0]]
         return next((name.replace(shard, fused) for fused, shard, _ in mapping if shard in name), name)
 
     return name_of

@@ -1,5 +1,5 @@
-"""Records a run for the driver: turns the coordinator's events into console lines, metrics, images, a timeline and a
-summary.
+"""Records a run for the driver: turns the coordinator's events into console lines, metrics, sample files, a timeline
+and a summary.
 
 An attempt is here one of the command's, which `attempts.jsonl` lists: one process. In the folder of an earlier attempt
 nothing changes before this one has an update to record: until then, what would be written is held in memory.
@@ -20,7 +20,7 @@ from omni_async.control.clock import Clock
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.runtime.cluster import RunControl
-from omni_async.runtime.image_grids import ImageGrids
+from omni_async.runtime.sample_files import SampleFiles
 from omni_async.store import ObjectStore
 from omni_async.tracking.console import Console, UpdateView
 from omni_async.tracking.faults import Fault
@@ -67,9 +67,9 @@ class Observer:
         self.made = 0  # updates of this attempt, including those that were lost again
         self._held_rounds: list[tuple[dict[str, float], int]] = []
         self._untaken: deque[RunEvent] = deque()
-        self._grids = ImageGrids(run, mlflow, console.note)
+        self._samples = SampleFiles(run, mlflow, console.note)
         if self.owns:
-            self._grids.may_save.set()
+            self._samples.may_save.set()
         self.spans = SpanLog(run.spans, _RECENT_S, held=not self.owns)
         start = start or ControlState()
         self._wall_before = 0.0 if owns else run.wall_s(start.version)
@@ -143,7 +143,7 @@ class Observer:
         held, self._held_rounds = self._held_rounds, []
         for numbers, version in held:
             self._log(numbers, version)
-        self._grids.may_save.set()
+        self._samples.may_save.set()
 
     def tell(self, text: str) -> None:
         self._console.note(text)
@@ -155,7 +155,7 @@ class Observer:
             append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
-        """Takes events until the coordinator has no more. Images are fetched and drawn in tasks of their own."""
+        """Takes events until the coordinator has no more. Sample files are written in tasks of their own."""
         concluded = False
         while not concluded:
             self._untaken.extend(await coordinator.events())
@@ -177,10 +177,10 @@ class Observer:
                     self.ended = event.data
             self._untaken.clear()
 
-    async def images_drawn(self, seconds: float) -> None:
-        """Waits until the images that are being drawn are done, `seconds` at most. Keeps none of an attempt that has
-        nothing else to record."""
-        await self._grids.finish(seconds, keep=self.owns)
+    async def samples_written(self, seconds: float) -> None:
+        """Waits until the sample files that are being written are done, `seconds` at most. Keeps none of an attempt
+        that has nothing else to record."""
+        await self._samples.finish(seconds, keep=self.owns)
 
     def _take(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
@@ -203,8 +203,8 @@ class Observer:
                     self._held_rounds or self.faults or not is_done(self._run.summary)
                 ):
                     self.take_over()  # no update was left to make, but the run was not done
-        if event.pictures and self._config.emulation is None:  # emulated media are noise
-            self._grids.draw(event, store)
+        if event.shown and self._config.emulation is None:  # emulated media are noise
+            self._samples.draw(event, store)
 
     def _update(self, data: dict[str, Any]) -> None:
         self.take_over()
@@ -221,9 +221,11 @@ class Observer:
         rate = self._images_per_s(data["finished"])
         busy = self._recently_busy()
         buffers = data["buffers"]
+        several = bool(self._config.rollout.buckets)
         numbers = {
             "reward": reward,
             **{f"reward/{name}": value for name, value in data["parts"].items()},
+            **({f"reward/bucket{number}": mean for number, mean in data["buckets"].items()} if several else {}),
             "staleness/mean": sum(staleness) / len(staleness),
             "staleness/max": max(staleness),
             "images": data["images"],
@@ -237,6 +239,7 @@ class Observer:
                 for name, statistics in buffers.items()
                 if "reserved" in statistics
             },
+            "buffers/bytes_held/max": buffers["bytes"]["most"],
         }
         self._run.append_metrics(
             version, {**numbers, "finished": data["finished"], "conservation": data["conservation"]}

@@ -22,17 +22,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import require_file
+from omni_async.image_files import MAX_IMAGE_BYTES, find_image, one_line, read_image
 from omni_async.types import Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from omni_async.media import Media
 
 _KEY = "data.preferences"
 _COLUMNS = ("prompt", "chosen", "rejected")
-_FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
-_MAX_PIXELS = 64_000_000
-_MAX_IMAGE_BYTES = 2**28  # of an encoded image
 _MAX_PATH_BYTES = 2**16
 _MAX_PAIRS = 10_000_000  # every prompt is held in memory
 _MAX_PROMPT_BYTES = 2**31  # of all prompts
@@ -63,7 +60,7 @@ class PreferencePairs:
             raise ConfigError(f"{_KEY}: no such file: {path}") from None
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise ConfigError(
-                f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or _one_line(error)}"
+                f"{_KEY}: {path} cannot be read as parquet: {getattr(error, 'strerror', None) or one_line(error)}"
             ) from None
         for column in _COLUMNS:
             self._check_column(schema, column)
@@ -110,10 +107,9 @@ class PreferencePairs:
             prompts.append(Prompt(row, text))
         return prompts
 
-    def images(self, pair: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Returns the chosen and the rejected image of a pair, each (H, W, 3) uint8 RGB in its own size, upright as its
-        EXIF data say; of an animation the first frame. Raises ConfigError if one cannot be decoded or has more than 64
-        million pixels, IndexError if there is no such pair."""
+    def media(self, pair: int) -> tuple[Media, Media]:
+        """Returns the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`). Raises
+        ConfigError if one cannot be decoded, IndexError if there is no such pair."""
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
         chosen, rejected = (
@@ -154,7 +150,7 @@ class PreferencePairs:
         if not fits or lists:
             raise ConfigError(f"{_KEY}: {self.path}: column {column}: expected {expected}, got {kind}")
 
-    def _image(self, cell: Any, where: str) -> NDArray[np.uint8]:
+    def _image(self, cell: Any, where: str) -> Media:
         import pyarrow as pa
 
         value = _plain(cell)
@@ -162,36 +158,14 @@ class PreferencePairs:
             has_path = value.type.get_field_index("path") >= 0
             value = _plain(value["path"] if has_path and not value["bytes"].is_valid else value["bytes"])
         if _is_bytes(value.type) and (size := _size(value)):
-            if size > _MAX_IMAGE_BYTES:
-                raise ConfigError(f"{where}: the image has {size} bytes, at most {_MAX_IMAGE_BYTES} are decoded")
-            return _decode(io.BytesIO(value.as_buffer()), where)
+            if size > MAX_IMAGE_BYTES:
+                raise ConfigError(f"{where}: the image has {size} bytes, at most {MAX_IMAGE_BYTES} are decoded")
+            return read_image(io.BytesIO(value.as_buffer()), where)
         if _is_text(value.type) and (size := _size(value)):
             if size > _MAX_PATH_BYTES:
                 raise ConfigError(f"{where}: the path has {size} bytes, at most {_MAX_PATH_BYTES} are taken")
-            return _decode(self._file_of(_text(value, where) or "", where), where)
+            return read_image(find_image(self._folder, _text(value, where) or "", where, "the parquet's"), where)
         raise ConfigError(f"{where}: there is no image")
-
-    def _file_of(self, text: str, where: str) -> Path:
-        try:
-            file = (self._folder / text).resolve()
-            inside = not Path(text).is_absolute() and file.is_relative_to(self._folder)
-            exists = inside and file.is_file()
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
-            raise ConfigError(
-                f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or _one_line(error)}"
-            ) from None
-        if not inside:
-            raise ConfigError(
-                f"{where}: {text[:200]!r} leads out of the parquet's folder; expected a path relative to it, to a file"
-                " inside"
-            )
-        if not exists:
-            raise ConfigError(f"{where}: no such file: {text[:200]!r}")
-        if file.stat().st_size > _MAX_IMAGE_BYTES:
-            raise ConfigError(
-                f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {_MAX_IMAGE_BYTES} are decoded"
-            )
-        return file
 
 
 class _Column:
@@ -239,7 +213,7 @@ class _Column:
             )
         except (pa.ArrowException, OSError) as error:
             where = f"column {self._name}, row {self._starts[group]} and those after it"
-            raise ConfigError(f"{_KEY}: {self._path}: {where} cannot be read: {_one_line(error)}") from None
+            raise ConfigError(f"{_KEY}: {self._path}: {where} cannot be read: {one_line(error)}") from None
 
 
 def _plain(cell: Any) -> Any:
@@ -271,32 +245,3 @@ def _is_bytes(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
-
-
-def _decode(source: Path | io.BytesIO, where: str) -> NDArray[np.uint8]:
-    import numpy as np
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(source, formats=_FORMATS) as image:
-            width, height = image.size  # of the header: nothing is decoded yet
-            if width * height > _MAX_PIXELS:
-                raise ConfigError(
-                    f"{where}: the image has {width} x {height} pixels, at most {_MAX_PIXELS} are decoded"
-                )
-            if image.mode[0] in "IF":
-                raise ConfigError(
-                    f"{where}: the image has mode {image.mode}; expected 8 bits a channel, which more would be cut"
-                    " off to"
-                )
-            return np.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except ConfigError:
-        raise
-    except UnidentifiedImageError:
-        raise ConfigError(f"{where}: not a PNG, JPEG or WebP image") from None
-    except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
-        raise ConfigError(f"{where}: the image cannot be decoded: {type(error).__name__}: {_one_line(error)}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

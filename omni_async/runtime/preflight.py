@@ -7,12 +7,10 @@ With `emulation` there is no model, no prompt file and no scorer to check, but a
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -21,13 +19,13 @@ from msgspec.structs import replace
 from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import plan_updates, require_trainable
 from omni_async.config import Config, ConfigError
-from omni_async.config.reading import TooLargeError, read_file
 from omni_async.config.schema import Emulation
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
-from omni_async.performance.profile import Payload, Profile, load_profile
+from omni_async.performance.profile import Payload, Profile, load_profile, require_room
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
+from omni_async.runtime.model_files import check_checkpoint
 from omni_async.runtime.placement import plan_placements, role_names
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
@@ -37,8 +35,6 @@ from omni_async.types import Prompt
 _SYNTHETIC_PROMPTS = 1000
 # Emulated devices do not hang, whatever their profile's time scale makes of a timeout.
 _NEVER_S = 1e6
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LARGEST_JSON = 10_000_000
 # Copies of a version that exist at once: the source, the buckets, and two versions in the object store.
 _WEIGHT_COPIES = 4
 
@@ -76,14 +72,14 @@ def preflight(config: Config) -> RunInputs:
         raise ConfigError(str(error)) from None
     require_trainable(config)
     _check_placement(config)
-    checks = _check_scorers(config)
+    checks = [*_check_scorers(config), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
         raise ConfigError(
             f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
             " it out"
         )
-    _check_model(config, family)
+    check_checkpoint(Path(config.model.path), family, config.rollout.sampling)
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
     validation = (
@@ -118,13 +114,25 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
     asked: list[PromptCheck] = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
-            scorers.check(scorer)
+            scorers.check(scorer, config.rollout.sampling.media())
             check = scorers.prompt_check(scorer)
         except ValueError as error:
             raise ConfigError(f"reward.scorers.{number}: {error}") from None
         if check is not None:
             asked.append(check)
     return asked
+
+
+def _images_check(family: PipelineFamily) -> PromptCheck:
+    """Returns a check that refuses prompts with more images than the family takes."""
+
+    def check(prompt: Prompt) -> str | None:
+        given, most = len(prompt.images), family.prompt_images
+        if given <= most:
+            return None
+        return f"images: the prompt has {given}, but model.pipeline {family.name!r} takes {most or 'none'}"
+
+    return check
 
 
 def _from_checkpoint(inputs: RunInputs) -> RunInputs:
@@ -196,6 +204,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
         name: round(size * emulation.payload_scale) for name, size in msgspec.structs.asdict(profile.payload).items()
     }
     profile = replace(profile, payload=Payload(**sizes))
+    require_room(config, profile.payload)
     _check_memory(config, profile.payload)
     ignored = "model, prompts, scorers and validation" if config.validation else "model, prompts and scorers"
     return RunInputs(
@@ -222,7 +231,10 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
 def _check_memory(config: Config, payload: Payload) -> None:
     """Refuses payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
     samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
-    needed = _WEIGHT_COPIES * payload.weights + samples * (payload.trajectory + payload.media)
+    held = samples * (payload.trajectory + payload.media)
+    if config.buffer.bound is not None:
+        held = min(held, config.buffer.bound)
+    needed = _WEIGHT_COPIES * payload.weights + held
     available = psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
@@ -236,45 +248,9 @@ def _prompts(config: Config, checks: list[PromptCheck]) -> list[Prompt]:
     if config.data.preferences is not None:
         from omni_async.runtime.preferences import PreferencePairs
 
+        if (made := [one.part for one in config.rollout.sampling.media()]) != ["image"]:
+            raise ConfigError(f"data.preferences: pairs are images, but the samples are {' and '.join(made)}")
         return PreferencePairs(config.data.preferences).prompts(longest)
     if config.data.prompts is None:
         raise ConfigError("data.prompts: required")
     return load_prompts(config.data.prompts, "data.prompts", longest, checks)
-
-
-def _check_model(config: Config, family: PipelineFamily) -> None:
-    index = Path(config.model.path) / "model_index.json"
-    if not index.is_file():
-        raise ConfigError(
-            f"model.path: {config.model.path} is not a checkpoint folder in diffusers layout: it has no"
-            " model_index.json"
-        )
-    listed = _read_json(index, "model.path")
-    found = listed.get("_class_name")
-    if found != family.model_index_class:
-        raise ConfigError(
-            f"model.path: {config.model.path} is a {found} checkpoint, but model.pipeline {family.name!r} needs a"
-            f" {family.model_index_class}"
-        )
-    if not (Path(config.model.path) / "transformer" / "config.json").is_file():
-        raise ConfigError(f"model.path: {config.model.path} has no transformer/config.json")
-    for part in sorted(
-        path for name in {*listed, "transformer"} if (path := Path(config.model.path) / Path(name).name).is_dir()
-    ):
-        pickled = [path for pattern in _PICKLES for path in sorted(part.glob(pattern))]
-        if pickled and not any(part.glob("*.safetensors")):
-            raise ConfigError(
-                f"model.path: {pickled[0]} is a pickle, which may run code when it is read; convert it to safetensors"
-            )
-
-
-def _read_json(path: Path, key: str) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(path, _LARGEST_JSON).decode("utf-8"))
-    except TooLargeError as error:
-        raise ConfigError(f"{key}: {path} is {error.strerror}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{key}: {path}: expected a JSON object")
-    return content

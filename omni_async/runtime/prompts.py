@@ -1,7 +1,7 @@
-"""Reads prompt files: `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target`, and
-any other keys.
+"""Reads prompt files: `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target` and
+`images` (paths relative to the file; one may be given as `image`), and any other keys.
 
-A wrong line stops the run before anything is started, with its number.
+A wrong line, or an image that is none, stops the run before anything is started, with its number.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
-from omni_async.types import Prompt
+from omni_async.types import Prompt, PromptImage
 
 _LARGEST_FILE = 2**30  # bytes; all prompts are held in memory
 _LONGEST_LINE = 2**20  # characters of one, targets and other keys included: they travel with every sample
 _DEEPEST = 50  # levels of nesting in a line, as in a recipe: packing a prompt into a message goes down them all
 
-# Returns what a scorer misses in a prompt, None if nothing.
+_KEYS = ("prompt", "target", "image", "images")
+
+# Returns what is wrong with a prompt for a scorer or the model, None if nothing.
 PromptCheck = Callable[[Prompt], str | None]
 
 
@@ -30,6 +33,7 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
     for what one of `checks` misses in a prompt."""
     text = _read(path, key)
     parse = _parser(path, key)
+    images = _Images(Path(path))
     prompts: list[Prompt] = []
     # Not splitlines(): it also cuts at U+2028 and form feeds, which may stand in a prompt, and in a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -43,7 +47,7 @@ def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptChe
         for check in checks:
             if (missing := check(prompt)) is not None:
                 raise ConfigError(f"{where}: {missing}")
-        prompts.append(prompt)
+        prompts.append(images.checked(prompt, where) if prompt.images else prompt)
     if not prompts:
         raise ConfigError(f"{key}: {path} holds no prompts; expected one a line")
     return prompts
@@ -95,7 +99,41 @@ def _parse_json(index: int, line: str, where: str) -> Prompt:
     target = fields.get("target")
     if target is not None and not isinstance(target, str):
         raise ConfigError(f"{where}: target: expected a string, got {repr(target)[:200]}")
-    return Prompt(index, fields["prompt"], target, {k: v for k, v in fields.items() if k not in ("prompt", "target")})
+    others = {key: value for key, value in fields.items() if key not in _KEYS}
+    return Prompt(index, fields["prompt"], target, others, _named_images(fields, where))
+
+
+def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:
+    """Returns the images as the line names them, without digests: no file is opened yet."""
+    if "image" in fields and "images" in fields:
+        raise ConfigError(f"{where}: give image or images, not both")
+    key = "image" if "image" in fields else "images"
+    given = fields.get(key, [])
+    names = [given] if key == "image" else given
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        expected = "a path" if key == "image" else "a list of paths"
+        raise ConfigError(f"{where}: {key}: expected {expected}, got {repr(given)[:200]}")
+    return tuple(PromptImage(name, "") for name in names)
+
+
+class _Images:
+    """The images of a prompt file, each checked once."""
+
+    def __init__(self, file: Path) -> None:
+        self._folder = file.resolve().parent
+        self._checked: dict[Path, PromptImage] = {}
+
+    def checked(self, prompt: Prompt, where: str) -> Prompt:
+        """Returns the prompt with its images found and checked."""
+        from omni_async.image_files import find_image, prompt_image
+
+        found = []
+        for image in prompt.images:
+            file = find_image(self._folder, image.path, f"{where}: image", "the prompt file's")
+            if file not in self._checked:
+                self._checked[file] = prompt_image(file, f"{where}: image {image.path[:200]!r}")
+            found.append(self._checked[file])
+        return replace(prompt, images=tuple(found))
 
 
 def _decode(line: str, where: str) -> Any:

@@ -20,6 +20,7 @@ from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
 from omni_async.actors.rewarder import Rewarder
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.control.clock import Clock, WallClock
@@ -128,7 +129,7 @@ def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
             inputs.config, load_policy(inputs.family, inputs.config.model.path), rank, world_size, device
         )
 
-    paired = find_objective(inputs.config.algorithm.name).unit == "pair"
+    paired = find_kind(find_objective(inputs.config.algorithm.name).kind).paired
     return Rank(rank, world_size, build_engine, store, paired)
 
 

@@ -1,4 +1,4 @@
-"""Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic image.
+"""Tries a recipe's scorers in this process, for `omni-async check`: each is built and scores a synthetic sample.
 
 Waits for the scorers, in threads: for their construction `run.startup_timeout_s` at most, and twice `reward.timeout_s`
 for a score.

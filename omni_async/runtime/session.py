@@ -27,7 +27,7 @@ from omni_async.tracking.summary import Status
 
 # Time for the coordinator to take the driver's last calls and to hand over its events, and for the last images.
 _LAST_EVENTS_S = 10.0
-_IMAGES_S = 30.0
+_SAMPLES_S = 30.0
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Session:
                     unrecorded = error
                 if watching.cancelled() or error is not None:
                     await observer.count(coordinator)
-        await observer.images_drawn(_IMAGES_S)
+        await observer.samples_written(_SAMPLES_S)
         # The coordinator keeps the first failure it learned of; what breaks after that is a consequence.
         ended = observer.ended or {"status": "failed", "reason": "the coordinator never said how the run ended"}
         if observer.ended and ended["status"] == "failed":

@@ -12,6 +12,7 @@ import msgspec
 
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import ConfigError
+from omni_async.config.sizes import size_text
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
 from omni_async.tracking.words import duration, validated, validation_curve
@@ -69,6 +70,9 @@ def _part(name: str, where: Mapping[str, Any], status: Mapping[str, Any]) -> lis
 
 def _buffer(name: str, held: Mapping[str, int]) -> list[str]:
     taken = held["reserved"] if "reserved" in held else held.get("live", 0) + held.get("awaiting_publication", 0)
+    if name == "bytes":
+        bound = "no bound" if held["capacity"] is None else size_text(held["capacity"])
+        return [name, size_text(taken), bound, size_text(held["ready"])]
     return [name, str(taken), str(held["capacity"]), str(held.get("ready", ""))]
 
 

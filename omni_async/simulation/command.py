@@ -96,6 +96,8 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     console.print(f"{options.recipe}: profile {profile.name}; {_size(config)}")
     if config.validation is not None:
         console.print("validation rounds are left out")
+    if config.rollout.buckets:
+        console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
     if options.json is not None:
         _write(options.json, b"")  # better refused now than after minutes
@@ -118,7 +120,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
 
 def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
     from omni_async.actors.plan import require_trainable
-    from omni_async.performance.profile import load_profile, shipped_profiles
+    from omni_async.performance.profile import load_profile, require_room, shipped_profiles
 
     named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
     config = load(options.recipe, [*options.overrides, *named])
@@ -132,6 +134,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
     except ConfigError as error:
         raise ConfigError(str(error).replace("emulation.profile", "--profile", 1) if named else str(error)) from None
     require_trainable(config)
+    require_room(config, profile.payload)
     return config, profile
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from omni_async.control.waiting import Event
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
+from omni_async.version_spans import VersionSpans
 
 # Two instants closer than this are one.
 _INSTANT_S = 1e-9
@@ -57,11 +58,11 @@ class Batch:
     def version_at(self, step: int) -> int:
         return next(version for first, version in reversed(self.swaps) if step >= first)
 
-    def versions(self, window: SdeWindow | None) -> tuple[int, ...]:
-        """Returns the version of every trained step: the window's steps, or all."""
+    def versions(self, window: SdeWindow | None) -> VersionSpans:
+        """Returns the versions of the trained steps: the window's steps, or all."""
         if len(self.swaps) == 1:
-            return (self.swaps[0][1],) * (window.size if window else self.steps)
-        return tuple(self.version_at(step) for step in (window.steps if window else range(self.steps)))
+            return VersionSpans.same(self.swaps[0][1], window.size if window else self.steps)
+        return VersionSpans.of(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
 class SimulatedEngine:
@@ -75,6 +76,7 @@ class SimulatedEngine:
         self._draws = world.draws(name)
         self._swapped = swapped
         self._rollout = world.config.rollout
+        self._nbytes = world.bundle * (world.profile.payload.trajectory + world.profile.payload.media)
         self._drains = world.config.weights.swap == "drain"
         self._leased: deque[SampleRequest] = deque()
         self._held = 0  # leased, running ones included
@@ -163,7 +165,17 @@ class SimulatedEngine:
             self._world.coordinator.samples_done(
                 self.name,
                 [
-                    SampleResult(r.sample_id, self.name, None, None, first, batch.versions(r.window), batch.start, now)
+                    SampleResult(
+                        r.sample_id,
+                        self.name,
+                        None,
+                        None,
+                        first,
+                        batch.versions(r.window),
+                        batch.start,
+                        now,
+                        self._nbytes,
+                    )
                     for r in requests
                 ],
             )

@@ -50,3 +50,13 @@ def init_process_group(
 def init_lone_process_group(device: torch.device) -> None:
     """Makes a process group of one, which needs no address: FSDP2 requires a group even for a single rank."""
     dist.init_process_group(collective_backend(device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def largest_over_ranks(values: list[int]) -> list[int]:
+    """Returns the largest value over all ranks at each position. Collective where there are several ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    found: list[int] = tensor.tolist()
+    return found

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.algorithms.decay import ema_decay, ema_due
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
@@ -32,7 +33,6 @@ from omni_async.training import checkpoint
 from omni_async.training.auxiliary import forget_gathered
 from omni_async.training.device import rank_device
 from omni_async.training.errors import TrainingError
-from omni_async.training.forward_loss import ForwardLoss
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.training.model import TrainedModel, whole
@@ -45,7 +45,6 @@ from omni_async.training.optimizer import (
     set_learning_rate,
 )
 from omni_async.training.row_loss import RowLoss
-from omni_async.training.transition_loss import TransitionLoss
 from omni_async.types import SampleDrift, WeightManifest
 from omni_async.weights.buckets import Bucket, BucketSet
 from omni_async.weights.lora import merged_weights
@@ -86,9 +85,8 @@ class TrainEngine:
         self._optimizer = build_optimizer(self.config.trainer.optimizer, self._trainable.values())
         # Checkpoints are written while ranks train: their collectives must not meet those of training.
         self._saving_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        kind = TransitionLoss if self._objective.process == "transition" else ForwardLoss
-        # The two have rows of their own kinds, which no other code reads.
-        self._loss: RowLoss[Any] = kind(
+        # Every kind has rows of its own, which no other code reads.
+        self._loss: RowLoss[Any] = find_kind(self._objective.kind).load_loss()(
             self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size
         )
 
@@ -131,7 +129,7 @@ class TrainEngine:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        forget_gathered(self._model.transformer)
+        forget_gathered(self._model.components)
         self._has_rows = False
         self.optimizer_steps += 1
         self._follow()
@@ -252,6 +250,6 @@ class TrainEngine:
         `begin_save` returned."""
         self.discard()
         checkpoint.load(Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer)
-        forget_gathered(self._model.transformer)
+        forget_gathered(self._model.components)
         self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)

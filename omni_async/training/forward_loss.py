@@ -11,15 +11,19 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from omni_async.algorithms.forward_process import noised
+from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.objectives.base import ForwardInputs
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
 from omni_async.policy import Policy
+from omni_async.training.device import largest_over_ranks
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
-from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
+from omni_async.training.micro_batches import Needs, micro_batches
 from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
 
@@ -42,6 +46,7 @@ class ForwardLoss:
         rollout, algorithm = config.rollout, config.algorithm
         self._algorithm = algorithm
         self._objective = objective
+        self._fields = trajectory_fields(objective, config)
         self._compute = objective.load()
         self._policy = policy
         self._model = model
@@ -49,42 +54,45 @@ class ForwardLoss:
         self._rank, self._world_size = rank, world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._spec = rollout.sampling
-        self._latent_shape = policy.latent_shape(self._spec)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
+        self._drawn = Drawn(policy, rollout)
         self._auxiliary = sorted(objective.auxiliary(algorithm))
-        self._paired = objective.unit == "pair"
+        self._paired = find_kind(objective.kind).paired
         self._num_draws = num_draws(rollout.num_inference_steps, algorithm.forward, algorithm.timestep_fraction)
         self._progress = 0.0
 
     def batches(self, group: GroupBatch) -> Iterator[tuple[ForwardRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. Of a pair every rank has its
         share of the draws, of other groups its share of the samples. ValueError for an unusable group."""
-        check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        latent_shape, sigmas = self._drawn.by(group.spec)
+        check_group(group, self._fields, sigmas, latent_shape)
         if self._paired and len(group.trajectories) != 2:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
         forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
-        draws = [make_draws(seed, self._latent_shape, self._sigmas, forward, fraction) for seed in group.seeds]
+        draws = [make_draws(seed, latent_shape, sigmas, forward, fraction) for seed in group.seeds]
         if self._paired:
             draws = [d.dealt(self._rank, self._world_size) for d in draws]
         count = len(draws[0].sigmas)
-        unit = {"row": 1, "sample": count, "pair": 2}[self._objective.unit]
+        unit = 2 if self._paired else count if self._objective.unit == "sample" else 1
         shared = self._world_size == 1 or self._paired
         most = len(draws) if shared else -(-self._group_size // self._world_size)
-        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
-        for indices, counts in micro_batches(len(draws) * count, self._micro_batch_size, unit, num_batches):
-            yield build_rows(group, draws, indices, self._paired, self._policy, self._model.device), counts
+        row_ids = [(i % 2, i // 2) if self._paired else divmod(i, count) for i in range(len(draws) * count)]
+        needs = [self._policy.component_of(float(draws[sample].sigmas[k])) for sample, k in row_ids]
+        for batch in micro_batches(
+            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
+        ):
+            own, its = [row_ids[i] for i in batch.rows], Needs([needs[i] for i in batch.rows], batch.calls)
+            yield build_rows(group, draws, own, its, self._policy, self._model.device), batch.counts
 
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)
         others = {
             _INPUT_OF[auxiliary]: self._model.auxiliary_velocity(
-                auxiliary, x, rows.sigma, rows.conditioning, self._spec
+                auxiliary, x, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
             for auxiliary in self._auxiliary
         }
         inputs = ForwardInputs(
-            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, self._spec),
+            velocity=self._model.velocity(x, rows.sigma, rows.conditioning, group.spec, rows.needs),
             final=rows.final,
             noise=rows.noise,
             sigma=rows.sigma,

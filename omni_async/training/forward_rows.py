@@ -18,11 +18,12 @@ from omni_async.algorithms.forward_process import draw_sigmas
 from omni_async.config.algorithm import Forward
 from omni_async.policy import Policy
 from omni_async.training.groups import GroupBatch
+from omni_async.training.micro_batches import Needs
 
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """R rows on the trainer's device: final, noise (R, T, C) and sigma, advantage (R,) float32; staleness (R,) int64,
+    """R rows on the trainer's device: final, noise (R, *shape) and sigma, advantage (R,) float32; staleness (R,) int64,
     the largest of the sample's steps."""
 
     final: Tensor
@@ -31,11 +32,12 @@ class ForwardRows:
     advantage: Tensor
     staleness: Tensor
     conditioning: TensorDict
+    needs: Needs
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The noise draws of one sample: sigmas (K,) and noises (K, T, C), float32 on the CPU."""
+    """The noise draws of one sample: sigmas (K,) and noises (K, *shape), float32 on the CPU."""
 
     sigmas: Tensor
     noises: Tensor
@@ -52,10 +54,15 @@ def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forwa
 
 
 def build_rows(
-    group: GroupBatch, draws: Sequence[Draws], indices: range, paired: bool, policy: Policy, device: torch.device
+    group: GroupBatch,
+    draws: Sequence[Draws],
+    row_ids: Sequence[tuple[int, int]],
+    needs: Needs,
+    policy: Policy,
+    device: torch.device,
 ) -> ForwardRows:
-    """Builds the rows `indices` of a checked group; `draws[i]` are sample i's, as many for every sample."""
-    row_ids = [(i % 2, i // 2) if paired else divmod(i, len(draws[0].sigmas)) for i in indices]
+    """Builds the rows `row_ids`, each (sample, draw), of a checked group; `draws[i]` are sample i's, as many for every
+    sample."""
     trajectories = [group.trajectories[sample] for sample, _ in row_ids]
     return ForwardRows(
         final=torch.stack([t["final"] for t in trajectories]).to(device),
@@ -66,4 +73,5 @@ def build_rows(
             [max(group.staleness[sample], default=0) for sample, _ in row_ids], dtype=torch.int64, device=device
         ),
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
+        needs=needs,
     )

@@ -4,24 +4,29 @@ trainer's by one bit, no NaN."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from omni_async.config.schema import Rollout
+from omni_async.families import SamplingSpec
+from omni_async.policy import Policy
+
 
 @dataclass(frozen=True)
 class GroupBatch:
     """This rank's samples of one prompt group; see `omni_async.types.TrainGroup` for everything but the tensors.
 
-    trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1, T,
-    C), log_probs (W,), optional means (W, T, C), sigmas (N + 1,), steps (W,) and conditioning; for forward-process ones
-    final (T, C), sigmas and conditioning.
+    trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
+    *shape), log_probs (W,), optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
+    forward-process ones final (*shape), sigmas and conditioning.
     """
 
     group: int
+    spec: SamplingSpec
     trajectories: Sequence[TensorDict]
     advantages: Sequence[float]
     seeds: Sequence[int]
@@ -36,6 +41,23 @@ class GroupBatch:
             raise ValueError(
                 f"a group needs one advantage, seed, staleness and weight per trajectory, got {sorted(lengths)} of them"
             )
+
+
+class Drawn:
+    """What every trajectory must have that was drawn by one of the recipe's specs: the shape of its latents, and its
+    schedule. Whatever `policy` refuses about a spec is raised at once."""
+
+    def __init__(self, policy: Policy, rollout: Rollout) -> None:
+        steps = rollout.num_inference_steps
+        self._of = {
+            spec: (tuple(policy.latent_shape(spec)), policy.sigmas(steps, spec).cpu()) for spec in rollout.specs
+        }
+
+    def by(self, spec: SamplingSpec) -> tuple[tuple[int, ...], Tensor]:
+        """Returns the latents' shape, and the sigmas (N + 1,) on the CPU."""
+        if spec not in self._of:
+            raise ValueError(f"the group was drawn by {spec}, which is not one of the recipe's")
+        return self._of[spec]
 
 
 def check_group(group: GroupBatch, fields: Collection[str], sigmas: Tensor, latent_shape: tuple[int, ...]) -> int:
@@ -98,23 +120,3 @@ def _check_schedule(trajectory: TensorDict, sigmas: Tensor) -> None:
         )
     if len(steps) and (steps.min() < 0 or steps.max() > len(sigmas) - 2):
         raise ValueError(f"steps must lie in [0, {len(sigmas) - 2}], got {steps.tolist()}")
-
-
-def micro_batches(num_rows: int, size: int, unit: int, num_batches: int) -> Iterator[tuple[range, bool]]:
-    """Yields `num_batches` pairs of (rows, whether they count): `num_rows` rows in cuts of about `size`, whole units of
-    `unit` rows each, then the first unit again as padding that counts for nothing, so that every rank joins the same
-    collectives."""
-    size = whole_units(size, unit)
-    cuts = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    if len(cuts) > num_batches:
-        raise ValueError(
-            f"{num_rows} rows make {len(cuts)} micro-batches of {size}, more than the {num_batches} that every rank"
-            " runs"
-        )
-    yield from ((cut, True) for cut in cuts)
-    yield from ((range(unit), False) for _ in range(num_batches - len(cuts)))
-
-
-def whole_units(size: int, unit: int) -> int:
-    """Returns `size` rows cut down to whole units of `unit` rows, but at least one unit."""
-    return max(1, size // unit) * unit

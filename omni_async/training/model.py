@@ -1,4 +1,4 @@
-"""Holds the trained transformer of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
+"""Holds the trained components of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
 
 Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers
 them and reduces gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held
@@ -22,11 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
+from omni_async.components import compute_velocity
 from omni_async.config.schema import Config, Lora
 from omni_async.policy import Policy
 from omni_async.training.auxiliary import AuxiliaryPolicies
 from omni_async.training.device import init_lone_process_group
 from omni_async.training.errors import TrainingError
+from omni_async.training.micro_batches import Needs
 from omni_async.weights.buckets import digest_tensors
 from omni_async.weights.lora import ADAPTER, diffusers_name, is_injected_adapter
 
@@ -46,10 +48,11 @@ def resolve_backend(backend: str, device: torch.device, world_size: int) -> Back
 
 
 class TrainedModel:
-    """A policy's transformer, ready for gradients.
+    """A policy's components, ready for gradients.
 
-    transformer: the module the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
-    trainable: the parameters that the optimizer changes, by diffusers name: adapters under LoRA, everything otherwise.
+    components: the modules the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
+    trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
+    LoRA, everything otherwise.
     auxiliary: the auxiliary policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
     digest: the digest of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else
     empty).
@@ -65,17 +68,21 @@ class TrainedModel:
         self.backend = resolve_backend(config.trainer.backend, device, world_size)
         self._unconditional_gradient = config.algorithm.unconditional_gradient
         mesh = _mesh(device, rank, world_size) if self.backend == "fsdp2" else None
-        self.transformer = policy.load_transformer(torch.float32 if self.lora is None else self.dtype).eval()
+        # Each is called by itself and never the whole, so each is an FSDP root of its own.
+        self.components = nn.ModuleDict(
+            policy.load_components(torch.float32 if self.lora is None else self.dtype)
+        ).eval()
         self.digest = self._digest() if rank == 0 else ""
         if self.lora is not None:
-            _add_adapters(self.transformer, self.lora, config.run.seed)
+            _add_adapters(self.components, self.lora, config.run.seed)
         else:
-            self.transformer.requires_grad_(True)
-        if config.trainer.gradient_checkpointing:
-            _enable_gradient_checkpointing(self.transformer)
-        self._shard(self.transformer, mesh)
-        self.trainable = {diffusers_name(name): p for name, p in self.transformer.named_parameters() if p.requires_grad}
-        self.auxiliary = AuxiliaryPolicies(self.transformer, self.trainable)
+            self.components.requires_grad_(True)
+        for component in self.components.values():
+            if config.trainer.gradient_checkpointing:
+                _enable_gradient_checkpointing(component)
+            self._shard(component, mesh)
+        self.trainable = {diffusers_name(name): p for name, p in self.components.named_parameters() if p.requires_grad}
+        self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
         for auxiliary in sorted(wanted):
             if (
@@ -83,36 +90,49 @@ class TrainedModel:
             ):  # under LoRA the reference is the model without its adapters
                 self.auxiliary.add(auxiliary)
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any) -> Tensor:
-        """Returns the policy's velocity (B, T, C), float32, with gradient where grad mode is on."""
-        gradient = self._unconditional_gradient
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
+        """Returns the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
         with self._autocast():
-            velocity = self.policy.velocity(
-                self.transformer, latents, sigma, conditioning, spec, unconditional_gradient=gradient
+            velocity = compute_velocity(
+                self.policy,
+                dict(self.components.items()),
+                latents,
+                sigma,
+                conditioning,
+                spec,
+                needs.of_rows,
+                calls=needs.calls,
+                unconditional_gradient=self._unconditional_gradient,
             )
         return velocity.float()
 
     @torch.no_grad()
     def auxiliary_velocity(
-        self, auxiliary: AuxiliaryPolicy, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any
+        self,
+        auxiliary: AuxiliaryPolicy,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: TensorDict,
+        spec: Any,
+        needs: Needs,
     ) -> Tensor:
         """Returns the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
         if auxiliary == "reference" and self.lora is not None:
-            with _adapters_off(self.transformer):
-                return self.velocity(latents, sigma, conditioning, spec)
+            with _adapters_off(self.components):
+                return self.velocity(latents, sigma, conditioning, spec, needs)
         if auxiliary not in self.auxiliary:
             raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")
         with self.auxiliary.using(auxiliary):
-            return self.velocity(latents, sigma, conditioning, spec)
+            return self.velocity(latents, sigma, conditioning, spec, needs)
 
     def base(self) -> dict[str, nn.Parameter]:
         """Returns the model's own parameters by diffusers name, without adapters."""
         return {
-            diffusers_name(name): p for name, p in self.transformer.named_parameters() if not is_injected_adapter(name)
+            diffusers_name(name): p for name, p in self.components.named_parameters() if not is_injected_adapter(name)
         }
 
     def adapters(self) -> dict[str, nn.Parameter]:
-        return {diffusers_name(name): p for name, p in self.transformer.named_parameters() if is_injected_adapter(name)}
+        return {diffusers_name(name): p for name, p in self.components.named_parameters() if is_injected_adapter(name)}
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.backend == "plain" and self.dtype != torch.float32:
@@ -120,11 +140,11 @@ class TrainedModel:
         return nullcontext()
 
     def _digest(self) -> str:
-        return digest_tensors((name, p.to(self.dtype)) for name, p in self.transformer.named_parameters())
+        return digest_tensors((name, p.to(self.dtype)) for name, p in self.components.named_parameters())
 
-    def _shard(self, transformer: nn.Module, mesh: DeviceMesh | None) -> None:
+    def _shard(self, component: nn.Module, mesh: DeviceMesh | None) -> None:
         if mesh is None:
-            transformer.to(self.device)
+            component.to(self.device)
             return
         reduced = self.dtype != torch.float32
         precision = (
@@ -132,18 +152,18 @@ class TrainedModel:
             if reduced
             else MixedPrecisionPolicy()
         )
-        for block in transformer_blocks(transformer):
+        for block in transformer_blocks(component):
             fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(transformer, mesh=mesh, mp_policy=precision)
+        fully_shard(component, mesh=mesh, mp_policy=precision)
         # fully_shard moves what it shards; buffers of modules without parameters stay behind.
-        for buffer in transformer.buffers():
+        for buffer in component.buffers():
             buffer.data = buffer.data.to(self.device)
 
 
-def transformer_blocks(transformer: nn.Module) -> list[nn.Module]:
-    """Returns the repeated layers: every entry with parameters of the transformer's own module lists
+def transformer_blocks(component: nn.Module) -> list[nn.Module]:
+    """Returns the repeated layers: every entry with parameters of the component's own module lists
     (`transformer_blocks`, `blocks`, ...)."""
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
+    lists = [child for child in component.children() if isinstance(child, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]
 
 
@@ -167,8 +187,8 @@ def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size,))
 
 
-def _add_adapters(transformer: nn.Module, lora: Lora, seed: int) -> None:
-    transformer.requires_grad_(False)
+def _add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
+    components.requires_grad_(False)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -178,19 +198,19 @@ def _add_adapters(transformer: nn.Module, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(config, transformer, ADAPTER)
+            inject_adapter_in_model(config, components, ADAPTER)
         except ValueError as error:
             raise ValueError(f"model.lora.target_modules: {error}") from error
-    for name, parameter in transformer.named_parameters():
+    for name, parameter in components.named_parameters():
         if is_injected_adapter(name):
             parameter.data = parameter.data.float()
 
 
 @contextmanager
-def _adapters_off(transformer: nn.Module) -> Iterator[None]:
+def _adapters_off(components: nn.Module) -> Iterator[None]:
     # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
     # enough.
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in components.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -200,8 +220,8 @@ def _adapters_off(transformer: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _enable_gradient_checkpointing(transformer: nn.Module) -> None:
-    enable = getattr(transformer, "enable_gradient_checkpointing", None)
+def _enable_gradient_checkpointing(component: nn.Module) -> None:
+    enable = getattr(component, "enable_gradient_checkpointing", None)
     if enable is None:
-        raise ValueError(f"trainer.gradient_checkpointing: {type(transformer).__name__} does not support it")
+        raise ValueError(f"trainer.gradient_checkpointing: {type(component).__name__} does not support it")
     enable()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from omni_async.algorithms.correction.correct import correct, normaliser
@@ -18,11 +19,15 @@ from omni_async.algorithms.correction.drift import Drift
 from omni_async.algorithms.correction.ratio import interpolated_log_prob
 from omni_async.algorithms.objectives.base import TransitionInputs
 from omni_async.algorithms.registry import Objective
+from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
+from omni_async.families import SamplingSpec
 from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
-from omni_async.training.groups import GroupBatch, check_group, micro_batches, whole_units
+from omni_async.training.device import largest_over_ranks
+from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
+from omni_async.training.micro_batches import micro_batches
 from omni_async.training.model import TrainedModel
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
@@ -30,8 +35,7 @@ from omni_async.types import SampleDrift
 
 
 class TransitionLoss:
-    """The `RowLoss` of transition objectives. `fields` are required of every trajectory. `omni_async.training.engine`
-    documents the order of calls."""
+    """The `RowLoss` of transition objectives. `omni_async.training.engine` documents the order of calls."""
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class TransitionLoss:
         self._algorithm = algorithm
         self._correction = config.correction
         self._objective = objective
+        self._fields = trajectory_fields(objective, config)
         self._compute = objective.load()
         self._policy = policy
         self._model = model
@@ -57,10 +62,7 @@ class TransitionLoss:
         self._world_size = world_size
         self._group_size = rollout.group_size
         self._micro_batch_size = config.trainer.micro_batch_size
-        self._spec = rollout.sampling
-        self._latent_shape = policy.latent_shape(self._spec)
-        self._num_elements = math.prod(self._latent_shape)
-        self._sigmas = policy.sigmas(rollout.num_inference_steps, self._spec).cpu()
+        self._drawn = Drawn(policy, rollout)
         c = self._correction
         rejects_samples = c.reject_level != "step" and (c.k1, c.k2, c.k3) != (None, None, None)
         weighs_samples = c.weights != "none" and c.level != "step"
@@ -72,23 +74,31 @@ class TransitionLoss:
     def batches(self, group: GroupBatch) -> Iterator[tuple[TransitionRows, bool]]:
         """Yields this rank's micro-batches and whether they count; as many on every rank. ValueError for an unusable
         group."""
-        window = check_group(group, self._objective.fields, self._sigmas, self._latent_shape)
+        latent_shape, sigmas = self._drawn.by(group.spec)
+        window = check_group(group, self._fields, sigmas, latent_shape)
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
         most = len(chosen) if self._world_size == 1 else -(-self._group_size // self._world_size)
-        num_batches = -(-most * count // whole_units(self._micro_batch_size, unit))
-        for indices, counts in micro_batches(len(chosen) * count, self._micro_batch_size, unit, num_batches):
-            yield build_rows(group, chosen, indices, self._policy, self._model.device), counts
+        samples = zip(group.trajectories, chosen, strict=True)
+        needs = [self._component(t, k) for t, positions in samples for k in positions]
+        for batch in micro_batches(
+            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
+        ):
+            yield build_rows(group, chosen, batch, needs, self._policy, self._model.device), batch.counts
+
+    def _component(self, trajectory: TensorDict, position: int) -> str:
+        """Returns the component that a step of the window needs."""
+        return self._policy.component_of(float(trajectory["sigmas"][trajectory["steps"][position]]))
 
     def losses(self, group: GroupBatch, rows: TransitionRows, counts: bool) -> Tensor:
         reference = None
         if "reference" in self._objective.auxiliary(self._algorithm):
             velocity = self._model.auxiliary_velocity(
-                "reference", rows.latents, rows.sigma, rows.conditioning, self._spec
+                "reference", rows.latents, rows.sigma, rows.conditioning, group.spec, rows.needs
             )
             reference = self._transition(rows, velocity).mean
-        step, value = self._current(rows)
+        step, value = self._current(rows, group.spec)
         proximal = self._passes.recall(group.group, rows.row_ids, rows.latents.device) or self._under_current(
             rows, step, value
         )
@@ -104,9 +114,9 @@ class TransitionLoss:
                 old_mean=old_mean,
                 std=step.std,
                 scale=step.scale,
-                nats_per_log_prob=self._nats_per_log_prob(step.scale),
+                nats_per_log_prob=self._nats_per_log_prob(rows, step.scale),
                 ref_mean=reference,
-                num_elements=self._num_elements,
+                num_elements=rows.num_elements,
                 kind=self._sde.kind,
                 weight=weight,
                 steps_per_sample=self._steps_per_sample(rows),
@@ -128,7 +138,7 @@ class TransitionLoss:
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
-            step, value = self._current(rows)
+            step, value = self._current(rows, group.spec)
             if not counts:
                 continue
             proximal = self._under_current(rows, step, value)
@@ -137,15 +147,20 @@ class TransitionLoss:
             drifts.append(self._drift(rows, step.scale, proximal))
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
-        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, self._num_elements)
+        num_elements = math.prod(self._drawn.by(group.spec)[0])
+        return sample_drifts(row_ids, log_ratio, torch.cat(kappas)[:, 0] if kappas else None, num_elements)
 
     @torch.no_grad()
     def log_probs(self, group: GroupBatch) -> Tensor:
         """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
         weights."""
         # Padding is computed too: the other ranks join in its collectives.
-        values = [(self._current(rows)[1].cpu(), counts) for rows, counts in self.batches(group)]
-        return torch.cat([value for value, counts in values if counts]).reshape(len(group.trajectories), -1)
+        value_of: dict[tuple[int, int], Tensor] = {}
+        for rows, counts in self.batches(group):
+            values = self._current(rows, group.spec)[1].cpu()
+            if counts:
+                value_of |= dict(zip(rows.row_ids, values.unbind(), strict=True))
+        return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:
         """Returns two sums over this rank's rows since the last step: the gradient must be multiplied by their
@@ -164,8 +179,9 @@ class TransitionLoss:
     def _steps_per_sample(self, rows: TransitionRows) -> int:
         return 1 + max(n for _, n in rows.row_ids) if self._whole_samples else 1
 
-    def _current(self, rows: TransitionRows) -> tuple[Transition, Tensor]:
-        step = self._transition(rows, self._model.velocity(rows.latents, rows.sigma, rows.conditioning, self._spec))
+    def _current(self, rows: TransitionRows, spec: SamplingSpec) -> tuple[Transition, Tensor]:
+        velocity = self._model.velocity(rows.latents, rows.sigma, rows.conditioning, spec, rows.needs)
+        step = self._transition(rows, velocity)
         return step, log_prob(self._sde.kind, rows.next_latents, step.mean, step.scale)
 
     def _transition(self, rows: TransitionRows, velocity: Tensor) -> Transition:
@@ -177,7 +193,7 @@ class TransitionLoss:
         )
 
     def _under_current(self, rows: TransitionRows, step: Transition, value: Tensor) -> Proximal:
-        return under_current(rows, step, value, self._num_elements)
+        return under_current(rows, step, value, rows.num_elements)
 
     def _old(self, rows: TransitionRows, current: Tensor, proximal: Proximal) -> tuple[Tensor, Tensor | None]:
         """Returns log-prob and mean of the policy that the ratio is taken to."""
@@ -200,10 +216,10 @@ class TransitionLoss:
     def _nats(self, rows: TransitionRows, scale: Tensor, value: Tensor) -> Tensor:
         """Converts the difference of the log-probs `value` and the recorded ones to log-ratios of the whole sample,
         (R,) float64."""
-        return self._nats_per_log_prob(scale) * (value.double() - rows.behaviour_log_prob.double())
+        return self._nats_per_log_prob(rows, scale) * (value.double() - rows.behaviour_log_prob.double())
 
-    def _nats_per_log_prob(self, scale: Tensor) -> Tensor:
-        return nats_per_log_prob(self._sde.kind, scale.double(), self._num_elements)
+    def _nats_per_log_prob(self, rows: TransitionRows, scale: Tensor) -> Tensor:
+        return nats_per_log_prob(self._sde.kind, scale.double(), rows.num_elements)
 
     def _row_weights(self, rows: TransitionRows, drift: Drift, counts: bool) -> Tensor | None:
         """Returns the weights of these rows that need no other rows of the update; None if nothing is corrected."""
@@ -212,7 +228,7 @@ class TransitionLoss:
             return None
         shape = (-1, self._steps_per_sample(rows))
         drift = Drift(drift.log_ratio.reshape(shape), None if drift.kappa is None else drift.kappa.reshape(shape))
-        corrected = correct(drift, c, self._num_elements)
+        corrected = correct(drift, c, rows.num_elements)
         if counts:
             numerator, denominator = normaliser(corrected, c)
             self._normaliser[0] += numerator

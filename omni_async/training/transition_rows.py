@@ -13,12 +13,13 @@ from torch import Tensor
 from omni_async.algorithms.timesteps import num_trained
 from omni_async.policy import Policy
 from omni_async.training.groups import GroupBatch
+from omni_async.training.micro_batches import MicroBatch, Needs
 
 
 @dataclass(frozen=True)
 class TransitionRows:
-    """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, T, C), all other tensors
-    (R,). `steps` and `row_ids`, each (sample, number among the sample's trained rows), stay on the host."""
+    """R rows on the trainer's device, float32: latents, next_latents and behaviour_mean (R, *shape), all other tensors
+    (R,). `steps`, `row_ids`, each (sample, number among the sample's trained rows), and `needs` stay on the host."""
 
     latents: Tensor
     next_latents: Tensor
@@ -33,6 +34,12 @@ class TransitionRows:
     conditioning: TensorDict
     steps: list[int]
     row_ids: list[tuple[int, int]]
+    needs: Needs
+
+    @property
+    def num_elements(self) -> int:
+        """Returns the number of latent elements of a row."""
+        return self.latents[0].numel()
 
 
 def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
@@ -45,11 +52,16 @@ def trained_steps(seed: int, window: int, fraction: float) -> list[int]:
 
 
 def build_rows(
-    group: GroupBatch, chosen: Sequence[Sequence[int]], indices: range, policy: Policy, device: torch.device
+    group: GroupBatch,
+    chosen: Sequence[Sequence[int]],
+    batch: MicroBatch,
+    needs: Sequence[str],
+    policy: Policy,
+    device: torch.device,
 ) -> TransitionRows:
-    """Builds the rows `indices` of a checked group; `chosen[i]` are the window positions trained of sample i, as many
-    for every sample."""
-    row_ids = [divmod(i, len(chosen[0])) for i in indices]
+    """Builds a micro-batch of a checked group; `chosen[i]` are the window positions trained of sample i, as many for
+    every sample, and `needs` the components of all its rows."""
+    row_ids = [divmod(i, len(chosen[0])) for i in batch.rows]
     pairs = [(sample, chosen[sample][n]) for sample, n in row_ids]
     trajectories = [group.trajectories[sample] for sample, _ in pairs]
     steps = [int(t["steps"][k]) for t, (_, k) in zip(trajectories, pairs, strict=True)]
@@ -77,4 +89,5 @@ def build_rows(
         conditioning=policy.stack_conditioning([t["conditioning"] for t in trajectories]).to(device),
         steps=steps,
         row_ids=row_ids,
+        needs=Needs([needs[i] for i in batch.rows], batch.calls),
     )

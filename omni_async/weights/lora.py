@@ -1,10 +1,9 @@
 """Maps the names of LoRA payloads, and merges adapters into full weights.
 
-Three naming schemes meet here, all relative to the transformer:
+Two naming schemes meet here, both behind the component's name (`transformer.`):
   injected    as peft leaves them in the module tree: `blocks.0.attn.to_q.base_layer.weight`,
               `blocks.0.attn.to_q.lora_A.default.weight`
   diffusers   as in files and in our payloads: `blocks.0.attn.to_q.weight`, `blocks.0.attn.to_q.lora_A.weight`
-  vLLM        as diffusers, but `to_out.0` (a Linear beside a Dropout) is one layer called `to_out`
 """
 
 from __future__ import annotations
@@ -30,12 +29,6 @@ def diffusers_name(name: str) -> str:
     stay."""
     match = _INJECTED.match(name)
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
-
-
-def vllm_name(name: str) -> str:
-    """Returns the name vLLM-Omni gives the layer of a diffusers adapter name: `...attn.to_out.0.lora_A.weight` ->
-    `...attn.to_out.lora_A.weight`."""
-    return name.replace(".to_out.0.", ".to_out.")
 
 
 def merged_weights(

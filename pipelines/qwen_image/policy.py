@@ -8,14 +8,17 @@ imported when a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDict
 
+from omni_async.conditioning import stack_rows
+from omni_async.media import Media
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
-from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -26,6 +29,7 @@ PROMPT_TEMPLATE = (
 # The template's system part: its hidden states are dropped, whatever the tokenizer made of it.
 NUM_TEMPLATE_TOKENS = 34
 MAX_TEXT_TOKENS = 1024
+CONDITIONING = ("prompt_embeds", "prompt_mask", "negative_prompt_embeds", "negative_prompt_mask")
 PATCH = 2
 # The VAE saves no time on more pixels than this at once, and takes memory for them.
 _PIXELS_AT_ONCE = 1024 * 1024
@@ -42,6 +46,8 @@ class QwenImagePolicy:
     """The `omni_async.policy.Policy` of Qwen-Image. Conditioning: `prompt_embeds` (L, E) and `prompt_mask` (L,) bool,
     and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
+    components: tuple[str, ...] = ("transformer",)
+
     def __init__(self, path: str) -> None:
         self.path = path
         transformer = read_config(path, "transformer")
@@ -50,11 +56,13 @@ class QwenImagePolicy:
         self.pixels_per_token = PATCH * 2 ** len(read_config(path, "vae")["temperal_downsample"])
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         from diffusers import QwenImageTransformer2DModel
 
-        model: torch.nn.Module = load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)
-        return model
+        return {"transformer": load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: QwenImageSampling) -> tuple[int, ...]:
         rows, columns = self._grid(spec)
@@ -65,7 +73,7 @@ class QwenImagePolicy:
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -73,6 +81,7 @@ class QwenImagePolicy:
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
+        transformer = components["transformer"]
         inputs = latents.to(next(transformer.parameters()).dtype)
         shapes = [[(1, *self._grid(spec))]] * len(latents)
 
@@ -109,9 +118,7 @@ class QwenImagePolicy:
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Right-pads with zeros and a False mask. Text positions count from the left, so padding moves no rotary
         position."""
-        keys = rows[0].keys()  # a TensorDict iterates over its rows
-        stacked = {key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True) for key in keys}
-        return TensorDict(stacked, batch_size=[len(rows)])
+        return stack_rows(rows, dict.fromkeys(CONDITIONING, "pad"))
 
     def blank_conditioning(self, spec: QwenImageSampling) -> TensorDict:
         embeds, mask = torch.zeros(1, self.text_width), torch.ones(1, dtype=torch.bool)
@@ -187,7 +194,7 @@ class QwenImageCodec:
         return states[0, NUM_TEMPLATE_TOKENS:].clone()
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> list[Media]:
         height, width = spec.height, spec.width
         rows, columns = height // self._pixels_per_token, width // self._pixels_per_token
         maps = latents.view(len(latents), rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
@@ -195,27 +202,16 @@ class QwenImageCodec:
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
         at_once = max(1, _PIXELS_AT_ONCE // (height * width))
         pixels = torch.cat([single_frame.decode(self.vae, part * std + mean) for part in torch.split(maps, at_once)])
-        return to_uint8(pixels)
+        return as_images(pixels)
 
     @torch.no_grad()
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        n = self._pixels_per_token
-        if (
-            pixels.dtype != torch.uint8
-            or pixels.ndim != 4
-            or pixels.shape[1] != 3
-            or any(not side or side % n for side in pixels.shape[2:])
-        ):
-            raise ValueError(
-                f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype}"
-                f" {tuple(pixels.shape)}"
-            )
-        height, width = pixels.shape[2:]
+    def encode_media(self, media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
+        n, height, width = self._pixels_per_token, spec.height, spec.width
         parts = []
-        for part in torch.split(pixels, max(1, _PIXELS_AT_ONCE // (height * width))):
-            frames = part.to(self.vae.device).float() / 127.5 - 1.0
+        for part in torch.split(stack_images(media, spec), max(1, _PIXELS_AT_ONCE // (height * width))):
+            frames = part.to(self.vae.device)
             parts.append(single_frame.encode(self.vae, frames.to(self.vae.dtype)).float())
         maps = torch.cat(parts)
         mean, std = (t.to(maps.device, maps.dtype) for t in (self._mean, self._std))
-        maps = ((maps - mean) / std).reshape(len(pixels), -1, height // n, PATCH, width // n, PATCH)
+        maps = ((maps - mean) / std).reshape(len(media), -1, height // n, PATCH, width // n, PATCH)
         return maps.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

@@ -7,16 +7,20 @@ to import, are imported when a model is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from tensordict import TensorDict
 
+from omni_async.conditioning import stack_rows
+from omni_async.media import Media
 from omni_async.sde.schedules import static_shift
 from omni_async.types import Prompt
-from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 
+CONDITIONING = ("prompt_embeds", "prompt_pooled", "negative_prompt_embeds", "negative_prompt_pooled")
 PATCH = 2
 CLIP_TOKENS = 77
 # Options of the scheduler that would make another schedule than the one below.
@@ -34,6 +38,8 @@ class StableDiffusion3Policy:
     """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (77 + max_sequence_length, E) and
     `prompt_pooled` (P,), and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_pooled`."""
 
+    components: tuple[str, ...] = ("transformer",)
+
     def __init__(self, path: str) -> None:
         self.path = path
         transformer, vae = read_config(path, "transformer"), read_config(path, "vae")
@@ -43,11 +49,13 @@ class StableDiffusion3Policy:
         self.pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
         self.scheduler_config = read_config(path, "scheduler", "scheduler_config.json")
 
-    def load_transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+    def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         from diffusers import SD3Transformer2DModel
 
-        model: torch.nn.Module = load_part(SD3Transformer2DModel, self.path, "transformer", dtype)
-        return model
+        return {"transformer": load_part(SD3Transformer2DModel, self.path, "transformer", dtype)}
+
+    def component_of(self, sigma: float) -> str:
+        return "transformer"
 
     def latent_shape(self, spec: StableDiffusion3Sampling) -> tuple[int, ...]:
         n = self.pixels_per_latent * PATCH
@@ -63,7 +71,7 @@ class StableDiffusion3Policy:
 
     def velocity(
         self,
-        transformer: torch.nn.Module,
+        components: Mapping[str, torch.nn.Module],
         latents: torch.Tensor,
         sigma: torch.Tensor,
         conditioning: TensorDict,
@@ -71,6 +79,7 @@ class StableDiffusion3Policy:
         *,
         unconditional_gradient: bool = True,
     ) -> torch.Tensor:
+        transformer = components["transformer"]
         inputs = latents.to(next(transformer.parameters()).dtype)
         timestep = sigma.to(inputs.device) * 1000
 
@@ -95,8 +104,7 @@ class StableDiffusion3Policy:
 
     def stack_conditioning(self, rows: list[TensorDict]) -> TensorDict:
         """Stacks conditioning, which has one length for every prompt of a spec."""
-        stacked: TensorDict = torch.stack(rows)  # type: ignore[assignment, arg-type]
-        return stacked
+        return stack_rows(rows, dict.fromkeys(CONDITIONING, "same"))
 
     def blank_conditioning(self, spec: StableDiffusion3Sampling) -> TensorDict:
         fields = {}
@@ -133,7 +141,6 @@ class StableDiffusion3Codec:
         self.vae = vae
         self._encoder: Any = StableDiffusion3Pipeline(transformer=None, scheduler=None, vae=vae, **text_parts)
         self._encoders = [part for name, part in text_parts.items() if name.startswith("text_encoder")]
-        self._pixels_per_latent = 2 ** (len(vae.config.block_out_channels) - 1)
 
     def to(self, device: Any) -> Self:
         for part in (self.vae, *self._encoders):
@@ -157,24 +164,14 @@ class StableDiffusion3Codec:
         return TensorDict(fields, batch_size=[])
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor, spec: StableDiffusion3Sampling) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: StableDiffusion3Sampling) -> list[Media]:
         config = self.vae.config
         maps = (latents / config.scaling_factor + config.shift_factor).to(self.vae.device, self.vae.dtype)
-        return to_uint8(self.vae.decode(maps, return_dict=False)[0])
+        return as_images(self.vae.decode(maps, return_dict=False)[0])
 
     @torch.no_grad()
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        n, config = self._pixels_per_latent, self.vae.config
-        if (
-            pixels.dtype != torch.uint8
-            or pixels.ndim != 4
-            or pixels.shape[1] != 3
-            or any(s % n for s in pixels.shape[2:])
-        ):
-            raise ValueError(
-                f"expected uint8 images (B, 3, multiple of {n}, multiple of {n}), got {pixels.dtype}"
-                f" {tuple(pixels.shape)}"
-            )
-        images = (pixels.to(self.vae.device).float() / 127.5 - 1.0).to(self.vae.dtype)
+    def encode_media(self, media: list[Media], spec: StableDiffusion3Sampling) -> torch.Tensor:
+        config = self.vae.config
+        images = stack_images(media, spec).to(self.vae.device).to(self.vae.dtype)
         latents: torch.Tensor = self.vae.encode(images).latent_dist.mode().float()
         return (latents - config.shift_factor) * config.scaling_factor

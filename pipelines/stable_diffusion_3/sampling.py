@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
@@ -20,6 +22,21 @@ class StableDiffusion3Sampling(SamplingSpec, frozen=True, kw_only=True):
     @property
     def guided(self) -> bool:
         return self.guidance_scale > 1
+
+    def problem(self, checkpoint: Path) -> str | None:
+        """Finds a side that the transformer's position table is too short for."""
+        transformer, vae = (
+            json.loads((checkpoint / part / "config.json").read_bytes()) for part in ("transformer", "vae")
+        )
+        try:
+            pixels_per_latent = 2 ** (len(vae["block_out_channels"]) - 1)
+            longest = transformer["pos_embed_max_size"] * transformer["patch_size"] * pixels_per_latent
+        except (KeyError, TypeError) as error:
+            return f"height: {checkpoint} does not say how large its images may be ({error!r} in a config.json)"
+        for key in ("height", "width"):
+            if getattr(self, key) > longest:
+                return f"{key}: this checkpoint's position table ends at {longest} pixels, got {getattr(self, key)}"
+        return None
 
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("image", (3, self.height, self.width)),)

@@ -20,7 +20,9 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from diffusers.utils import logging as diffusers_logging
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+from transformers.utils import logging as transformers_logging
 
 from pipelines.tiny_tokenizers import clip_tokenizer, t5_tokenizer
 
@@ -114,6 +116,8 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     args = parser.parse_args()
+    diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
+    transformers_logging.disable_progress_bar()
     build(args.out, seed=args.seed)
     num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
     sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")

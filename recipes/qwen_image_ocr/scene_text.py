@@ -20,7 +20,7 @@ from msgspec import Meta
 from rapidfuzz.distance import Levenshtein
 
 from omni_async.rewards.base import ScoreError
-from omni_async.rewards.checks import describe, require_images
+from omni_async.rewards.checks import describe
 from omni_async.rewards.ocr import missing_text, wanted_text
 from omni_async.types import Prompt, Score
 
@@ -49,7 +49,6 @@ class SceneTextScorer:
         return missing_text(prompt)
 
     def score(self, images: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        require_images(self.name, images, prompts)
         wanted = [self._wanted(position, prompt) for position, prompt in enumerate(prompts)]
         return [self._judge(image, text) for image, text in zip(images, wanted, strict=True)]
 

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
 from omni_async.control.waiting import Event
+from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
@@ -41,8 +42,10 @@ from omni_async.types import (
     WeightManifest,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
+from tests.images import as_media
 
 STRANDED_AFTER_S = 10.0
 STEPS = 5
@@ -135,7 +138,7 @@ def make_request(
 
 
 def make_job(number: int, text: str = "a cat") -> ScoreJob:
-    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), np.full((8, 8, 3), number, np.uint8))
+    return ScoreJob(f"g0.s{number}", "train", Prompt(number, text), as_media(np.full((8, 8, 3), number, np.uint8)))
 
 
 def make_group(
@@ -154,8 +157,9 @@ def make_group(
         trajectories if trajectories is not None else [f"trajectory {number}.{i}" for i in range(len(rewards))]
     )
     scores = [Score(reward, values=values[i] if values else ()) for i, reward in enumerate(rewards)]
+    spans = VersionSpans.of((0,) * len(window) if versions is None else versions)
     samples = tuple(
-        ReadySample(f"g{number}.s{i}", trajectory, None, score, (0,) * len(window) if versions is None else versions)
+        ReadySample(f"g{number}.s{i}", trajectory, None, score, spans)
         for i, (trajectory, score) in enumerate(zip(trajectories, scores, strict=True))
     )
     index = number if prompt is None else prompt
@@ -338,9 +342,9 @@ class HandEngine:
             await future
         finally:
             del self.running[request.sample_id]
-        versions = (first,) * (request.num_inference_steps - 1) + (self.version,)
+        versions = VersionSpans.of((first,) * (request.num_inference_steps - 1) + (self.version,))
         image = torch.arange(3, dtype=torch.uint8)[:, None, None].expand(3, request.spec.height, request.spec.width)
-        return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), image, versions)
+        return Trajectory(TensorDict({"latents": torch.zeros(3, 6, 4)}, []), Media(image=image), versions)
 
     def finish(self, *samples: int, error: Exception | None = None) -> None:
         for number in samples:
@@ -423,7 +427,7 @@ class AccountingRank:
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         size = len(self.fetched[batch.group])
         assert {
-            len(column) for column in (batch.advantages, batch.seeds, batch.staleness, batch.weights or batch.seeds)
+            len(column) for column in (batch.advantages, batch.seeds, batch.step_versions, batch.weights or batch.seeds)
         } == {size}
         weights = batch.weights or ((1.0,) * self._rows,) * size
         for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):

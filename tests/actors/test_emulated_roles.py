@@ -134,7 +134,7 @@ def trajectories(count: int = 4, size: int = 64) -> list[Any]:
     return [np.zeros(size, np.uint8) for _ in range(count)]
 
 
-GROUP = TrainGroup(3, (), (), ())
+GROUP = TrainGroup(3, 0, None, (), (), ())
 
 
 async def seconds(work: Coroutine[Any, Any, Any]) -> float:

@@ -28,12 +28,14 @@ from omni_async.actors.preferences import PreferenceReader, fit
 from omni_async.config import ConfigError
 from omni_async.control.clock import ManualClock
 from omni_async.control.coordinator import Coordinator
+from omni_async.media import Media
 from omni_async.rollout.base import EngineError
 from omni_async.runtime.preferences import PreferencePairs
 from omni_async.store import LocalStore
 from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob, WeightReport
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
+from tests.images import as_media
 
 BLOCKED_AT_MOST_S = 5.0
 
@@ -53,11 +55,13 @@ class PlainPairs:
         self.unreadable = set(unreadable)
         self.read: list[int] = []
 
-    def images(self, pair: int) -> tuple[np.ndarray, np.ndarray]:
+    def media(self, pair: int) -> tuple[Media, Media]:
         self.read.append(pair)
         if pair in self.unreadable:
             raise ConfigError(f"row {pair}, column chosen: not a PNG, JPEG or WebP image")
-        return np.full((64, 48, 3), 10 * pair, np.uint8), np.full((32, 96, 3), 10 * pair + 1, np.uint8)
+        return tuple(
+            as_media(np.full(size, 10 * pair + i, np.uint8)) for i, size in enumerate(((64, 48, 3), (32, 96, 3)))
+        )
 
 
 SPEC = QwenImageSampling(height=32, width=48)
@@ -84,10 +88,11 @@ class FlatCodec:
         self.prompts.append((prompt.text, spec.negative_prompt if spec.guided else None))
         return TensorDict({"length": torch.tensor(len(prompt.text))}, batch_size=[])
 
-    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, spec: QwenImageSampling) -> list[Media]:
         raise NotImplementedError
 
-    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_media(self, media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
+        pixels = torch.stack([torch.as_tensor(one.image) for one in media])
         self.entered.set()
         if self.go is not None:
             self.let_go.append(self.go.wait(BLOCKED_AT_MOST_S))
@@ -163,7 +168,7 @@ def test_a_pair_becomes_two_trajectories_without_steps():
     desk = on_stage(offer(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2))
     for sample, result in enumerate(desk.done):
         assert (result.sample_id, result.engine) == (f"g3.s{sample}", "rollout-0")
-        assert (result.version, result.step_versions) == (0, ())
+        assert (result.version, result.step_versions.spans) == (0, ())
         assert set(result.trajectory.keys()) == {"final", "conditioning", "sigmas", "steps"}
         assert result.trajectory.batch_size == torch.Size([])
         assert torch.equal(result.trajectory["final"], torch.full((6, 4), 30.0 + sample))
@@ -171,7 +176,7 @@ def test_a_pair_becomes_two_trajectories_without_steps():
         assert torch.equal(result.trajectory["sigmas"], torch.linspace(1, 0, 6))
         assert (result.trajectory["steps"].shape, result.trajectory["steps"].dtype) == ((0,), torch.int64)
         assert result.trajectory["conditioning"]["length"] == len("prompt 3")
-        assert_array_equal(result.media, np.full((32, 48, 3), 30 + sample, np.uint8))
+        assert_array_equal(result.media.pixels, np.full((32, 48, 3), 30 + sample, np.uint8))
 
 
 def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
@@ -337,13 +342,13 @@ def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
 
 def test_its_times_are_told():
     clock, desk, policy = ManualClock(100.0), Desk(), FlatPolicy()
-    encode = policy.codec.encode_images
+    encode = policy.codec.encode_media
 
-    def slow(pixels: torch.Tensor) -> torch.Tensor:
+    def slow(media: list[Media], spec: QwenImageSampling) -> torch.Tensor:
         clock.advance(3.0)
-        return encode(pixels)
+        return encode(media, spec)
 
-    policy.codec.encode_images = slow  # type: ignore[method-assign]
+    policy.codec.encode_media = slow  # type: ignore[method-assign]
 
     async def main() -> None:
         reader = make_reader(desk, PlainPairs(), policy, clock)
@@ -442,8 +447,8 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     assert not desk.failed
     codec = policy.load_codec(torch.float32)
     for image, result in zip(images, desk.done, strict=True):
-        assert_array_equal(result.media, fit(image, 32, 48))
-        expected = codec.encode_images(torch.from_numpy(result.media).permute(2, 0, 1)[None])[0]
+        assert_array_equal(result.media.pixels, fitted(image, 32, 48))
+        expected = codec.encode_media([result.media], SPEC)[0]
         torch.testing.assert_close(result.trajectory["final"], expected, rtol=0, atol=1e-5)
         assert result.trajectory["final"].shape == policy.latent_shape(SPEC)
         assert torch.equal(result.trajectory["sigmas"], policy.sigmas(5, SPEC))
@@ -453,24 +458,28 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
 # ---- fitting an image to the configured size -------------------------------------------------------------------------
 
 
+def fitted(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    return fit(as_media(image), height, width).pixels
+
+
 def noise(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
 
 
 def test_an_image_of_the_right_size_stays_as_it_is():
-    assert_array_equal(fit(noise(32, 48), 32, 48), noise(32, 48))
+    assert_array_equal(fitted(noise(32, 48), 32, 48), noise(32, 48))
 
 
 def test_what_sticks_out_is_cut_off_evenly():
-    assert_array_equal(fit(noise(32, 60), 32, 48), noise(32, 60)[:, 6:54])
-    assert_array_equal(fit(noise(40, 48), 32, 48), noise(40, 48)[4:36])
+    assert_array_equal(fitted(noise(32, 60), 32, 48), noise(32, 60)[:, 6:54])
+    assert_array_equal(fitted(noise(40, 48), 32, 48), noise(40, 48)[4:36])
 
 
 def test_a_larger_image_is_scaled_and_not_squeezed():
     """Checks that a white square of half the height in the middle stays one, whatever was cut off beside it."""
     wide = np.zeros((128, 400, 3), np.uint8)
     wide[32:96, 168:232] = 255
-    small = fit(wide, 32, 32)
+    small = fitted(wide, 32, 32)
     expected = np.zeros((32, 32, 3), np.uint8)
     expected[8:24, 8:24] = 255
     assert np.abs(small.astype(int) - expected).mean() < 5
@@ -485,5 +494,5 @@ sides = st.integers(1, 70)
 @example(1, 70, 64, 64, 200)
 @example(7, 3, 49, 21, 1)
 def test_a_plain_image_stays_plain_at_every_size(rows, columns, height, width, value):
-    found = fit(np.full((rows, columns, 3), value, np.uint8), height, width)
+    found = fitted(np.full((rows, columns, 3), value, np.uint8), height, width)
     assert_array_equal(found, np.full((height, width, 3), value, np.uint8))

@@ -15,6 +15,7 @@ from omni_async.control.clock import ManualClock
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import WeightManifest
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import TransportError
 
@@ -76,11 +77,11 @@ def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_imag
         engine.finish(0, 1, 2)
         await settle()
         results = {result.sample_id: result for result in desk.done}
-        assert results["g0.s0"].step_versions == (0, 0)
+        assert results["g0.s0"].step_versions == VersionSpans.of((0, 0))
         assert results["g0.s1"].version == 3
-        assert results["g0.s1"].step_versions == (3, 3)
-        assert results["g0.s2"].step_versions == ()  # noise-free: nothing is trained
-        image = results["g0.s0"].media
+        assert results["g0.s1"].step_versions == VersionSpans.of((3, 3))
+        assert results["g0.s2"].step_versions == VersionSpans()  # noise-free: nothing is trained
+        image = results["g0.s0"].media.pixels
         assert image.shape == (32, 48, 3)
         assert image[0, 0].tolist() == [0, 1, 2]
         assert set(results["g0.s0"].trajectory.keys()) == {"latents"}
@@ -97,7 +98,7 @@ def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_step
         engine.finish(0)
         await settle()
         [result] = desk.done
-        assert (result.version, result.step_versions) == (2, (2, 2, 2, 2, 3))
+        assert (result.version, result.step_versions.spans) == (2, ((2, 4), (3, 1)))
 
     on_stage(scene)
 
@@ -244,7 +245,7 @@ def test_an_emulated_engines_arrays_are_stored_as_they_are():
         tensors, flat = np.arange(7, dtype=np.uint8), np.arange(5, dtype=np.uint8)
 
         async def generate(request):
-            return Trajectory(tensors, flat, (0,) * request.num_inference_steps)
+            return Trajectory(tensors, flat, VersionSpans.same(0, request.num_inference_steps))
 
         engine.generate = generate
         desk.offer(make_request(0))
@@ -334,7 +335,7 @@ def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
         assert engine.started == ["g0.s0"]
         engine.finish(0)
         await settle()
-        assert desk.done[0].step_versions == (1, 1)
+        assert desk.done[0].step_versions == VersionSpans.of((1, 1))
 
     on_stage(scene, offered=0, **{"weights.swap": "drain"})
 

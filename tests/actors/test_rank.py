@@ -20,6 +20,7 @@ from omni_async.control.control_state import ControlState
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.buckets import BucketSet, unpack
 from omni_async.weights.snapshot import Snapshot
 
@@ -82,9 +83,11 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
     numbers = range(size)
     return TrainGroup(
         group=9,
+        version=7,
+        spec="spec",
         advantages=tuple(float(i) for i in numbers),
         seeds=tuple(numbers),
-        staleness=tuple((i, i) for i in numbers),
+        step_versions=tuple(VersionSpans.of((7 - i, 6 - i)) for i in numbers),
         weights=tuple((float(i), float(i)) for i in numbers) if weights else None,
     )
 
@@ -116,7 +119,7 @@ def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
         [(_, group)] = engine.groups
         assert group.group == 9
         assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
-        assert [*group.staleness] == [(i, i) for i in own]
+        assert [*group.staleness] == [(i, i + 1) for i in own]
         assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
         assert engine.calls[-1] == "accumulate 0.25"
 

@@ -187,7 +187,7 @@ def test_the_event_loop_turns_while_a_scorer_computes():
 def test_an_image_that_is_gone_is_its_samples_failure():
     class Leaky(LocalStore):
         async def get(self, reference):
-            if reference.mean() == 1:
+            if reference.image.mean() == 1:
                 raise LookupError("object is gone")
             return reference
 

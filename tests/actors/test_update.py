@@ -20,7 +20,7 @@ from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SampleDrift
 from omni_async.weights.buckets import unpack
-from tests.fakes import TinyPolicy, tiny_trajectory
+from tests.fakes import TinyPolicy, load_model, tiny_trajectory
 
 
 class Drifts(dict[str, SampleDrift]):
@@ -47,7 +47,7 @@ class Trained:
         plan = plan_updates(config)
         if first_look_at_all:
             plan = replace(plan, mode="collect", proximal=True, weigh=True)
-        behaviour = policy.load_transformer(torch.float32)
+        behaviour = load_model(policy)
         if stale:
             generator = torch.Generator().manual_seed(1)
             with torch.no_grad():
@@ -285,12 +285,16 @@ def test_every_rank_takes_every_call_and_its_share_of_the_rows():
 # ---- what a rank is given --------------------------------------------------------------------------------------------
 
 
-def test_a_batch_carries_each_samples_age_step_by_step():
+def test_a_batch_carries_the_versions_of_each_samples_steps():
     rank = AccountingRank()
     groups = [make_group(3, REWARDS[0], versions=(4, 6)), make_group(5, REWARDS[1], versions=(7, 7))]
     run_update(make_config(), [rank], groups, version=7)
     assert [batch.group for batch in rank.batches] == [3, 5]
-    assert [batch.staleness for batch in rank.batches] == [((3, 1),) * 4, ((0, 0),) * 4]
+    assert [[tuple(versions) for versions in batch.step_versions] for batch in rank.batches] == [
+        [(4, 6)] * 4,
+        [(7, 7)] * 4,
+    ]
+    assert [batch.version for batch in rank.batches] == [7, 7]
     assert rank.fetched[3] == tuple(f"trajectory 3.{i}" for i in range(4))
     assert all(batch.weights is None for batch in rank.batches)
 
@@ -334,7 +338,7 @@ def test_a_pair_of_a_dataset_is_trained_chosen_first_and_has_no_age():
     run_update(config, [rank], [make_group(0, [1.0, 0.0], versions=())], version=4)
     [batch] = rank.batches
     assert rank.fetched == {0: ("trajectory 0.0", "trajectory 0.1")}
-    assert batch.staleness == ((), ())
+    assert [tuple(versions) for versions in batch.step_versions] == [(), ()]
 
 
 def test_preferences_leave_no_trace_in_the_history_of_rewards():

@@ -7,9 +7,11 @@ import asyncio
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from actor_world import AccountingRank, make_config, make_group
+from msgspec.structs import replace
 from update_world import REWARDS, make_update, run_update
 
 from omni_async.types import SampleDrift
@@ -68,7 +70,7 @@ def test_weights_and_advantages_are_given_together_and_the_looks_before_have_nei
     assert [batch.advantages for batch in rank.recomputed] == [(0.0,) * 4] * 2
     assert all(batch.weights is None for batch in rank.recomputed)
     for looked, trained in zip(rank.recomputed, rank.batches, strict=True):
-        assert (looked.group, looked.seeds, looked.staleness) == (trained.group, trained.seeds, trained.staleness)
+        assert replace(looked, advantages=trained.advantages, weights=trained.weights) == trained
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -117,6 +119,22 @@ def test_log_ratios_per_element_are_divided_by_how_many_there_are():
     settings = {"mode": "decoupled", "weights": "importance", "log_ratio": "mean", "normalise": True, "cap": None}
     [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
     weights = (LOG_RATIOS / ELEMENTS).exp()
+    torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
+
+
+def test_log_ratios_of_buckets_of_several_sizes_are_each_divided_by_their_own():
+    settings = {"mode": "decoupled", "weights": "importance", "log_ratio": "mean", "normalise": True, "cap": None}
+    config = make_config(
+        **{"algorithm.advantage": {"std": "none"}, "algorithm.correction": settings, "algorithm.kl_coef": 0.1}
+    )
+    elements = torch.tensor([ELEMENTS, 3 * ELEMENTS])[:, None, None]
+    sizes = {
+        name: msgspec.structs.replace(drift, num_elements=int(elements[int(name.split()[1][0])]))
+        for name, drift in drifts().items()
+    }
+    rank = AccountingRank(drifts=sizes)
+    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
+    weights = (LOG_RATIOS / elements).exp()
     torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
 
 

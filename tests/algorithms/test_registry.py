@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from omni_async.algorithms import registry
@@ -42,7 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
 
 def test_the_family_is_there() -> None:
     assert objectives().keys() == TRANSITION | FORWARD
-    assert {name for name, objective in objectives().items() if objective.process == "transition"} == TRANSITION
+    assert {name for name, objective in objectives().items() if objective.kind == "transition"} == TRANSITION
 
 
 @pytest.mark.parametrize("objective", BUILT_IN, ids=lambda objective: objective.name)
@@ -72,7 +73,6 @@ def test_what_must_stay_together() -> None:
     assert {name: objective.unit for name, objective in objectives().items() if objective.unit != "row"} == {
         "gspo": "sample",
         "awm": "sample",
-        "diffusion_dpo": "pair",
     }
 
 
@@ -161,6 +161,14 @@ def test_other_packages_add_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_built_in_name_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, EntryPoint("flow_grpo", another("flow_grpo")))
     assert find_objective("flow_grpo").load() is flow_grpo
+
+
+def test_settings_that_would_take_unknown_keys_are_refused() -> None:
+    class Settings(msgspec.Struct):
+        power: int = 2
+
+    with pytest.raises(TypeError, match=r"objective 'theirs': settings must be a subclass of .*Section"):
+        replace(another("theirs"), settings=Settings)
 
 
 def test_naming_them_imports_no_torch() -> None:

@@ -25,6 +25,7 @@ from omni_async.performance.profile import Profile, load_profile
 from omni_async.types import Prompt
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build_scheduler
+from tests.fakes import load_model
 
 CPU = torch.device("cpu")
 TINY = ("--model", "tiny", "--repeats", "1")
@@ -88,9 +89,7 @@ def test_payloads_are_those_of_a_sample_and_of_a_version(out: Path) -> None:
     assert payload.trajectory == latents + conditioning + rest
     assert payload.media == 3 * 32 * 32
     config = tiny_config(out)
-    transformer = RandomQwenImage(
-        tiny_architecture(), CPU, prompt_tokens=8, negative_tokens=2, seed=0
-    ).load_transformer(torch.float32)
+    transformer = load_model(RandomQwenImage(tiny_architecture(), CPU, prompt_tokens=8, negative_tokens=2, seed=0))
     assert payload.weights == 4 * adapter_parameters(transformer, config)
     assert measured_in(out).publish["full"].nbytes == 4 * sum(p.numel() for p in transformer.parameters())
 
@@ -180,7 +179,7 @@ def test_the_published_architecture_is_diffusers_own_and_has_as_many_parameters_
 
 def test_engine_and_trainer_hold_the_same_weights_and_prompts_have_the_length_asked_for() -> None:
     policy = RandomQwenImage(tiny_architecture(), CPU, prompt_tokens=7, negative_tokens=3, seed=1)
-    one, two = (policy.load_transformer(torch.bfloat16).state_dict() for _ in range(2))
+    one, two = (load_model(policy, torch.bfloat16).state_dict() for _ in range(2))
     assert all(torch.equal(one[name], two[name]) and one[name].dtype == torch.bfloat16 for name in one)
     assert torch.get_default_dtype() == torch.float32
     spec = QwenImageSampling(true_cfg_scale=2.0)

@@ -19,6 +19,7 @@ from pipelines.qwen_image.tiny import build
 
 ray = pytest.importorskip("ray")
 from benchmarks.weights_measure import hosts, ray_session  # noqa: E402 (imports ray)
+from tests.fakes import load_model  # noqa: E402
 
 _TINY_MB = 1.0
 
@@ -34,7 +35,7 @@ def test_a_sized_model_has_about_its_size(megabytes: float) -> None:
     import torch
 
     with torch.device("meta"):
-        model = SizedPolicy(repr(megabytes)).load_transformer(torch.float32)
+        model = load_model(SizedPolicy(repr(megabytes)))
     assert sum(p.numel() * 4 for p in model.parameters()) == pytest.approx(megabytes * 1e6, rel=0.21)
 
 

@@ -201,10 +201,10 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        (b"{}", "has format 1, this version reads 4"),
-        (b'{"format": 3}', "has format 3, this version reads 4"),
-        (b'{"format": 4}', "missing required field"),
-        (b'{"format": 4, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
+        (b"{}", "has format 1, this version reads 5"),
+        (b'{"format": 4}', "has format 4, this version reads 5"),
+        (b'{"format": 5}', "missing required field"),
+        (b'{"format": 5, "control": {"version": "2"}, "pipeline": "a", "algorithm": "b"}', "Expected `int`"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
     ],

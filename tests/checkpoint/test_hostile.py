@@ -19,9 +19,15 @@ from omni_async.checkpoint.state import write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
+from omni_async.version_spans import VersionSpans
 
-SAMPLE = ReadySample("7/0", None, None, Score(0.5), (0, 0))
+SAMPLE = ReadySample("7/0", None, None, Score(0.5), VersionSpans.same(0, 2))
 READY = ReadyGroup(7, Prompt(0, "x"), None, 0, (SAMPLE,))
+
+
+def of_versions(*spans: tuple[int, int]) -> ReadyGroup:
+    sample = msgspec.structs.replace(SAMPLE, step_versions=VersionSpans(spans))
+    return msgspec.structs.replace(READY, samples=(sample,))
 
 
 @pytest.fixture
@@ -182,6 +188,8 @@ def test_a_shard_whose_tensors_lie_elsewhere_is_refused(folder: Path, offsets: t
         (ControlState(unfinished=(Unfinished(4), Unfinished(4))), "a group stands there twice"),
         (ControlState(unfinished=(Unfinished(7),), ready=(READY,)), "a group stands there twice"),
         (ControlState(ready=(msgspec.structs.replace(READY, samples=()),)), "has no samples"),
+        (ControlState(ready=(of_versions((-1, 2)),)), "step_versions is -1"),
+        (ControlState(ready=(of_versions((0, 10**15)),)), "the number of step_versions is 10"),
     ],
 )
 def test_a_state_that_no_run_can_have_is_refused(folder: Path, control: ControlState, why: str) -> None:

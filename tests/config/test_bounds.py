@@ -61,13 +61,16 @@ def test_every_number_has_an_upper_bound() -> None:
 def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
     key = path.replace("[]", ".0")
     pair = isinstance(DEFAULTS[path], tuple) or key.endswith((".band", ".k1"))
-    needed = {"validation": "validation.prompts=p.txt", "emulation": "emulation.profile=p.json"}.get(
-        key.partition(".")[0]
-    )
+    section, list_, _ = path.partition("[]")
+    needed = {
+        "validation": "validation.prompts=p.txt",
+        "emulation": "emulation.profile=p.json",
+        "rollout.buckets": "rollout.buckets=[{}]",
+    }.get(section if list_ else section.partition(".")[0])
     for absurd in ("1e300", str(2**62), ".nan", "true", "'12'"):
         value = f"[{absurd}, {absurd}]" if pair else absurd
         with pytest.raises(ConfigError) as refused:
-            load_text(MINIMAL, f"{key}={value}", *([needed] if needed else []))
+            load_text(MINIMAL, *([needed] if needed else []), f"{key}={value}")
         message = str(refused.value)
         assert key in message and "expected" in message and "\n" not in message
 
@@ -156,3 +159,11 @@ def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: p
 )
 def test_a_text_that_no_file_can_hold_is_refused(override: str) -> None:
     assert "half a surrogate pair is no character, got " in complaint(MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 2**33), ("1.5 GiB", 3 * 2**29), ("64MiB", 2**26), ("999999TiB", 999999 * 2**40), ("100000000", 10**8)],
+)
+def test_a_size_is_a_number_or_a_text(text: str, size: int) -> None:
+    assert load_text(MINIMAL, f"buffer.max_bytes={text}").buffer.bound == size

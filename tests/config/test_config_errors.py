@@ -25,7 +25,7 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
         # unknown keys
         (
             "rollout.gruop_size=3",
-            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: emulated, engine, group_size",
+            "rollout.gruop_size: unknown key; did you mean 'group_size'? allowed: batching, buckets, emulated",
         ),
         ("trianer.updates=3", "trianer: unknown key; did you mean 'trainer'? allowed: algorithm, buffer, checkpoint"),
         (
@@ -74,7 +74,30 @@ def test_the_smallest_recipe_loads_with_defaults_that_work() -> None:
             "rollout.sampling.heigth: unknown key; did you mean 'height'? allowed: height, ",
         ),
         ("rollout.sampling=512", "rollout.sampling: expected mapping, got 512"),
+        (
+            "rollout.buckets=[{sampling: {width: 64}}, {sampling: {height: 100}}]",
+            "rollout.buckets.1.sampling.height: expected int >= 16, multiple of 16, got 100",
+        ),
+        (
+            "rollout.buckets=[{sampling: {heigth: 64}}]",
+            "rollout.buckets.0.sampling.heigth: unknown key; did you mean 'height'? allowed: height, ",
+        ),
+        ("rollout.buckets=[{sampling: 512}]", "rollout.buckets.0.sampling: expected mapping, got 512"),
+        (
+            "rollout.buckets=[{height: 64}]",
+            "rollout.buckets.0.height: unknown key; did you mean 'weight'? allowed: sampling, weight",
+        ),
+        ("rollout.buckets=[{sampling: {}, weight: 0}]", "rollout.buckets.0.weight: expected float > 0, got 0"),
+        ("rollout.buckets={height: 64}", "rollout.buckets: expected list of mapping, got {'height': 64}"),
         ("rollout.height=64", "rollout.height: is called rollout.sampling.height now"),
+        (
+            "buffer.max_bytes=9GB",
+            (
+                "buffer.max_bytes: expected int >= 1 or str of a number from 1 on and KiB, MiB, GiB or TiB, like '8GiB'"
+                " or null, got '9GB'"
+            ),
+        ),
+        ("buffer.max_bytes=0", "buffer.max_bytes: expected int >= 1 or str of a number"),
         ("rollout.sde.noise_level=0", "rollout.sde.noise_level: expected float > 0, <= 10, got 0"),
         ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1: expected float >= 0, < 1, got 1.0"),
         ("trainer.optimizer.max_grad_norm=0", "trainer.optimizer.max_grad_norm: expected float > 0 or null, got 0"),
@@ -343,8 +366,32 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
             "buffer.groups: staleness.exact waits for all 16 admitted groups, so they must fit; got 15",
         ),
         (
+            ["staleness={max_updates: 3, exact: true}", "buffer.max_bytes=8GiB"],
+            "buffer.max_bytes: staleness.exact waits for a whole number of updates' groups",
+        ),
+        (
+            ["buffer.max_bytes=24MiB", "rollout.group_size=8", "trainer.groups_per_update=4"],
+            (
+                "buffer.max_bytes: an update's 32 samples are held together, with 768 KiB of media each and their"
+                " trajectories: expected more than 24 MiB, got 24MiB"
+            ),
+        ),
+        (
             ["staleness.exact=true", "weights.publish_every=2"],
             "weights.publish_every: staleness.exact trains on nothing older than S updates",
+        ),
+        (
+            ["rollout.batching=request"],
+            "weights.swap: 'step' swaps between two denoising steps, and rollout.batching: request takes all steps of a"
+            " batch at once; use swap: request or drain, or batching: step",
+        ),
+        (
+            ["rollout.batching=request", "schedule=async"],
+            "weights.swap: 'step' (set by schedule: async) swaps between two denoising steps",
+        ),
+        (
+            ["rollout={batching: request, engine: emulated}", "weights.swap=request"],
+            "rollout.batching: 'request' is for the engines vllm_omni and diffusers",
         ),
         (["run.runtime=inprocess"], "run.runtime: 'inprocess' cannot host the vllm_omni engine"),
         (
@@ -362,6 +409,8 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: l
     [
         ["weights.publish_every=3", "staleness.max_updates=2"],
         ["weights.payload=lora", "model.lora.rank=4"],
+        ["rollout.batching=request", "weights.swap=request"],
+        ["rollout.batching=request", "weights.swap=drain"],
         ["trainer.streaming=on"],
         ["trainer.streaming=on", "algorithm.advantage.std=group", "algorithm.kl_coef=0.1"],
         ["trainer.streaming=off", "buffer.groups=4"],

@@ -261,3 +261,18 @@ def test_loading_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
+    config = load_text(
+        MINIMAL,
+        "rollout.sampling={height: 64, width: 32, true_cfg_scale: 2}",
+        "rollout.buckets=[{sampling: {}}, {sampling: {height: 96}, weight: 3}]",
+    )
+    assert config.rollout.specs == (
+        config.rollout.sampling,
+        msgspec.structs.replace(config.rollout.sampling, height=96),
+    )
+    again = load_text(resolved_yaml(config))
+    assert again.rollout == config.rollout
+    assert load_text(MINIMAL).rollout.specs == (load_text(MINIMAL).rollout.sampling,)

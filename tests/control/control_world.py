@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -30,8 +30,10 @@ from omni_async.types import (
     UpdateReport,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 
 STRANDED_AFTER_S = 20.0
+SAMPLE_BYTES = 100
 
 
 def make_config(
@@ -44,6 +46,8 @@ def make_config(
     publish_every: int = 1,
     trajectories: int = 64,
     groups: int = 16,
+    max_bytes: int | str | None = None,
+    buckets: Sequence[float] = (),
     engines: int = 1,
     max_inflight: int = 4,
     retries: int = 1,
@@ -59,7 +63,8 @@ def make_config(
 ) -> Config:
     """Makes a configuration. `steps`: samples are made without noise in as many steps, and their final latents are
     trained on. `score_at_once` is reward.streaming; without it less room for samples is allowed than a real
-    configuration must have."""
+    configuration must have. `buckets` are their weights; bucket i is sampled by `{"size": i}`, and its samples have
+    `SAMPLE_BYTES` / (i + 1) bytes."""
     config = msgspec.convert(
         {
             "run": {"seed": seed},
@@ -70,6 +75,7 @@ def make_config(
                 "group_size": group_size,
                 "max_inflight": max_inflight,
                 "retries": retries,
+                "buckets": [{"sampling": {"size": size}, "weight": weight} for size, weight in enumerate(buckets)],
                 **(
                     {"sde": {"window": {"size": 2, "range": [0, 5]}}}
                     if steps is None
@@ -83,7 +89,7 @@ def make_config(
                 "scorers": [{"name": "ocr"}],
             },
             "staleness": {"max_updates": S, "exact": exact},
-            "buffer": {"trajectories": trajectories, "groups": groups, "window": window},
+            "buffer": {"trajectories": trajectories, "groups": groups, "window": window, "max_bytes": max_bytes},
             "weights": {"publish_every": publish_every},
             "algorithm": {
                 "name": "flow_grpo" if steps is None else "diffusion_nft",
@@ -139,10 +145,15 @@ def make_result(request: SampleRequest, engine: str, versions: tuple[int, ...], 
         trajectory=f"trajectory {request.sample_id}",
         media=f"media {request.sample_id}",
         version=versions[0] if versions else version,
-        step_versions=versions,
+        step_versions=VersionSpans.of(versions),
         started=0.0,
         finished=1.0,
+        nbytes=bytes_of(request),
     )
+
+
+def bytes_of(request: SampleRequest) -> int:
+    return SAMPLE_BYTES // (1 + request.spec.get("size", 0)) if isinstance(request.spec, dict) else SAMPLE_BYTES
 
 
 def now(work: Coroutine[Any, Any, Any]) -> Any:

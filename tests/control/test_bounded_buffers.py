@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from omni_async.control.buffer import ReplayBuffer, TrajectoryBuffer
 from omni_async.types import Prompt, ReadyGroup, ReadySample, SampleKind, Score, ScoreJob, SdeWindow
+from omni_async.version_spans import VersionSpans
 
 PROMPT: Prompt = make_prompts(1)[0]
 
@@ -18,7 +19,7 @@ def job(sample_id: str, kind: SampleKind = "train") -> ScoreJob:
 
 
 def group(number: int, version: int = 0) -> ReadyGroup:
-    sample = ReadySample(f"g{number}.s0", None, None, Score(1.0), (version, version))
+    sample = ReadySample(f"g{number}.s0", None, None, Score(1.0), VersionSpans.same(version, 2))
     return ReadyGroup(number, PROMPT, SdeWindow(0, 2), version, (sample,))
 
 

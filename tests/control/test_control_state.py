@@ -13,6 +13,7 @@ from omni_async.control.control_state import ControlState, LedgerState, Unfinish
 from omni_async.control.ledger import JsonlSink, Ledger
 from omni_async.control.ledger_prefix import LedgerDamaged
 from omni_async.types import LedgerEntry, Prompt
+from omni_async.version_spans import VersionSpans
 
 
 def test_groups_in_every_state_go_on() -> None:
@@ -120,7 +121,7 @@ def test_a_smaller_staleness_budget_makes_old_groups_again() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("change", ["fewer samples", "more samples", "another prompt"])
+@pytest.mark.parametrize("change", ["fewer samples", "more samples", "another prompt", "more steps"])
 def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> None:
     before = Bench(S=1, P=1, updates=4)
 
@@ -132,6 +133,10 @@ def test_a_ready_group_that_would_be_another_now_is_made_again(change: str) -> N
             kept = msgspec.structs.replace(
                 kept, ready=(msgspec.structs.replace(ready, prompt=Prompt(9, "of another file")),)
             )
+        if change == "more steps":
+            endless = VersionSpans.same(0, 10**12)
+            samples = tuple(msgspec.structs.replace(sample, step_versions=endless) for sample in ready.samples)
+            kept = msgspec.structs.replace(kept, ready=(msgspec.structs.replace(ready, samples=samples),))
         size = {"fewer samples": 1, "more samples": 3}.get(change, len(ready.samples))
         after, _ = make_coordinator(make_config(S=1, P=1, updates=4, group_size=size), start=kept)
         await hold(after, 0)

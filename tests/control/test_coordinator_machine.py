@@ -15,7 +15,17 @@ from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
-from control_world import digest_of, make_config, make_coordinator, make_result, now, report, trained_steps
+from control_world import (
+    SAMPLE_BYTES,
+    bytes_of,
+    digest_of,
+    make_config,
+    make_coordinator,
+    make_result,
+    now,
+    report,
+    trained_steps,
+)
 from hypothesis import given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -33,6 +43,9 @@ from omni_async.types import ReadyGroup, SampleRequest, Score, ScoreJob, ScoreRe
 def random_config(dice: random.Random) -> Config:
     max_updates, per_update = dice.randint(0, 4), dice.randint(1, 4)
     exact = dice.random() < 0.25
+    group_size = dice.randint(2, 3)
+    # From the least that works, one update's groups, to more than there are slots.
+    bound = per_update * group_size * SAMPLE_BYTES * dice.choice([100, 130, 200, 700]) // 100
     rounds = {
         "every": dice.randint(1, 4),
         "samples_per_prompt": dice.randint(1, 2),
@@ -41,7 +54,9 @@ def random_config(dice: random.Random) -> Config:
     return make_config(
         S=max_updates,
         P=per_update,
-        group_size=dice.randint(2, 3),
+        group_size=group_size,
+        max_bytes=None if exact else dice.choice([None, bound]),
+        buckets=dice.choice([(), (), (1.0, 1.0), (1.0, 5.0, 2.0)]),
         updates=dice.randint(1, 8),
         window=dice.randint(1, 6),
         publish_every=1 if exact else dice.randint(1, max_updates + 1),
@@ -75,6 +90,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.at_engines: dict[str, str] = {}  # training samples, from the moment they are leased -> their engine
         self.generated: set[str] = set()  # training samples, also of groups that ended since
+        self.buckets: dict[int, int] = {}  # by group
+        self.sizes: dict[int, int] = {}  # bytes of a sample, by the buckets that are known from one
         self.answered: list[Lease] = []  # leases that were answered: material for second answers
         self.unscored: dict[str, str] = {}  # training and validation samples generated and not finally scored -> kind
         self.jobs: list[tuple[str, ScoreJob]] = []
@@ -166,6 +183,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for request in requests:
             assert self.holds[engine] >= 0, "a sample was leased to an engine without weights"
             self.leases.append(Lease(engine, request, self.holds[engine]))
+            if request.kind == "validation" and not self.coordinator_closed():
+                round_ = self.coordinator._validation.rounds[request.group]
+                assert request.sample_id not in round_.failed, "its round goes on without it"
 
     def num_versions(self, request: SampleRequest) -> int:
         return 0 if self.stored else len(trained_steps(request))
@@ -252,6 +272,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.unscored[request.sample_id] = request.kind
             self.generated.add(request.sample_id)
             self.made_by[request.sample_id] = lease.engine
+            if request.kind == "train":
+                self.sizes[self.bucket_of(request.sample_id)] = bytes_of(request)
 
     @precondition(lambda self: self.leases)
     @rule(pick=PICK)
@@ -399,10 +421,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def is_unread(self, sample: str) -> bool:
         """Returns whether the sample's group waits for samples or for the trainer, or its round for scores."""
-        if (kind := self.unscored.get(sample)) == "validation":
-            return True
+        if sample in self.unscored or sample.startswith("v"):
+            return sample in self.unscored
         group = int(sample[1:].split(".")[0])
-        return kind == "train" or (group in self.untaken() and group not in {g.group for g in self.taken_unseen()})
+        return group in self.untaken() and group not in {g.group for g in self.taken_unseen()}
 
     def is_made_again(self, samples: list[str]) -> None:
         self.made_again |= bool(samples)
@@ -550,7 +572,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.coordinator_closed():
             return
         for name, buffer in now(self.coordinator.statistics())["buffers"].items():
-            if name != "slots":
+            if name == "bytes":
+                self.bytes_stay_within_their_bound(buffer)
+            elif name != "slots":
                 assert 0 <= buffer["ready"] <= buffer["reserved"] <= buffer["capacity"], (name, buffer)
         waiting = [
             i for i, kind in self.unscored.items() if kind == "validation" or self.is_live(int(i[1:].split(".")[0]))
@@ -565,6 +589,32 @@ class CoordinatorMachine(RuleBasedStateMachine):
             )
         returned = self.returned & set(self.untaken())
         assert len(self.untaken()) - len(self.taken_unseen()) - len(returned) <= self.config.buffer.groups
+
+    def bytes_stay_within_their_bound(self, counted: dict[str, Any]) -> None:
+        made = [sample for sample in self.generated if sample.startswith("g")]
+        held = sum(self.size_of(sample) for sample in made if self.is_live(int(sample[1:].split(".")[0])))
+        bound = self.config.buffer.bound
+        assert held == counted["ready"] <= counted["reserved"], "counted here, and by the coordinator"
+        assert bound is None or counted["reserved"] <= bound
+        reserved = {
+            f"g{group}.s{i}"
+            for group in self.admitted()
+            if self.is_live(group)
+            for i in range(self.config.rollout.group_size)
+        } | set(self.at_engines)
+        assert counted["reserved"] == sum(map(self.size_of, reserved)), "no reservation leaks"
+
+    def bucket_of(self, sample: str) -> int:
+        group = int(sample[1:].split(".")[0])
+        if group not in self.buckets:
+            self.buckets[group] = self.coordinator._factory.bucket(group)
+        return self.buckets[group]
+
+    def size_of(self, sample: str) -> int:
+        """Returns the bytes that a training sample has or is expected to have: those of its bucket, once one of that is
+        known."""
+        samples = self.config.trainer.groups_per_update * self.config.rollout.group_size
+        return self.sizes.get(self.bucket_of(sample), (self.config.buffer.bound or 0) // samples)
 
     def taken_unseen(self) -> list[ReadyGroup]:
         """Returns the groups on their way to the trainer."""

@@ -754,8 +754,8 @@ def test_an_update_event_carries_what_a_person_wants_to_see() -> None:
             [0],
         )
         assert event.data["conservation"] == {"admitted": 2, "trained": 1, "rejected": 0, "dropped": 0, "live": 1}
-        assert [image.media for image in event.pictures] == ["media g0.s0", "media g0.s1"]
-        assert event.pictures[0].score.text == "HI" and event.pictures[0].prompt.text.startswith("prompt ")
+        assert [image.media for image in event.shown] == ["media g0.s0", "media g0.s1"]
+        assert event.shown[0].score.text == "HI" and event.shown[0].prompt.text.startswith("prompt ")
         (entry,) = entries
         assert (entry.run, entry.group, entry.event, entry.reward, entry.step_versions) == (
             "run-1",

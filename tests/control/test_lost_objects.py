@@ -152,6 +152,28 @@ def test_unscored_samples_of_a_validation_round_are_made_again_and_scores_are_ke
     play(main())
 
 
+def test_a_validation_sample_that_failed_is_not_made_again() -> None:
+    """Its round goes on without it: made again it would be scored and counted as failed, or outlive its round."""
+
+    async def main() -> None:
+        c, _ = make_coordinator(make_config(S=0, P=1, score_retries=0, validation={"every": 1}))
+        await hold(c, 0)
+        requests = [r for r in await c.next_samples("rollout-0", 100, 100) if r.kind == "validation"]
+        await finish(c, "rollout-0", requests, 0)
+        failed, *_ = await c.next_to_score("reward-0", 1)
+        await score(c, [failed], lambda job: "timeout")
+        await c.objects_lost("rollout-0")
+        again = await c.next_samples("rollout-0", 100, 100)
+        assert attempts(again) == {r.sample_id: (r.seed, 2) for r in requests if r.sample_id != failed.sample_id}
+        await finish(c, "rollout-0", again, 0)
+        await score(c, await c.next_to_score("reward-0", 100), distinct)
+        (round_,) = [event.data for event in await c.events() if event.kind == "validation"]
+        assert round_["failed"] == 1
+        assert now(c.statistics())["buffers"]["trajectories"]["reserved"] == 2, "the training samples, which are leased"
+
+    play(main())
+
+
 # ---- a group that the trainer cannot read ----------------------------------------------------------------------------
 
 

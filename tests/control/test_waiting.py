@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from omni_async.control.clock import ManualClock, WallClock
-from omni_async.control.events import EventLog, Picture
+from omni_async.control.events import EventLog, Shown
 from omni_async.control.waiting import Event, FairQueue, unless
 from omni_async.types import Prompt, Score
 
@@ -297,10 +297,10 @@ def test_events_arrive_in_order_and_a_cancelled_reader_loses_none() -> None:
         log.add("phase", {"text": "one"})
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        log.add("phase", {"text": "two"}, (Picture("media", Prompt(0, "two"), Score(1.0)),))
+        log.add("phase", {"text": "two"}, (Shown("media", Prompt(0, "two"), Score(1.0)),))
         events = await log.take()
         assert [e.data["text"] for e in events] == ["one", "two"]
-        assert events[1].pictures == (Picture("media", Prompt(0, "two"), Score(1.0)),)
+        assert events[1].shown == (Shown("media", Prompt(0, "two"), Score(1.0)),)
         waiting = asyncio.create_task(log.take())
         await asyncio.sleep(0)
         assert not waiting.done(), "never an empty answer"

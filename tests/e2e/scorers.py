@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from omni_async.media import Media
 from omni_async.types import Prompt, Score
 
 
@@ -39,3 +40,13 @@ class Talkative(Constant):
 class Unbuildable(Constant):
     def __init__(self) -> None:
         sys.exit("no licence")
+
+
+class Redness:
+    """A scorer of videos with sound: how red they are, less how loud."""
+
+    name = "redness"
+    accepts = ("video",)
+
+    def score(self, media: list[Media], prompts: list[Prompt]) -> list[Score]:
+        return [Score(float(one.frames[..., 0].mean()) - float(one.waveform.max())) for one in media]

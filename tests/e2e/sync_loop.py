@@ -21,6 +21,7 @@ from omni_async.rewards.jpeg_size import JpegSizeScorer
 from omni_async.runtime.prompts import load_prompts
 from omni_async.sde.noise import initial_noise, step_noise
 from omni_async.sde.transitions import log_prob, ode_step, take_step, transition
+from tests.fakes import load_model
 
 
 def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
@@ -30,7 +31,7 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
     sde, prompt_file = r.sde, config.data.prompts
     assert sde is not None and prompt_file is not None
     policy = load_policy(find_family(config.model.pipeline), config.model.path)
-    model = policy.load_transformer(torch.float32).requires_grad_(True)
+    model = load_model(policy).requires_grad_(True)
     codec = policy.load_codec(torch.float32)
     prompts = PromptStream(load_prompts(prompt_file, "data.prompts", 4000), config.run.seed, config.data.shuffle)
     reward = JpegSizeScorer(**config.reward.scorers[0].params)
@@ -80,8 +81,8 @@ def train_synchronously(config: Config) -> dict[str, torch.Tensor]:
                     steps[row].append((i, here[0], to[0], logp[0]))
                     moved.append(to)
                 x = torch.cat(moved)
-            images = codec.decode(x, r.sampling).permute(0, 2, 3, 1).contiguous().numpy()
-            rewards += [score.value for score in reward.score(list(images), [prompts[g] for g, _ in batch])]
+            media = [one.numpy() for one in codec.decode(x, r.sampling)]
+            rewards += [score.value for score in reward.score(media, [prompts[g] for g, _ in batch])]
             taken += steps
 
         # Advantages: A = (reward - group mean) / (std + eps), clipped.

@@ -6,8 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 
+from omni_async.config import load
+from omni_async.families import MediaShape
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.train import train
+from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.e2e.runs import Run, check_every_group_ended_once, run
 
 _EMULATED = ("rollout.engine=emulated", "rollout.emulated.step_s=0.002", "trainer.optimizer.lr=1e-6")
@@ -23,9 +29,14 @@ def _done(finished: Run, updates: int) -> Run:
     return finished
 
 
-@pytest.mark.parametrize("engine", ["diffusers", "emulated"])
-@pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "swap", "batching"),
+    [
+        *((engine, swap, "step") for swap in ("step", "request", "drain") for engine in ("diffusers", "emulated")),
+        *(("diffusers", swap, "request") for swap in ("request", "drain")),
+    ],
+)
+def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, swap: str, batching: str) -> None:
     emulated = _EMULATED if engine == "emulated" else ()
     overrides = (
         "staleness.max_updates=2",
@@ -33,6 +44,7 @@ def test_every_swap_mode_ends_and_keeps_the_budget(recipe: Path, engine: str, sw
         "rollout.max_inflight=6",
         "rollout.max_batch=3",
         f"weights.swap={swap}",
+        f"rollout.batching={batching}",
     )
     finished = _done(run(recipe, *emulated, *overrides), 5)
     events = [event for event in finished.trace if event["ph"] == "X"]
@@ -89,10 +101,24 @@ def test_a_swap_between_two_steps_mixes_versions_within_samples(recipe: Path) ->
         pytest.param(
             ("rollout.share_initial_noise=true", "rollout.sampling.true_cfg_scale=2"), 3, id="shared noise, guidance"
         ),
+        pytest.param(("buffer.max_bytes=256KiB", "staleness.max_updates=3"), 3, id="bytes"),
     ],
 )
 def test_loop_settings(recipe: Path, overrides: tuple[str, ...], updates: int) -> None:
     _done(run(recipe, *overrides), updates)
+
+
+@pytest.mark.parametrize("engine", ["diffusers", "emulated"])
+def test_groups_of_several_resolutions_are_trained_in_one_update(recipe: Path, engine: str) -> None:
+    buckets = "rollout.buckets=[{}, {sampling: {height: 48, true_cfg_scale: 2}, weight: 2}, {sampling: {width: 64}}]"
+    overrides = (buckets, "trainer.groups_per_update=6", "staleness.max_updates=1", "validation=null")
+    finished = _done(run(recipe, *(_EMULATED if engine == "emulated" else ()), *overrides), 3)
+    rewards = [name for line in finished.metrics for name in line if name.startswith("reward/bucket")]
+    assert set(rewards) == {f"reward/bucket{number}" for number in range(3)}
+    if engine == "diffusers":
+        assert finished.metrics[0]["engine_mismatch_nats"] < 0.01, (
+            "every group was recomputed in its own shape, and with its own guidance"
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,3 +162,22 @@ def test_validation_curve_and_images(recipe: Path) -> None:
     for image in images.values():
         image.load()
         assert min(image.size) >= 32
+
+
+class FilmSampling(QwenImageSampling, frozen=True, kw_only=True):
+    """Samples of a video model with sound, of which emulated engines make media."""
+
+    def media(self) -> tuple[MediaShape, ...]:
+        return MediaShape("video", (5, 3, self.height, self.width), 8), MediaShape("audio", (1, 800), 8000)
+
+
+def test_videos_with_sound_are_scored_and_written(recipe: Path) -> None:
+    scorers = 'reward.scorers=[{name: "tests.e2e.scorers:Redness"}]'
+    config = load(recipe, [*_EMULATED, "trainer.updates=2", scorers])
+    size = config.rollout.sampling
+    film = FilmSampling(height=size.height, width=size.width)
+    config = replace(config, rollout=replace(config.rollout, sampling=film))
+    summary = train(preflight(config))
+    finished = _done(Run(config, Path(config.run.dir) / summary.run, summary), 2)
+    files = {path.name for path in (finished.path / "samples").iterdir()}
+    assert {"train-000001.png", "train-000001-00.mp4", "train-000001-00.wav", "train-000002-00.mp4"} <= files

@@ -21,8 +21,9 @@ _REAL = ("run.runtime=ray", "rollout.engine=vllm_omni")
 
 
 @pytest.mark.thorough
-def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: Path) -> None:
-    overrides = (*_REAL, "reward.scorers=[{name: jpeg_size, params: {quality: 20}}]")
+@pytest.mark.parametrize("how", [(), ("rollout.batching=request", "weights.swap=request")], ids=["step", "request"])
+def test_staleness_zero_with_ray_and_vllm_omni_is_the_synchronous_loop(recipe: Path, how: tuple[str, ...]) -> None:
+    overrides = (*_REAL, "reward.scorers=[{name: jpeg_size, params: {quality: 20}}]", *how)
     answer = command_line(recipe, *overrides, timeout=240)
     assert answer.code == 0, answer
     real = left_behind(recipe, overrides)

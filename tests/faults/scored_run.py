@@ -11,12 +11,14 @@ import numpy as np
 from omni_async.actors.rewarder import Rewarder
 from omni_async.config import Config, with_spec
 from omni_async.control.clock import Clock
+from omni_async.media import Media
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.probe import Probe
 from omni_async.store import LocalStore
 from omni_async.types import Prompt
 from tests.control.control_world import Run
+from tests.images import as_media
 
 
 def sample_of(image: np.ndarray) -> tuple[int, int]:
@@ -28,14 +30,14 @@ def sample_of(image: np.ndarray) -> tuple[int, int]:
 class Images(LocalStore):
     """A store that draws the image of `media g3.s1` when it is asked for."""
 
-    async def get(self, reference: str) -> np.ndarray:
+    async def get(self, reference: str) -> Media:
         group, _, sample = reference.removeprefix("media g").partition(".s")
-        return np.full((2, 2, 3), (*divmod(int(group), 256), int(sample)), np.uint8)
+        return as_media(np.full((2, 2, 3), (*divmod(int(group), 256), int(sample)), np.uint8))
 
 
 class ScoredRun(Run):
     """A run with real reward workers. `scorers()` are a reward worker's, built for each by itself; `tried`: they score
-    a synthetic image first."""
+    a synthetic sample first."""
 
     def __init__(
         self, config: Config, scorers: Callable[[], Scorer], clock: Clock, tried: bool = False, **kwargs: Any

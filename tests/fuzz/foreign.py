@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from omni_async.performance.service import ServiceTime
+from omni_async.version_spans import VersionSpans
 
 DEEP = b"[" * 5000
 NUMBERS = (0, -1, 2**31, 2**63, -(2**63) - 1, 10**400, 1e308, -0.0)
@@ -77,6 +78,8 @@ def of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(of(args[0]), of(args[1]), max_size=3)
     if origin is tuple:
         return st.lists(of(args[0]), max_size=3).map(tuple) if args[-1] is ... else st.tuples(*map(of, args))
+    if annotation is VersionSpans:  # whose neighbours differ
+        return st.lists(of(int), max_size=4).map(VersionSpans.of)
     if annotation is ServiceTime:  # whose quantiles have a mean of 1
         return st.builds(
             ServiceTime,

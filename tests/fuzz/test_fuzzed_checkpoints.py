@@ -22,6 +22,7 @@ from omni_async.config import Config, ConfigError, load
 from omni_async.control.control_state import ControlState, LedgerState, Unfinished
 from omni_async.runtime.resume import find_resume_point
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
+from omni_async.version_spans import VersionSpans
 from tests.e2e.emulation import write_recipe
 from tests.runtime.runtime_world import write_ledger
 
@@ -30,7 +31,7 @@ def make(folder: Path, version: int, pipeline: str, ledger: LedgerState) -> None
     """Writes a checkpoint as an emulated run does: two groups unfinished, one ready with its trajectories."""
     (folder / "tensors").mkdir(parents=True)
     save_file({"model.x": np.zeros(4, np.float32)}, folder / "tensors" / "shard.safetensors")
-    samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), (version, version)) for n in range(2))
+    samples = tuple(ReadySample(f"7/{n}", None, None, Score(0.5), VersionSpans.same(version, 2)) for n in range(2))
     write_group(folder, 7, [np.zeros(3, np.uint8)] * 2)
     ready = (ReadyGroup(7, Prompt(0, "x"), None, version, samples),)
     write_state(

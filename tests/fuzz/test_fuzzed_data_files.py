@@ -78,7 +78,7 @@ def _pairs_or_refusal(folder: Path, content: bytes) -> None:
     try:
         pairs = PreferencePairs(str(folder / "pairs.parquet"))
         pairs.prompts(100)
-        for image in pairs.images(0):
+        for image in (media.pixels for media in pairs.media(0)):
             assert image.dtype == np.uint8 and image.ndim == 3
     except ConfigError as error:
         refused(error)
@@ -105,7 +105,7 @@ def test_files_that_preference_files_name(tmp_path: Path, image: str | bytes) ->
         return
     pq.write_table(table, folder / "pairs.parquet")
     with pytest.raises(ConfigError) as error:
-        PreferencePairs(str(folder / "pairs.parquet")).images(0)
+        PreferencePairs(str(folder / "pairs.parquet")).media(0)
     refused(error.value)
 
 

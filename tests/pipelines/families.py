@@ -31,10 +31,15 @@ class Family:
     name: str
     specs: tuple[SamplingSpec, SamplingSpec]
     call: Callable[[Any], dict[str, Any]]
-    layers: int = 2
+    variant: str = ""
+    build_options: tuple[tuple[str, Any], ...] = (("layers", 2),)
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}-{self.variant}" if self.variant else self.name
 
     def build(self, folder: Path) -> str:
-        return str(import_module(f"pipelines.{self.name}.tiny").build(folder, layers=self.layers))
+        return str(import_module(f"pipelines.{self.name}.tiny").build(folder, **dict(self.build_options)))
 
     def policy(self, checkpoint: str) -> Policy:
         return load_policy(find_family(self.name), checkpoint)

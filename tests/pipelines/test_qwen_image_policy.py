@@ -14,6 +14,7 @@ from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.policy import QwenImageCodec, QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
+from tests.fakes import load_model
 
 PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
 PLAIN = QwenImageSampling(height=64, width=32)
@@ -63,7 +64,7 @@ def test_decode_is_diffusers_decode(
     policy: QwenImagePolicy, codec: QwenImageCodec, pipeline: QwenImagePipeline
 ) -> None:
     latents = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
-    images = codec.decode(latents, PLAIN)
+    images = torch.stack([media.image for media in codec.decode(latents, PLAIN)])
     assert images.shape == (3, 3, 64, 32)
     vae = pipeline.vae
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
@@ -91,7 +92,7 @@ def velocity(
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImageCodec, scale: float) -> None:
-    transformer = policy.load_transformer(torch.float32)
+    transformer = load_model(policy)
     rows = [codec.encode(Prompt(0, prompt), GUIDED) for prompt in PROMPTS]
     assert len({len(row["prompt_embeds"]) for row in rows}) == 3
     x = torch.randn(3, *policy.latent_shape(PLAIN), generator=torch.Generator().manual_seed(0))
@@ -104,7 +105,7 @@ def test_a_padded_batch_is_its_samples(policy: QwenImagePolicy, codec: QwenImage
 
 
 def test_bfloat16_weights_take_and_return_float32(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
-    transformer = policy.load_transformer(torch.bfloat16)
+    transformer = load_model(policy, torch.bfloat16)
     x = torch.randn(1, *policy.latent_shape(PLAIN))
     v = velocity(
         policy,
@@ -119,17 +120,17 @@ def test_bfloat16_weights_take_and_return_float32(policy: QwenImagePolicy, codec
 
 
 def test_gradients_reach_the_transformer_through_both_branches(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
-    transformer = policy.load_transformer(torch.float32)
+    transformer = load_model(policy)
     c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), GUIDED)])
     x = torch.randn(1, *policy.latent_shape(PLAIN))
     policy.velocity(transformer, x, torch.tensor([0.5]), c, GUIDED).square().mean().backward()
-    assert transformer.proj_out.weight.grad.abs().max() > 0
+    assert transformer["transformer"].proj_out.weight.grad.abs().max() > 0
 
 
 def test_guidance_needs_a_negative_prompt(policy: QwenImagePolicy, codec: QwenImageCodec) -> None:
     c = policy.stack_conditioning([codec.encode(Prompt(0, "7"), PLAIN)])
     with pytest.raises(ValueError, match="negative prompt"):
-        velocity(policy, policy.load_transformer(torch.float32), torch.randn(1, 8, 64), torch.tensor([0.5]), c, 2.0)
+        velocity(policy, load_model(policy), torch.randn(1, 8, 64), torch.tensor([0.5]), c, 2.0)
 
 
 def test_sigmas_are_the_schedulers(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:

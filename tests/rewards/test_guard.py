@@ -18,6 +18,7 @@ from omni_async.rewards.panel import Panel
 from omni_async.rewards.threads import Threads
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import Prompt, Score
+from tests.images import as_media
 
 T = TypeVar("T")
 HANGS = math.inf
@@ -90,7 +91,7 @@ class Stage:
 
     async def score(self, *pixels: int) -> list[float | str | None]:
         """Returns values, reasons, and None for postponed samples."""
-        images = [np.full((2, 2, 3), pixel, np.uint8) for pixel in pixels]
+        images = [as_media(np.full((2, 2, 3), pixel, np.uint8)) for pixel in pixels]
         outcomes = await self.panel.score(images, [Prompt(pixel, "a cat") for pixel in pixels])
         return [(None if o.postponed else o.reason) if isinstance(o, Failure) else o.value for o in outcomes]
 
@@ -174,9 +175,9 @@ def test_a_bad_sample_alone_opens_nothing() -> None:
 def test_what_the_scorer_is_asked_again_is_kept_when_the_stores_memory_is_used_for_something_else() -> None:
     async def main() -> None:
         stage = Stage(judge := Judge(bad=(7,)))
-        image = np.full((2, 2, 3), 1, np.uint8)
+        image = as_media(np.full((2, 2, 3), 1, np.uint8))
         await stage.panel.score([image], [Prompt(1, "a cat")])
-        image[:] = 7
+        image.image[:] = 7
         assert await stage.score(7) == ["scorer '0': ValueError: unreadable"]
         assert judge.calls[-1][1] == [1] and not stage.panel.down
 
@@ -273,13 +274,17 @@ def test_a_sample_that_one_scorer_fails_is_not_shown_to_the_next() -> None:
     play(main())
 
 
-def test_an_image_that_is_none_is_not_the_scorers_failure() -> None:
+def test_media_that_are_none_are_not_the_scorers_failure() -> None:
     async def main() -> None:
         judge = Judge()
         stage = Stage(judge)
         for _ in range(5):
             (outcome,) = await stage.panel.score([np.zeros((2, 2), np.uint8)], [Prompt(0, "a cat")])
-            assert isinstance(outcome, Failure) and "expected a uint8 image" in outcome.reason and not outcome.postponed
+            assert (
+                isinstance(outcome, Failure)
+                and "expected media, got a ndarray" in outcome.reason
+                and not outcome.postponed
+            )
         assert judge.calls == [] and not stage.panel.down
 
     play(main())

@@ -25,8 +25,9 @@ from omni_async.rewards.guard import Failure
 from omni_async.rewards.panel import Panel
 from omni_async.rewards.threads import Threads
 from omni_async.types import Prompt, Score
+from tests.images import as_media
 
-IMAGES = [np.full((4, 4, 3), i, np.uint8) for i in range(3)]
+MEDIA = [as_media(np.full((4, 4, 3), i, np.uint8)) for i in range(3)]
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(3)]
 
 
@@ -65,7 +66,7 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
 
         panel = Panel("reward-0", WeightedScorer.alone(Says(answer)), Reward(**reward), WallClock(), report)
         try:
-            return await panel.score(IMAGES, PROMPTS)
+            return await panel.score(MEDIA, PROMPTS)
         finally:
             panel.close()
 
@@ -85,7 +86,7 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
         pytest.param(lambda count: (Score(1.0) for _ in range(count)), "returned a generator", id="a generator"),
         pytest.param(lambda count: dict.fromkeys(range(count), Score(1.0)), "returned a dict", id="a dict"),
         pytest.param(lambda count: [], "returned 0 scores", id="no scores"),
-        pytest.param(lambda count: [Score(1.0)] * (count + 1), "returned [42] scores for [31] images", id="too many"),
+        pytest.param(lambda count: [Score(1.0)] * (count + 1), "returned [42] scores for [31] samples", id="too many"),
         pytest.param(lambda count: [1.0] * count, "a float, expected a Score", id="numbers"),
         pytest.param(lambda count: [None] * count, "a NoneType, expected a Score", id="nones"),
         pytest.param(each(math.nan), "value is nan", id="nan"),

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from omni_async.media import Media
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.ocr import OcrScorer, wanted_text
 from omni_async.types import Prompt
+from tests.images import as_media
 
 
 @functools.cache
@@ -16,14 +18,14 @@ def scorer(**params: bool) -> OcrScorer:
     return OcrScorer(**params)
 
 
-def draw(text: str, size: tuple[int, int] = (64, 64), font_size: int = 48, noise: float = 0.0) -> np.ndarray:
+def draw(text: str, size: tuple[int, int] = (64, 64), font_size: int = 48, noise: float = 0.0) -> Media:
     image = Image.new("RGB", size, (10, 10, 10))
     ImageDraw.Draw(image).text(
         (size[0] / 2, size[1] / 2), text, fill=(230, 230, 230), font=ImageFont.load_default(font_size), anchor="mm"
     )
     pixels = np.asarray(image).astype(np.float64)
     pixels += np.random.default_rng(0).normal(0, noise, pixels.shape) if noise else 0
-    return pixels.clip(0, 255).astype(np.uint8)
+    return as_media(pixels.clip(0, 255).astype(np.uint8))
 
 
 def prompt(target: str | None, text: str = "a digit") -> Prompt:
@@ -120,12 +122,18 @@ def test_every_ascii_character_can_be_read() -> None:
     assert len(scorer().score([image], [prompt(text)])) == 1
 
 
-@pytest.mark.parametrize(
-    "image", [np.zeros((64, 64, 3), np.float32), np.zeros((64, 64), np.uint8), np.zeros((0, 64, 3), np.uint8)]
-)
-def test_other_images_are_refused(image: np.ndarray) -> None:
-    with pytest.raises(ScoreError, match=r"sample 1 .*expected a uint8 image"):
-        scorer().score([draw("1"), image], [prompt("1")] * 2)
+def film(*texts: str) -> Media:
+    return Media(video=np.stack([draw(text).image for text in texts]), fps=8)
+
+
+def test_a_video_earns_the_mean_over_evenly_spaced_frames() -> None:
+    kept, lost, flickering = (film(*texts) for texts in ("55555555", "55558888", "58585858"))
+    values = [score.value for score in scorer(frames=4).score([kept, lost, flickering], [prompt("5")] * 3)]
+    assert values == [1.0, 0.5, 0.5]  # frames 0, 2, 5 and 7
+    (middle,) = scorer(frames=1).score([film("8", "5", "8")], [prompt("5")])
+    assert (middle.value, middle.text) == (1.0, "5")
+    (short,) = scorer(frames=8).score([film("8", "5")], [prompt("5")])
+    assert (short.value, short.parts["ocr_exact"], short.text) == (0.5, 0.5, "5")
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:

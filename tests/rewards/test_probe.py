@@ -16,6 +16,7 @@ from test_guard import HANGS, Judge, VirtualThreads, now, play
 
 from omni_async.config import with_spec
 from omni_async.config.schema import Reward
+from omni_async.media import require_media
 from omni_async.rewards.base import Outage, ScoreError
 from omni_async.rewards.composition import Member, WeightedScorer
 from omni_async.rewards.guard import Failure
@@ -25,6 +26,7 @@ from omni_async.rewards.probe import Probe
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.types import Prompt, Score
 from tests.control.control_world import make_config
+from tests.images import as_media
 
 PROBE = Probe.of(with_spec(make_config()), [Prompt(0, "a cat", metadata={"colour": "red"}), Prompt(1, "a dog")])
 
@@ -58,7 +60,7 @@ class Trial:
         self.reports.append(text)
 
     async def score(self, *pixels: int) -> list[Score | Failure]:
-        images = [np.full((2, 2, 3), pixel, np.uint8) for pixel in pixels]
+        images = [as_media(np.full((2, 2, 3), pixel, np.uint8)) for pixel in pixels]
         return await self.panel.score(images, [Prompt(pixel, "a cat") for pixel in pixels])
 
 
@@ -71,10 +73,9 @@ def typo(call: int) -> AttributeError:
 
 def test_it_is_two_images_of_the_runs_size_with_its_first_prompts() -> None:
     assert PROBE is not None
-    assert [(image.dtype, image.shape, image.flags.c_contiguous) for image in PROBE.images] == [
-        (np.uint8, (512, 512, 3), True)
-    ] * 2
-    assert not np.array_equal(*PROBE.images) and PROBE.images[0].min() == 0 and PROBE.images[0].max() == 255
+    require_media(PROBE.media, with_spec(make_config()).rollout.sampling)
+    first, second = (media.pixels for media in PROBE.media)
+    assert first.shape == (512, 512, 3) and not np.array_equal(first, second) and (first.min(), first.max()) == (0, 255)
     assert [(prompt.text, prompt.metadata) for prompt in PROBE.prompts] == [("a cat", {"colour": "red"}), ("a dog", {})]
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from omni_async.config import schema
+from omni_async.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.types import Prompt
 
+IMAGE = (MediaShape("image", (3, 4, 4)),)
 _CLASS = "class Own:\n    name = 'own'\n    def score(self, images, prompts): return []\n"
 
 
@@ -29,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def refusal(name: str, **params: object) -> str:
     config = schema.Scorer(name=name, params=params)
     with pytest.raises(registry.ScorerConfigError) as refused:
-        registry.check(config)
+        registry.check(config, IMAGE)
         registry.prompt_check(config)
     assert "\n" not in str(refused.value)
     return str(refused.value)
@@ -111,7 +113,7 @@ def test_a_parameter_of_a_type_that_no_recipe_can_write_is_refused(folder: Path)
 def test_ctrl_c_during_an_import_stays_ctrl_c(folder: Path) -> None:
     (folder / "own_module.py").write_text("raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
-        registry.check(schema.Scorer(name="own_module:Own"))
+        registry.check(schema.Scorer(name="own_module:Own"), IMAGE)
 
 
 # ---- what a scorer needs of a prompt ---------------------------------------------------------------------------------

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from omni_async.config import schema
+from omni_async.families import MediaShape
 from omni_async.rewards import registry
 from omni_async.rewards.base import Outage
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.registry import ScorerConfigError
 from omni_async.types import Prompt, Score
 from tests.config.test_secret_forms import ENCODERS
+from tests.images import as_media
 
-IMAGES, PROMPTS = [np.zeros((4, 4, 3), np.uint8)], [Prompt(0, "x")]
+IMAGE = (MediaShape("image", (3, 4, 4)),)
+MEDIA, PROMPTS = [as_media(np.zeros((4, 4, 3), np.uint8))], [Prompt(0, "x")]
 
 
 class Judge:
@@ -48,7 +51,7 @@ def config(scorer: str = "Judge", **params: object) -> schema.Scorer:
 
 def failure(scorer: schema.Scorer) -> str:
     with pytest.raises(Exception) as raised:
-        WeightedScorer([scorer]).score(IMAGES, PROMPTS)
+        WeightedScorer([scorer]).score(MEDIA, PROMPTS)
     assert raised.value.__cause__ is None
     return f"{type(raised.value).__name__}: {raised.value}"
 
@@ -57,7 +60,7 @@ def test_a_parameter_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JUDGE_KEY", "sk-42424242")
     scorer = registry.build(config(api_key="env:JUDGE_KEY", headers={"X-Api-Key": "env:JUDGE_KEY"}))
     with pytest.raises(ConnectionError, match="refused sk-42424242 sk-42424242"):
-        scorer.score(IMAGES, PROMPTS)
+        scorer.score(MEDIA, PROMPTS)
 
 
 def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +68,7 @@ def test_a_variable_that_is_not_set_is_named_before_anything_starts(monkeypatch:
     with pytest.raises(
         ScorerConfigError, match="parameter 'api_key': 'env:JUDGE_KEY' names an environment variable that is not set"
     ):
-        registry.check(config(api_key="env:JUDGE_KEY"))
+        registry.check(config(api_key="env:JUDGE_KEY"), IMAGE)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["scoring", "starting"])
@@ -132,5 +135,5 @@ def test_a_web_page_for_an_error_is_cut() -> None:
 
 def test_a_wrong_secret_is_refused_without_being_shown() -> None:
     with pytest.raises(ScorerConfigError) as refused:
-        registry.check(config(api_key=424242))
+        registry.check(config(api_key=424242), IMAGE)
     assert "424242" not in str(refused.value) and "parameter 'api_key': Expected `str`, got `int`" in str(refused.value)

@@ -13,6 +13,7 @@ from omni_async.weights.buckets import pack
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.qwen_image.tiny import build
+from tests.fakes import load_model
 
 FIELDS = ("latents", "log_probs", "means", "final", "conditioning")
 SPEC = {"height", "width", "true_cfg_scale", "negative_prompt"}
@@ -57,7 +58,7 @@ def make_request(number: int = 0, **changes: Any) -> SampleRequest:
 def new_weights(policy: QwenImagePolicy, seed: int) -> dict[str, torch.Tensor]:
     """Returns the checkpoint's transformer with noise on every weight."""
     generator = torch.Generator().manual_seed(seed)
-    weights = policy.load_transformer(torch.float32).state_dict()
+    weights = load_model(policy).state_dict()
     return {name: w + 0.02 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
 
@@ -65,7 +66,7 @@ def adapters(policy: QwenImagePolicy, seed: int, rank: int = 2) -> dict[str, tor
     """Returns LoRA matrices for the attention of every block, large enough to matter."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, weight in policy.load_transformer(torch.float32).state_dict().items():
+    for name, weight in load_model(policy).state_dict().items():
         module = name.removesuffix(".weight")
         if module.endswith(("to_q", "to_k", "to_v", "to_out.0")):
             found[f"{module}.lora_A.weight"] = 0.2 * torch.randn(rank, weight.shape[1], generator=generator)
@@ -78,7 +79,7 @@ def publish(version: int, tensors: dict[str, torch.Tensor], lora: dict[str, Any]
 
 
 def transformer_with(policy: QwenImagePolicy, weights: dict[str, torch.Tensor] | None) -> torch.nn.Module:
-    model = policy.load_transformer(torch.float32)
+    model = load_model(policy)
     if weights is not None:
         model.load_state_dict(weights)
     return model

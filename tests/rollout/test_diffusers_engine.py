@@ -16,6 +16,7 @@ from omni_async.sde.noise import initial_noise
 from omni_async.types import Prompt, SampleRequest
 from omni_async.weights.lora import merged_weights
 from pipelines.qwen_image.policy import QwenImagePolicy
+from tests.fakes import load_model
 from tests.rollout.checks import assert_same, check_against_policy
 from tests.rollout.conftest import adapters, make_request, new_weights, publish, transformer_with
 
@@ -55,8 +56,8 @@ def test_trajectories_agree_with_the_policy_contract(policy: QwenImagePolicy) ->
     made = with_engine(policy, lambda e: together(e, requests))
     for request, one in zip(requests, made, strict=True):
         check_against_policy(policy, {0: transformer_with(policy, None)}, request, one)
-        assert one.image.shape == (3, 64, 32)
-        assert one.image.dtype == torch.uint8
+        assert one.media.image.shape == (3, 64, 32)
+        assert one.media.image.dtype == torch.uint8
 
 
 def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePolicy, checkpoint: str) -> None:
@@ -76,7 +77,7 @@ def test_ode_sample_is_the_image_of_diffusers_own_pipeline(policy: QwenImagePoli
     }
     assert_close(made.tensors["final"], pipeline(output_type="latent", **options).images[0], rtol=0, atol=1e-5)
     expected = torch.from_numpy((pipeline(output_type="np", **options).images[0] * 255).round()).permute(2, 0, 1)
-    assert (made.image - expected).abs().max() <= 1
+    assert (made.media.image - expected).abs().max() <= 1
 
 
 def test_only_the_requested_fields_come_back(policy: QwenImagePolicy) -> None:
@@ -122,7 +123,7 @@ def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, pa
         weights = new_weights(policy, seed=1)
         published = publish(1, weights)
     else:
-        base, pieces = policy.load_transformer(torch.float32).state_dict(), adapters(policy, seed=1)
+        base, pieces = load_model(policy).state_dict(), adapters(policy, seed=1)
         weights = dict(merged_weights(base, pieces, scale=2.0))
         published = publish(1, pieces, lora={"rank": 2, "alpha": 4.0})
     pausing = Pausing(policy.path)
@@ -142,11 +143,30 @@ def test_swap_between_two_steps_of_samples_in_flight(policy: QwenImagePolicy, pa
     mixed, after = with_engine(pausing, use)
     models = {0: transformer_with(policy, None), 1: transformer_with(policy, weights)}
     for request, one in zip(requests, mixed, strict=True):
-        assert one.versions == (0, 0, 0, 0, 1, 1)
+        assert one.versions.spans == ((0, 4), (1, 2))
         check_against_policy(policy, models, request, one)
     for request, one in zip(requests, after, strict=True):
-        assert one.versions == (1,) * 6
+        assert one.versions.spans == ((1, 6),)
         check_against_policy(policy, models, request, one)
+
+
+def test_in_request_batching_a_swap_waits_for_the_end_of_the_batch(policy: QwenImagePolicy) -> None:
+    pausing = Pausing(policy.path)
+    published = publish(1, new_weights(policy, seed=1))
+    requests = [make_request(i) for i in range(6)]  # a batch of four, and one of two
+
+    async def use(engine: DiffusersEngine) -> list[Trajectory]:
+        running = asyncio.gather(*[engine.generate(r) for r in requests])
+        await asyncio.to_thread(pausing.reached.wait, 60)
+        await engine.stage(*published)
+        swapping = asyncio.create_task(engine.swap(1))
+        await asyncio.sleep(0)
+        pausing.go_on.set()
+        await swapping
+        return list(await running)
+
+    made = with_engine(pausing, use, batching="request")
+    assert [one.versions.spans for one in made] == [((0, 6),)] * 4 + [((1, 6),)] * 2
 
 
 def test_lora_versions_do_not_add_up(policy: QwenImagePolicy) -> None:
@@ -168,7 +188,7 @@ def test_weights_that_are_not_what_was_published_are_refused(policy: QwenImagePo
     manifest, buckets = publish(1, weights)
     broken = [bucket.copy() for bucket in buckets]
     broken[1][5] ^= 1
-    incomplete = publish(2, {name: w for name, w in weights.items() if name != "proj_out.bias"})
+    incomplete = publish(2, {name: w for name, w in weights.items() if name != "transformer.proj_out.bias"})
 
     async def use(engine: DiffusersEngine) -> None:
         with pytest.raises(EngineError, match="digest"):
@@ -179,7 +199,7 @@ def test_weights_that_are_not_what_was_published_are_refused(policy: QwenImagePo
         with pytest.raises(EngineError, match=r"proj_out\.bias"):
             await engine.swap(2)
         made = await engine.generate(make_request())
-        assert made.versions == (0,) * 6
+        assert made.versions.spans == ((0, 6),)
         check_against_policy(policy, {0: transformer_with(policy, None)}, make_request(), made)
 
     with_engine(policy, use)

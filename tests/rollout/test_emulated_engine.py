@@ -9,8 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from omni_async.config.schema import Emulated
+from omni_async.families import MediaShape, SamplingSpec
+from omni_async.media import require_media
 from omni_async.rollout.base import EngineError, Trajectory
-from omni_async.rollout.emulated import EmulatedEngine
+from omni_async.rollout.emulated import EmulatedEngine, flat_media
 from omni_async.sde.transitions import log_prob, transition
 from omni_async.weights.buckets import pack
 from tests.rollout.conftest import make_request
@@ -34,7 +36,7 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
         await e.close()
         for key in ("latents", "log_probs", "means", "final"):
             assert torch.equal(again.tensors[key], made[1].tensors[key])
-        assert torch.equal(again.image, made[1].image)
+        assert torch.equal(again.media.image, made[1].media.image)
         return made[1]
 
     made = asyncio.run(main())
@@ -46,8 +48,8 @@ def test_log_probs_are_those_of_a_policy_with_velocity_zero() -> None:
         "flow", x[:-1], torch.zeros_like(x[:-1]), sigmas[steps], sigmas[steps + 1], sigmas[1].expand(3), rows
     )
     assert_close(t["log_probs"], log_prob("flow", x[1:], expected.mean, expected.scale), rtol=0, atol=1e-6)
-    assert made.image.shape == (3, 64, 32)
-    assert made.versions == (0,) * 6
+    assert made.media.image.shape == (3, 64, 32)
+    assert made.versions.spans == ((0, 6),)
 
 
 def test_steps_take_their_time_and_batches_share_it() -> None:
@@ -81,7 +83,7 @@ def test_versions_change_between_two_steps() -> None:
         await e.close()
         return made
 
-    assert asyncio.run(main()).versions == (0, 0, 7, 7, 7, 7)
+    assert asyncio.run(main()).versions.spans == ((0, 2), (7, 4))
 
 
 def test_close_fails_what_is_in_flight() -> None:
@@ -94,3 +96,14 @@ def test_close_fails_what_is_in_flight() -> None:
         return list(await running)
 
     assert [type(r) for r in asyncio.run(main())] == [EngineError, EngineError]
+
+
+def test_its_media_have_the_shapes_of_the_spec_and_a_level_of_the_seed() -> None:
+    class Film(SamplingSpec, frozen=True):
+        def media(self) -> tuple[MediaShape, ...]:
+            return MediaShape("video", (4, 3, 6, 8), 12), MediaShape("audio", (2, 100), 8000)
+
+    media = [flat_media(seed, Film()) for seed in (1, 1, 2)]
+    require_media(media, Film())
+    assert torch.equal(media[0].video, media[1].video) and not torch.equal(media[0].video, media[2].video)
+    assert torch.equal(media[0].audio, media[1].audio) and not torch.equal(media[0].audio, media[2].audio)

@@ -18,12 +18,12 @@ from omni_async.rollout.replay_engine import ReplayEngine
 from tests.rollout.conftest import make_request
 
 
-def config(engine: str, path: str) -> Config:
+def config(engine: str, path: str, **rollout: str) -> Config:
     sections = {
         "model": {"path": path},
         "data": {"prompts": "p.txt"},
         "reward": {"scorers": [{"name": "ocr"}]},
-        "rollout": {"engine": engine, "emulated": {"step_s": 0.0}},
+        "rollout": {"engine": engine, "emulated": {"step_s": 0.0}} | rollout,
     }
     return with_spec(msgspec.convert(sections, Config))
 
@@ -39,6 +39,13 @@ def test_engines_are_built_from_configuration_and_share_shapes_and_schedule(name
         assert made.tensors["latents"].shape == (4, 8, 64)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("engine", ["diffusers", "vllm_omni"])
+def test_engines_batch_as_the_configuration_says(engine: str, checkpoint: str) -> None:
+    for batching in ("step", "request"):
+        built = build_engine(config(engine, checkpoint, batching=batching), "e0", find_family("qwen_image"))
+        assert built._stepwise == (batching == "step")  # type: ignore[attr-defined]
 
 
 def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named() -> None:

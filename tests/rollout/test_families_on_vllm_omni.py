@@ -16,6 +16,7 @@ from omni_async.rollout.base import Trajectory
 from omni_async.sde.noise import initial_noise
 from omni_async.sde.transitions import log_prob, nats_per_log_prob, transition
 from omni_async.types import SampleRequest, SdeWindow
+from tests.fakes import load_model
 from tests.pipelines.families import FAMILIES, STEPS, euler, make_request, parameters
 from tests.rollout.checks import assert_same
 from tests.rollout.conftest import publish
@@ -24,13 +25,13 @@ from tests.rollout.vllm_server import running_engine
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.label)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     case = request.param
     path = case.build(tmp_path_factory.mktemp(case.name))
     policy = case.policy(path)
     with running_engine(path, case.name, dtype="float32", max_batch=8) as (engine, _):
-        yield SimpleNamespace(case=case, policy=policy, engine=engine, model=policy.load_transformer(torch.float32))
+        yield SimpleNamespace(case=case, policy=policy, engine=engine, model=load_model(policy))
 
 
 def noised(family: SimpleNamespace, seed: int) -> dict[str, torch.Tensor]:
@@ -42,14 +43,12 @@ def noised(family: SimpleNamespace, seed: int) -> dict[str, torch.Tensor]:
 
 def recompute(family: SimpleNamespace, request: SampleRequest, made: Trajectory, models: dict) -> None:
     """Compares the log-prob of every trained step with the trainer's: per element, and in nats of the whole sample."""
-    t = made.tensors
+    t, versions = made.tensors, [*made.versions]
     for k, step in enumerate(request.window.steps):
         sigma, sigma_next = t["sigmas"][step : step + 1], t["sigmas"][step + 1 : step + 2]
         stacked = family.policy.stack_conditioning([t["conditioning"]])
         with torch.no_grad():
-            v = family.policy.velocity(
-                models[made.versions[step]], t["latents"][k : k + 1], sigma, stacked, request.spec
-            )
+            v = family.policy.velocity(models[versions[step]], t["latents"][k : k + 1], sigma, stacked, request.spec)
         level = torch.tensor([request.noise_level])
         there = transition(request.sde_kind, t["latents"][k : k + 1], v, sigma, sigma_next, t["sigmas"][1:2], level)
         value = log_prob(request.sde_kind, t["latents"][k + 1 : k + 2], there.mean, there.scale)
@@ -76,6 +75,7 @@ def test_samples_are_the_same_alone_and_in_a_batch_and_their_log_probs_are_the_t
     requests += [
         make_request(plain, 4, sde_kind="cps", noise_level=0.9),
         make_request(guided, 5, num_inference_steps=5, window=SdeWindow(0, 3)),
+        make_request(guided, 6, window=SdeWindow(0, STEPS - 1)),  # over the boundary of two experts
     ]
     together = family.engine("generate", requests)
     for request, one in zip(requests, together, strict=True):
@@ -93,7 +93,7 @@ def test_weights_arrive_in_mid_trajectory_and_old_ones_come_back_bit_for_bit(fam
     family.engine("stage", *published)
     report, mixed = family.engine("swap_in_flight", requests, 1, 5)
     assert (report.version, report.digest) == (1, published[0].digest)
-    new = family.policy.load_transformer(torch.float32)
+    new = load_model(family.policy)
     new.load_state_dict(weights, strict=False)
     for request, one in zip(requests, mixed, strict=True):
         assert {0, 1} == set(one.versions) and list(one.versions) == sorted(one.versions)

@@ -128,7 +128,7 @@ def test_a_swap_waits_for_a_boundary_pauses_the_job_and_stamps_the_steps_after_i
     # Steps of 0.4 s: version 1 is staged at 3.0, the next step begins at 3.2, the job ends 0.5 s later than it would
     # have.
     assert (staged, swapped, made) == pytest.approx((3.0, 3.7, 4.5))
-    assert trajectory.versions == (0,) * 8 + (1,) * 2
+    assert trajectory.versions.spans == ((0, 8), (1, 2))
 
 
 def test_a_swap_of_an_idle_engine_holds_the_next_job_up() -> None:
@@ -177,9 +177,9 @@ def test_payloads_have_the_profiles_size_differ_between_samples_and_are_the_samp
 
     zero, one, again = play(work)
     for made in (zero, one):
-        assert (made.tensors.nbytes, made.image.nbytes, made.image.dtype) == (5000, 300, np.uint8)
-    assert not np.array_equal(zero.tensors, one.tensors) and not np.array_equal(zero.image, one.image)
-    assert np.array_equal(zero.tensors, again.tensors) and np.array_equal(zero.image, again.image)
+        assert (made.tensors.nbytes, made.media.nbytes, made.media.dtype) == (5000, 300, np.uint8)
+    assert not np.array_equal(zero.tensors, one.tensors) and not np.array_equal(zero.media, one.media)
+    assert np.array_equal(zero.tensors, again.tensors) and np.array_equal(zero.media, again.media)
 
 
 def test_without_a_payload_there_is_room_for_the_seed() -> None:
@@ -187,7 +187,7 @@ def test_without_a_payload_there_is_room_for_the_seed() -> None:
         return await engine.generate(request(0))
 
     made = play(work, msgspec.structs.replace(PROFILE, payload=Payload()))
-    assert (made.tensors.nbytes, made.image.nbytes) == (0, 8)
+    assert (made.tensors.nbytes, made.media.nbytes) == (0, 8)
 
 
 def test_jobs_take_random_times_that_depend_on_seed_and_engine_alone() -> None:

@@ -11,5 +11,21 @@ class CountingExtension(RolloutWorkerExtension):
         steps = [state.step_index for state in self.model_runner.state_cache.values()]
         return {"steps": min(steps) if len(steps) == samples else 0}
 
+    def forget_batches(self) -> dict[str, Any]:
+        """Begins to note the samples of each batch of request batching."""
+        pipeline = self.model_runner.pipeline
+        self.noted: list[int] = []
+        forward = type(pipeline).forward
+
+        def noting(batch: Any) -> Any:
+            self.noted.append(len(batch.requests))
+            return forward(pipeline, batch)
+
+        pipeline.forward = noting
+        return {}
+
+    def batches(self) -> dict[str, Any]:
+        return {"samples": self.noted}
+
     def fail(self) -> dict[str, Any]:
         raise RuntimeError("this worker method always fails")

@@ -62,6 +62,13 @@ class _Server:
         report = await self.engine.swap(version)
         return report, await running
 
+    async def swap_while_running(self, requests: list[SampleRequest], version: int) -> Any:
+        """Swaps once the first sample is done and others are still to come."""
+        running = [asyncio.create_task(self.engine.generate(request)) for request in requests]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        report = await self.engine.swap(version)
+        return report, await asyncio.gather(*running)
+
     async def is_grad_ready(self, request: SampleRequest) -> bool:
         """Returns whether a trainer in this process could differentiate through the trajectory's tensors."""
         made = await self.engine.generate(request)

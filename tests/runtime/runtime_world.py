@@ -16,8 +16,10 @@ from omni_async.config import Config, load
 from omni_async.control.control_state import LedgerState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.ledger import JsonlSink, Ledger
+from omni_async.media import Media
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import LedgerEntry
+from tests.images import as_media
 
 
 def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: Any) -> Config:
@@ -43,7 +45,9 @@ def write_world(folder: Path, *, overrides: tuple[str, ...] = (), **sections: An
 def write_checkpoint(folder: Path, class_name: str = "QwenImagePipeline") -> None:
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
     (folder / "transformer" / "config.json").write_text("{}")
-    (folder / "model_index.json").write_bytes(msgspec.json.encode({"_class_name": class_name}))
+    (folder / "transformer" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    index = {"_class_name": class_name, "transformer": ["diffusers", "Denoiser"]}
+    (folder / "model_index.json").write_bytes(msgspec.json.encode(index))
 
 
 def write_ledger(run: Path, groups: int) -> list[LedgerState]:
@@ -86,12 +90,14 @@ class RememberingConsole:
 
 
 class ImageStore(LocalStore):
-    """A store in which every reference is a small grey image, except `gone`."""
+    """A store in which every reference is a small grey image, except `gone` and `film`."""
 
     async def get(self, reference: Any) -> Any:
         if reference == "gone":
             raise LookupError("object is gone")
-        return np.full((32, 32, 3), 90, np.uint8)
+        if reference == "film":
+            return Media(video=np.full((5, 3, 32, 32), 90, np.uint8), fps=8)
+        return as_media(np.full((32, 32, 3), 90, np.uint8))
 
 
 class Control:

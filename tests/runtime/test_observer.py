@@ -16,7 +16,7 @@ from runtime_world import Control, ImageStore, RememberingConsole, write_world
 from omni_async.config import Config
 from omni_async.control.clock import ManualClock
 from omni_async.control.control_state import ControlState
-from omni_async.control.events import Picture, RunEvent
+from omni_async.control.events import RunEvent, Shown
 from omni_async.runtime.observer import Observer
 from omni_async.tracking.faults import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
@@ -42,7 +42,7 @@ class Watched(control_world.Run):
         await self.coordinator.conclude()
         await watching
         self.clock.advance(8.0)
-        await self.observer.images_drawn(10.0)
+        await self.observer.samples_written(10.0)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
@@ -74,12 +74,12 @@ def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
         control = Control()
         control.log.add("phase", {"text": "before"})
         for event in events:
-            control.log.add(event.kind, event.data, event.pictures)
+            control.log.add(event.kind, event.data, event.shown)
         control.end(status)
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, ImageStore())
-        await watcher.images_drawn(10.0)
+        await watcher.samples_written(10.0)
 
     asyncio.run(main())
 
@@ -123,7 +123,7 @@ def test_emulated_media_are_not_drawn(tmp_path):
     show(
         watcher,
         RunEvent(
-            "validation", {"version": 2, "parts": {"reward": 0.5}}, (Picture("any", Prompt(0, "a cat"), Score(0.5)),)
+            "validation", {"version": 2, "parts": {"reward": 0.5}}, (Shown("any", Prompt(0, "a cat"), Score(0.5)),)
         ),
     )
     assert not list(run.samples.iterdir()) and not console.notes
@@ -240,6 +240,23 @@ def test_spans_become_busy_fractions(tmp_path):
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
 
+def test_a_videos_file_has_the_number_of_its_tile(tmp_path):
+    watcher, run, _, _ = observer(tmp_path)
+
+    async def main() -> None:
+        shown = tuple(Shown(reference, Prompt(0, "a cat"), Score(1.0)) for reference in ("there", "film"))
+        control = Control()
+        data = {"version": 2, "versions": [2, 2], "parts": {"reward": 0.5}, "failed": 0}
+        control.log.add("validation", data, shown)
+        control.end("done")
+        await control.conclude()
+        await watcher.watch(control, ImageStore())
+        await watcher.samples_written(10.0)
+
+    asyncio.run(main())
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
+
+
 def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
     watcher, run, console, _ = observer(tmp_path)
     lost: list[Any] = []
@@ -249,12 +266,12 @@ def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
         control = Control()
         for version, reference in ((1, "gone"), (2, "there")):
             data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
-            control.log.add("validation", data, (Picture(reference, Prompt(0, "a prompt"), Score(1.0)),))
+            control.log.add("validation", data, (Shown(reference, Prompt(0, "a prompt"), Score(1.0)),))
         control.end("done")
         await control.conclude()
         control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
         await watcher.watch(control, ImageStore())
-        await watcher.images_drawn(10.0)
+        await watcher.samples_written(10.0)
 
     asyncio.run(main())
     assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]
@@ -316,6 +333,7 @@ def update(version: int, started: float, finished: float, **metrics: float) -> R
             "slots": {"live": 0, "awaiting_publication": 0, "capacity": 4},
             "trajectories": buffer,
             "replay": buffer,
+            "bytes": {"capacity": None, "reserved": 300, "ready": 200, "most": 250},
         },
     }
     return RunEvent("update", data)

@@ -40,6 +40,7 @@ STATUS: dict[str, Any] = {
     "buffers": {
         "slots": {"live": 2, "awaiting_publication": 1, "capacity": 6},
         "replay": {"capacity": 16, "reserved": 4, "ready": 1},
+        "bytes": {"capacity": 2**33, "reserved": 3 * 2**30, "ready": 2**30, "most": 2**31},
     },
     "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},

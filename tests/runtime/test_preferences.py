@@ -24,6 +24,11 @@ from omni_async.runtime.preferences import PreferencePairs
 from omni_async.types import Prompt
 
 
+def pixels_of(pairs: PreferencePairs, pair: int) -> tuple[np.ndarray, np.ndarray]:
+    chosen, rejected = pairs.media(pair)
+    return chosen.pixels, rejected.pixels
+
+
 def random_image(seed: int, height: int = 6, width: int = 9) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
@@ -56,7 +61,7 @@ def one_pair(folder: Path, chosen: Any, rejected: Any = None) -> PreferencePairs
 def refusal(folder: Path, chosen: Any) -> str:
     pairs = one_pair(folder, chosen)
     with pytest.raises(ConfigError) as caught:
-        pairs.images(0)
+        pixels_of(pairs, 0)
     message = str(caught.value)
     assert message.startswith(f"data.preferences: {pairs.path}: row 0, column chosen: ")
     assert "\n" not in message
@@ -90,7 +95,7 @@ def test_every_pair_comes_back_in_any_order(tmp_path, rows_per_group, as_diction
     assert len(pairs) == 10
     assert pairs.prompts() == [Prompt(i, f"prompt {i}") for i in range(10)]
     for i in [*range(10), 9, 9, 0, 7, 2, 3, 8, 1]:
-        first, second = pairs.images(i)
+        first, second = pixels_of(pairs, i)
         assert first.dtype == second.dtype == np.uint8
         assert np.array_equal(first, chosen[i])
         assert np.array_equal(second, rejected[i])
@@ -100,7 +105,7 @@ def test_a_number_outside_the_file_is_an_index_error(tmp_path):
     pairs = one_pair(tmp_path, encoded(random_image(0)))
     for number in (-1, 1):
         with pytest.raises(IndexError, match=rf"pair {number}: .* has pairs 0\.\.0"):
-            pairs.images(number)
+            pixels_of(pairs, number)
 
 
 def test_images_may_be_structs_or_paths(tmp_path):
@@ -114,7 +119,7 @@ def test_images_may_be_structs_or_paths(tmp_path):
         "below/one.png",
         "./below/../below/one.png",
     ):
-        assert np.array_equal(one_pair(tmp_path, cell).images(0)[0], random_image(1))
+        assert np.array_equal(pixels_of(one_pair(tmp_path, cell), 0)[0], random_image(1))
 
 
 @pytest.mark.parametrize("kind", [pa.large_binary(), pa.binary_view(), pa.struct([("bytes", pa.large_binary())])])
@@ -128,7 +133,7 @@ def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
         )
     )
     assert pairs.prompts() == [Prompt(0, "x")]
-    assert np.array_equal(pairs.images(0)[1], random_image(2))
+    assert np.array_equal(pixels_of(pairs, 0)[1], random_image(2))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_other_ways_to_say_bytes_and_text_are_understood(tmp_path, kind):
 )
 def test_jpeg_and_webp_are_decoded(tmp_path, kind, how):
     flat = np.full((16, 24, 3), (200, 40, 90), np.uint8)
-    found, _ = one_pair(tmp_path, encoded(flat, kind, **how)).images(0)
+    found, _ = pixels_of(one_pair(tmp_path, encoded(flat, kind, **how)), 0)
     assert found.shape == flat.shape
     assert np.abs(found.astype(int) - flat).max() <= 8
 
@@ -144,7 +149,7 @@ def test_jpeg_and_webp_are_decoded(tmp_path, kind, how):
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1"])
 def test_every_eight_bit_mode_becomes_rgb(tmp_path, mode):
     white = Image.new("RGB", (5, 4), "white").convert(mode)
-    found, _ = one_pair(tmp_path, encoded(white)).images(0)
+    found, _ = pixels_of(one_pair(tmp_path, encoded(white)), 0)
     assert found.shape == (4, 5, 3)
     assert (found == 255).all()
 
@@ -157,13 +162,13 @@ def test_a_photo_stands_upright(tmp_path):
     sideways = Image.fromarray(random_image(3))
     exif = sideways.getexif()
     exif[0x0112] = 6  # the camera was turned: to be shown a quarter turn clockwise
-    found, _ = one_pair(tmp_path, encoded(sideways, exif=exif)).images(0)
+    found, _ = pixels_of(one_pair(tmp_path, encoded(sideways, exif=exif)), 0)
     assert np.array_equal(found, np.rot90(random_image(3), -1))
 
 
 def test_the_first_frame_of_an_animation_counts(tmp_path):
     frames = [Image.fromarray(random_image(i)) for i in range(3)]
-    found, _ = one_pair(tmp_path, encoded(frames[0], save_all=True, append_images=frames[1:])).images(0)
+    found, _ = pixels_of(one_pair(tmp_path, encoded(frames[0], save_all=True, append_images=frames[1:])), 0)
     assert np.array_equal(found, random_image(0))
 
 
@@ -190,10 +195,10 @@ def test_a_missing_image_is_refused(tmp_path):
     pairs = PreferencePairs(
         write(tmp_path, {"prompt": ["a", "b"], "chosen": [image, image], "rejected": [image, None]})
     )
-    pairs.images(0)
+    pixels_of(pairs, 0)
     with pytest.raises(ConfigError, match="row 1, column rejected: there is no image"):
-        pairs.images(1)
-    pairs.images(0)
+        pixels_of(pairs, 1)
+    pixels_of(pairs, 0)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -243,7 +248,7 @@ def test_a_path_must_stay_in_the_folder_and_name_a_file(tmp_path, path, why):
 def test_a_folder_may_itself_be_a_link(tmp_path):
     one_pair(tmp_path, "good.png")
     (tmp_path / "linked").symlink_to(tmp_path)
-    found, _ = PreferencePairs(str(tmp_path / "linked" / "pairs.parquet")).images(0)
+    found, _ = pixels_of(PreferencePairs(str(tmp_path / "linked" / "pairs.parquet")), 0)
     assert np.array_equal(found, random_image(0))
 
 
@@ -346,7 +351,7 @@ def test_a_path_that_is_not_utf8_is_refused(tmp_path):
     paths = pa.array([b"caf\xe9.png"], pa.binary()).view(pa.string())
     pairs = PreferencePairs(write(tmp_path, {"prompt": ["x"], "chosen": paths, "rejected": paths}))
     with pytest.raises(ConfigError, match="row 0, column chosen: not valid UTF-8"):
-        pairs.images(0)
+        pixels_of(pairs, 0)
 
 
 def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
@@ -366,9 +371,9 @@ def test_a_damaged_row_group_does_not_take_the_others_along(tmp_path):
     for _ in range(2):
         for row in (2, 3):
             with pytest.raises(ConfigError, match=r"row 2 and those after it cannot be read: [^\n]+$"):
-                pairs.images(row)
+                pixels_of(pairs, row)
         for row in (0, 1, 4, 5):
-            assert np.array_equal(pairs.images(row)[0], random_image(row))
+            assert np.array_equal(pixels_of(pairs, row)[0], random_image(row))
 
 
 # Its peak can be asked for. Never freed: what was read through it frees its memory there when it is collected, be that
@@ -399,7 +404,7 @@ def test_memory_holds_a_small_part_of_a_large_file(tmp_path, how, monkeypatch):
     pairs = PreferencePairs(path)
     pairs.prompts()
     for row in (0, 1, 90, 127, 5):
-        assert np.array_equal(pairs.images(row)[0], random_image(0))
+        assert np.array_equal(pixels_of(pairs, row)[0], random_image(0))
         assert pa.total_allocated_bytes() - before < 4 * 2**20
 
 
@@ -419,7 +424,7 @@ def test_a_value_that_a_small_file_repeats_often_is_in_memory_once(tmp_path, as_
     assert (tmp_path / "pairs.parquet").stat().st_size < 2**21
     with counted():
         pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
-        assert np.array_equal(pairs.images(200)[1], random_image(0))
+        assert np.array_equal(pixels_of(pairs, 200)[1], random_image(0))
         with pytest.raises(
             ConfigError, match=r"row 0, column prompt: the prompt has 262144 bytes, .*max_prompt_chars allows 1000 char"
         ):
@@ -437,7 +442,7 @@ def test_prompts_that_fill_the_memory_are_refused(tmp_path, monkeypatch):
 
 
 def test_an_encoded_image_and_a_path_of_any_length_are_refused_unread(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_async.runtime.preferences._MAX_IMAGE_BYTES", 100)
+    monkeypatch.setattr("omni_async.runtime.preferences.MAX_IMAGE_BYTES", 100)
     assert "the image has 101 bytes, at most 100 are decoded" in refusal(
         tmp_path, encoded(random_image(0))[:101].ljust(101)
     )
@@ -452,7 +457,7 @@ def test_a_missing_prompt_or_image_of_a_dictionary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="row 0, column prompt: expected a non-empty prompt, got None"):
         pairs.prompts()
     with pytest.raises(ConfigError, match="row 1, column chosen: there is no image"):
-        pairs.images(1)
+        pixels_of(pairs, 1)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -463,7 +468,7 @@ def test_damaged_images_are_decoded_or_refused(tmp_path, kind, position, damage)
     content = encoded(random_image(7, 12, 12), kind)
     content = content[:position] + damage + content[position + len(damage) :]
     try:
-        found, _ = one_pair(tmp_path, content).images(0)
+        found, _ = pixels_of(one_pair(tmp_path, content), 0)
     except ConfigError as error:
         assert "row 0, column chosen: " in str(error)
         assert "\n" not in str(error)

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from omni_async.config import ConfigError
+from omni_async.image_files import read_prompt_image
 from omni_async.runtime.prompts import load_prompts
 from omni_async.types import Prompt
 
@@ -182,3 +184,64 @@ def _prompts_or_refusal(folder: Path, content: bytes, suffix: str) -> None:
         assert prompt.text.strip()
         assert len(prompt.text) <= 50
         assert msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt).text == prompt.text  # it can be sent
+
+
+# ---- prompts with images ---------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, colour: int = 90, **how: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (6, 4), (colour, 20, 30)).save(path, **how)
+    return path
+
+
+def with_images(value: object, key: str = "images") -> str:
+    return msgspec.json.encode({"prompt": "edit it", key: value, "note": 1}).decode()
+
+
+def test_images_are_found_beside_the_prompt_file_and_keep_their_digest(tmp_path):
+    first, second = draw(tmp_path / "a.png"), draw(tmp_path / "below" / "b.jpg", 200)
+    lines = [with_images("a.png", "image"), with_images(["a.png", "./below/b.jpg"]), with_images([])]
+    one, two, none = read(tmp_path, "\n".join(lines), "p.jsonl")
+    assert [image.path for image in two.images] == [str(first), str(second)]
+    assert one.images == two.images[:1] and none.images == () and one.metadata == {"note": 1}
+    assert len({image.digest for image in two.images}) == 2
+    assert msgspec.json.decode(msgspec.json.encode(two), type=Prompt) == two
+    assert read_prompt_image(two.images[1]).image.shape == (3, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (with_images("nowhere.png", "image"), "image: no such file: 'nowhere.png'"),
+        (with_images(["fine.png", "text.png"]), "image 'text.png': not a PNG, JPEG or WebP image"),
+        (with_images("cut.png", "image"), "image 'cut.png': the image cannot be decoded"),
+        (with_images("../outside.png", "image"), "'../outside.png' leads out of the prompt file's folder"),
+        (with_images("/etc/passwd", "image"), "leads out of the prompt file's folder"),
+        (with_images("fine.png"), "images: expected a list of paths, got 'fine.png'"),
+        (with_images([1]), "images: expected a list of paths, got [1]"),
+        (with_images(["fine.png"], "image"), "image: expected a path, got ['fine.png']"),
+        ('{"prompt": "x", "image": "fine.png", "images": []}', "give image or images, not both"),
+    ],
+)
+def test_an_image_that_is_none_is_refused_with_file_and_line(tmp_path, line, error):
+    folder = tmp_path / "data"
+    content = draw(folder / "fine.png").read_bytes()
+    draw(tmp_path / "outside.png")
+    (folder / "text.png").write_text("no image")
+    (folder / "cut.png").write_bytes(content[:-20])
+    began = time.perf_counter()
+    said = refusal(folder, '{"prompt": "x"}\n' + line, "p.jsonl")
+    assert said.startswith(f"data.prompts: {folder / 'p.jsonl'}:2: ") and error in said
+    assert time.perf_counter() - began < 1
+
+
+def test_an_image_that_changed_while_the_run_went_on_is_refused(tmp_path):
+    file = draw(tmp_path / "a.png")
+    [prompt] = read(tmp_path, with_images("a.png", "image"), "p.jsonl")
+    draw(file, 91)
+    with pytest.raises(ValueError, match=r"a\.png has changed since the run began"):
+        read_prompt_image(prompt.images[0])
+    file.unlink()
+    with pytest.raises(ValueError, match=r"a\.png cannot be read: No such file"):
+        read_prompt_image(prompt.images[0])

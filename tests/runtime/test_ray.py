@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from benchmarks.local_ray import local_ray as start_local_ray
 from omni_async.config.schema import Resources
+from omni_async.media import Media
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.runtime import ray_cluster
@@ -195,6 +196,22 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         reference = await store.put(image)
         assert np.array_equal(await store.get(reference), image)
         assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
+
+    asyncio.run(main())
+
+
+def test_media_are_read_where_the_store_has_them(local_ray):
+    async def main() -> None:
+        store = RayStore()
+        video = np.random.default_rng(0).integers(0, 256, (9, 3, 32, 48), dtype=np.uint8)
+        given = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
+        one, other = await store.put_all([given, Media(image=video[0])])
+        assert one.object == other.object  # small ones share an object
+        back = await store.get(one)
+        assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
+        assert np.array_equal(back.video, video) and np.array_equal(back.audio, given.audio)
+        assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
+        assert np.array_equal((await store.get(other)).image, video[0])
 
     asyncio.run(main())
 

@@ -26,6 +26,7 @@ from omni_async.runtime.preflight import preflight
 from omni_async.runtime.resume import find_resume_point, newest_of_run
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
+from omni_async.version_spans import VersionSpans
 
 
 def recipe(folder: Path, resume: str | None = "auto", **sections: object) -> Config:
@@ -313,7 +314,9 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
 
 def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
     config = recipe(tmp_path)
-    ready = ReadyGroup(3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), (1,)),))
+    ready = ReadyGroup(
+        3, Prompt(0, "x"), None, 1, (ReadySample("g3.s0", None, None, Score(0.5), VersionSpans.of((1,))),)
+    )
     state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
     same = find_resume_point(config)
@@ -329,6 +332,10 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
             point.notes[0]
             == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
         )
+    masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
+    point = find_resume_point(masked)
+    assert point is not None and point.state.control.ready == (), "they have no means, which the mask reads"
+    assert point.notes[0].endswith("trajectory fields changed")
 
 
 def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Checks:
             self.request(made.request)
             trained = tuple(made.versions[step] for step in group.window.steps) if group.window else made.versions
             require(
-                sample.step_versions == trained,
+                tuple(sample.step_versions) == trained,
                 f"{sample.sample_id} says {sample.step_versions}, its engine used {made.versions}",
             )
 

@@ -11,6 +11,8 @@ import msgspec
 
 from omni_async.config import Config, check
 
+SAMPLE_BYTES = 32  # of a trajectory and its media, as the engines make them
+
 # What breaks, and how often relative to the rest. `kill` is everything at once, `stop` an orderly interruption; both
 # are followed by a resume.
 FAULTS = {
@@ -108,6 +110,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
     exact, in_step = dice.random() < 0.15, dice.random() < 0.25
     slots = (max_updates + 1) * per_update
     trajectories = dice.choice([1, 2, 4, 64])
+    bound = per_update * size * SAMPLE_BYTES
     rounds = {
         "prompts": "validation.txt",
         "every": dice.randint(1, 3),
@@ -130,6 +133,7 @@ def _config(dice: random.Random, seed: int) -> Config | None:
         buffer__trajectories=max(trajectories, per_update * size) if in_step else trajectories,
         buffer__groups=max(dice.choice([1, per_update, slots, 32]), slots if exact else 1),
         buffer__window=dice.choice([1, 1, 2, 4]),
+        buffer__max_bytes=None if exact else dice.choice([None, bound, bound * 3 // 2]),
         weights__publish_every=1 if exact else dice.randint(1, max_updates + 1),
         rollout__timeout_s=2000.0,  # longer than any sample of a healthy engine takes
         weights__timeout_s=6000.0,

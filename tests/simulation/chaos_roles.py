@@ -37,6 +37,7 @@ from omni_async.types import (
     WeightManifest,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import verify
 from omni_async.weights.snapshot import Snapshot
 
@@ -118,7 +119,7 @@ class Engine:
                 f"{request.sample_id} was made by {versions} although weights.swap waits for it",
             )
         image = np.array([request.group, request.sample, request.prompt.index], np.int64)
-        return Trajectory(Made(request, tuple(versions)), image, tuple(versions))  # type: ignore[arg-type]
+        return Trajectory(Made(request, tuple(versions)), image, VersionSpans.of(versions))  # type: ignore[arg-type]
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
         self.doing.add("staging")

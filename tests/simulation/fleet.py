@@ -38,6 +38,7 @@ from omni_async.types import (
     UpdateReport,
     WeightReport,
 )
+from omni_async.version_spans import VersionSpans
 
 DAY_S = 86_400.0
 
@@ -189,7 +190,7 @@ class Attempt:
         """Returns the result of a sample; new weights came, if any, after two steps."""
         versions = (first,) * 2 + (engine.version,) * (request.num_inference_steps - 2)
         assert request.window is not None
-        trained = tuple(versions[step] for step in request.window.steps)
+        trained = VersionSpans.of(versions[step] for step in request.window.steps)
         made = Reference(engine.process, Made(request, versions))
         return SampleResult(request.sample_id, engine.name, made, None, first, trained, 0.0, 0.0)
 

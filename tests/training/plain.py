@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from tests.fakes import TinyPolicy
+from tests.fakes import TinyPolicy, load_model
 
 
 def model_of(engine: TrainEngine, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Returns a separate copy of the engine's model as it is."""
-    model = engine.policy.load_transformer(torch.float32)
-    model.load_state_dict(engine._model.transformer.state_dict())
+    model = load_model(engine.policy)
+    model.load_state_dict(engine._model.components.state_dict())
     return model.to(dtype)
 
 
@@ -107,9 +107,9 @@ def guided(
     r = config.rollout
     conditioning = policy.stack_conditioning([sample["conditioning"]])
     text, mask = conditioning["text"].to(x.dtype), conditioning["mask"]
-    v = model(x[None], sigma[None], text, mask)
+    v = model["transformer"](x[None], sigma[None], text, mask)
     if r.sampling.true_cfg_scale > 1:
-        uncond = model(x[None], sigma[None], torch.zeros_like(text), mask)
+        uncond = model["transformer"](x[None], sigma[None], torch.zeros_like(text), mask)
         uncond = uncond.detach() if detached else uncond
         v = uncond + r.sampling.true_cfg_scale * (v - uncond)
     return v[0]

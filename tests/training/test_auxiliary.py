@@ -15,9 +15,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
+from omni_async.training.micro_batches import Needs
 from omni_async.training.model import whole
 from omni_async.weights.buckets import digest_tensors, unpack, verify
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import started
 from tests.training.saved import load, save
 
@@ -51,6 +52,7 @@ def velocity(engine: TrainEngine, which: Any = None) -> Tensor:
     samples = [t["conditioning"] for t in tiny_group(TinyPolicy(), engine.config).trajectories[:2]]
     conditioning, spec = TinyPolicy().stack_conditioning(samples), engine.config.rollout.sampling
     at = (torch.randn(2, 6, 4, generator=generator), torch.tensor([0.3, 0.9]), conditioning, spec)
+    at += (Needs(["transformer"] * 2, ("transformer",)),)
     with torch.no_grad():
         return engine._model.velocity(*at) if which is None else engine._model.auxiliary_velocity(which, *at)
 
@@ -239,7 +241,7 @@ def test_a_full_payload_has_the_old_policys_adapters_merged(make_config: MakeCon
     engine = started(make_config(**NFT, **{"trainer.backend": backend, "model.lora": LORA}))
     for seed in (0, 1):
         update(engine, seed)
-    expected = dict(TinyPolicy().load_transformer(torch.float32).named_parameters())
+    expected = dict(load_model(TinyPolicy()).named_parameters())
     for name, down in auxiliary(engine, "old").items():
         if "lora_A" in name:
             up = auxiliary(engine, "old")[name.replace("lora_A", "lora_B")]

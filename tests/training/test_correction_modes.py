@@ -17,7 +17,7 @@ from omni_async.config.algorithm import automatic_correction
 from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import assert_gradients, gradients, nudge, started, stepped, weights
 from tests.training.plain import Step, gradients_of, guided, model_of, steps_of, surrogate
 
@@ -175,6 +175,44 @@ def test_means_of_the_policy_that_the_ratio_is_taken_to_reach_the_objective(make
     assert_gradients(stepped(engine)[1], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("flow_grpo", mode) for mode in ("bypass", "none", "decoupled", "interpolated")),
+        *(("flow_dppo", mode) for mode in ("none", "decoupled")),
+    ],
+)
+def test_recorded_means_that_are_not_asked_for_change_no_bit_of_the_weights(
+    make_config: MakeConfig, name: str, mode: str
+) -> None:
+    changes = {"algorithm.name": name, "algorithm.clip_range": None, "algorithm.correction": {"mode": mode}}
+    (with_means, groups), (without, stripped) = moved(make_config, **changes), moved(make_config, **changes)
+    for group in stripped:
+        for trajectory in group.trajectories:
+            del trajectory["means"]
+    trained(with_means, groups)
+    metrics, _ = trained(without, stripped)
+    assert torch.equal(weights(with_means), weights(without))
+    assert "kappa_nats" not in metrics
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.name": "flow_dppo", "algorithm.clip_range": None},
+        {"algorithm.correction": {"mode": "decoupled", "kappa_nats": 1.0}},
+    ],
+)
+def test_samples_without_means_are_refused_where_a_gradient_reads_them(
+    make_config: MakeConfig, changes: dict[str, Any]
+) -> None:
+    engine, groups = moved(make_config, **changes)
+    for trajectory in groups[0].trajectories:
+        del trajectory["means"]
+    with pytest.raises(ValueError, match=r"the fields \['means'\] are missing"):
+        engine.accumulate(groups[0], 1 / ROWS)
+
+
 @pytest.mark.parametrize("name", ["flow_grpo", "gspo"])
 @pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
 def test_a_clip_range_in_nats_clips_where_the_densities_of_whole_samples_say_so(
@@ -282,7 +320,7 @@ def test_weights_given_by_the_update_replace_those_of_the_rows(make_config: Make
     engine, groups = moved(make_config, **changes)
     given = [[[0.5, 2.0], [0.0, 1.0], [0.25, 0.0], [3.0, 1.5]], [[1.0, 0.1], [0.2, 0.3], [0.0, 0.0], [0.7, 0.8]]]
     groups = [replace(g, weights=w) for g, w in zip(groups, given, strict=True)]
-    reference = [s for g in groups for s in steps_of(TinyPolicy().load_transformer(torch.float64), engine.config, g)]
+    reference = [s for g in groups for s in steps_of(load_model(TinyPolicy(), torch.float64), engine.config, g)]
     flat = [w for group in given for sample in group for w in sample]
 
     def loss(steps: list[Step]) -> Tensor:

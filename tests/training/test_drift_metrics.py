@@ -113,7 +113,7 @@ def test_log_ratios_of_unnormalised_kinds_are_in_nats_too(make_config: MakeConfi
     group = tiny_group(TinyPolicy(), engine.config, 0, range(1, 2))
     for t in group.trajectories:
         t["log_probs"] = t["log_probs"] - 0.01
-    scale = engine._loss._sigmas[2].item() * math.sin(0.4 * math.pi)
+    scale = group.trajectories[0]["sigmas"][2].item() * math.sin(0.4 * math.pi)
     engine.accumulate(group, 1.0)
     assert engine.step()["log_ratio_nats/mean"] == pytest.approx(0.01 * 24 / (2 * scale**2), rel=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -209,8 +210,8 @@ def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
     for seed in (0, 1):
         group = tiny_group(TinyPolicy(), plain.config, seed)
         assert train(fsdp, [group]) == pytest.approx(train(plain, [group]), rel=1e-5, abs=1e-6)
-    expected = dict(plain._model.transformer.named_parameters())
-    for name, parameter in fsdp._model.transformer.named_parameters():
+    expected = dict(plain._model.components.named_parameters())
+    for name, parameter in fsdp._model.components.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), expected[name].data, rtol=0, atol=1e-6)
 
 
@@ -238,9 +239,10 @@ def test_gradient_checkpointing_needs_a_model_that_can(make_config: MakeConfig) 
         started(config)
 
     class Able(TinyPolicy):
-        def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-            model = super().load_transformer(dtype)
-            model.enable_gradient_checkpointing = lambda: setattr(model, "enabled", True)
-            return model
+        def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+            found = super().load_components(dtype)
+            for model in found.values():
+                model.enable_gradient_checkpointing = partial(setattr, model, "enabled", True)
+            return found
 
-    assert started(config, Able())._model.transformer.enabled
+    assert started(config, Able())._model.components["transformer"].enabled

@@ -13,7 +13,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import digest_tensors, unpack, verify
 from omni_async.weights.lora import merged_weights
-from tests.fakes import TinyPolicy, tiny_group
+from tests.fakes import TinyPolicy, load_model, tiny_group
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 8.0, "target_modules": ["to_q", "to_out.0"]}
@@ -42,7 +42,7 @@ def test_version_zero_is_what_an_engine_loads(
     make_config: MakeConfig, dtype: str, lora: dict[str, object] | None
 ) -> None:
     engine = trained(make_config(**{"model.dtype": dtype, "model.lora": lora}), updates=0)
-    loaded = TinyPolicy().load_transformer(getattr(torch, dtype))
+    loaded = load_model(TinyPolicy(), getattr(torch, dtype))
     manifest, buckets = engine.export(0)
     assert dict(unpack(manifest, buckets)).keys() == dict(loaded.named_parameters()).keys()
     assert engine.digest0 == manifest.digest == digest_tensors(loaded.named_parameters())
@@ -53,7 +53,7 @@ def test_a_trained_model_loaded_from_its_export_is_the_trained_model(make_config
     group = tiny_group(TinyPolicy(), engine.config)
     other = trained(make_config(), updates=0)
     assert engine.export(1)[0].digest != engine.digest0
-    other._model.transformer.load_state_dict(exported(engine))
+    other._model.components.load_state_dict(exported(engine))
     assert torch.equal(other.log_probs(group), engine.log_probs(group))
 
 
@@ -61,14 +61,16 @@ def test_a_trained_model_loaded_from_its_export_is_the_trained_model(make_config
 def test_lora_trains_adapters_only_and_a_full_payload_has_them_merged(make_config: MakeConfig, backend: str) -> None:
     engine = trained(make_config(**{"model.lora": LORA, "trainer.backend": backend}))
     assert all(".lora_" in name for name in engine._trainable)
-    initial = dict(TinyPolicy().load_transformer(torch.float32).named_parameters())
+    initial = dict(load_model(TinyPolicy()).named_parameters())
     merged = exported(engine)
     changed = {name for name in initial if not torch.equal(merged[name], initial[name])}
-    assert changed == {f"transformer_blocks.{i}.attn.{layer}.weight" for i in (0, 1) for layer in ("to_q", "to_out.0")}
-    plain = TinyPolicy().load_transformer(torch.float32)
+    assert changed == {
+        f"transformer.transformer_blocks.{i}.attn.{layer}.weight" for i in (0, 1) for layer in ("to_q", "to_out.0")
+    }
+    plain = load_model(TinyPolicy())
     plain.load_state_dict(merged)
     reference = trained(make_config(), updates=0)
-    reference._model.transformer.load_state_dict(merged)
+    reference._model.components.load_state_dict(merged)
     group = tiny_group(TinyPolicy(), engine.config)
     torch.testing.assert_close(reference.log_probs(group), engine.log_probs(group), rtol=0, atol=1e-5)
 
@@ -80,13 +82,13 @@ def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(make_config: 
     manifest, buckets = light.export(5)
     adapters = dict(unpack(manifest, buckets))
     assert set(adapters) == {
-        f"transformer_blocks.{i}.attn.{layer}.lora_{half}.weight"
+        f"transformer.transformer_blocks.{i}.attn.{layer}.lora_{half}.weight"
         for i in (0, 1)
         for layer in ("to_q", "to_out.0")
         for half in "AB"
     }
     assert manifest.lora == {"rank": 2, "alpha": 8.0, "target_modules": ["to_q", "to_out.0"]}
-    base = dict(TinyPolicy().load_transformer(getattr(torch, dtype)).named_parameters())
+    base = dict(load_model(TinyPolicy(), getattr(torch, dtype)).named_parameters())
     merged = {
         name: p.detach() for name, p in merged_weights(base, adapters, manifest.lora["alpha"] / manifest.lora["rank"])
     }

@@ -17,7 +17,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import make_draws
 from omni_async.training.groups import GroupBatch
-from tests.fakes import TinyPolicy, tiny_group, tiny_pair
+from tests.fakes import TinyPolicy, load_model, tiny_group, tiny_pair
 from tests.training.engines import assert_gradients, gradients, nudge, started, stepped
 from tests.training.plain import gradients_of, guided, model_of
 
@@ -61,7 +61,7 @@ def draws_of(model: nn.Module, config: Config, group: GroupBatch) -> list[Draw]:
 
 def auxiliary_of(engine: TrainEngine, which: str) -> nn.Module:
     """Returns a separate copy of an auxiliary policy of the engine."""
-    model = TinyPolicy().load_transformer(torch.float32)
+    model = load_model(TinyPolicy())
     prefix = f"{which}."
     model.load_state_dict(
         {k.removeprefix(prefix): v for k, v in engine._model.auxiliary.tensors().items() if k.startswith(prefix)}
@@ -70,7 +70,7 @@ def auxiliary_of(engine: TrainEngine, which: str) -> nn.Module:
 
 
 def loaded() -> nn.Module:
-    return TinyPolicy().load_transformer(torch.float64)
+    return load_model(TinyPolicy(), torch.float64)
 
 
 def trained(engine: TrainEngine, groups: list[GroupBatch]) -> tuple[dict[str, float], dict[str, Tensor]]:

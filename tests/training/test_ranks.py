@@ -20,11 +20,12 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.weights.buckets import unpack, verify
-from tests.fakes import TinyPolicy, share, tiny_group, tiny_pair
+from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
 MakeConfig = Callable[..., Config]
+EXPERTS = "experts: "  # begins the names of variants with two components, over which windows reach
 
 # A group of 5 is 3 + 2 samples on two ranks, so that the second rank has padding.
 BASE = {"rollout.group_size": 5, "trainer.micro_batch_size": 2, "trainer.optimizer.name": "sgd"}
@@ -67,11 +68,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm.forward": {"draws": 6},
     },
 }
+VARIANTS |= {EXPERTS + name: VARIANTS[name] for name in ("full", "lora", "share of steps", "nft")}
+VARIANTS[EXPERTS + "samples"] = {"algorithm.name": "gspo", "trainer.micro_batch_size": 3}
 
 
-def other_weights() -> nn.Module:
+def policy_of(variant: str) -> TinyPolicy:
+    return TwoExperts() if variant.startswith(EXPERTS) else TinyPolicy()
+
+
+def other_weights(policy: TinyPolicy) -> nn.ModuleDict:
     """Returns the weights that made the samples, a little beside the ones that are trained."""
-    model = TinyPolicy().load_transformer(torch.float32)
+    model = load_model(policy)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -86,8 +93,9 @@ def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
         range(number * engine.config.trainer.steps_per_update, (number + 1) * engine.config.trainer.steps_per_update),
     )
     if config.algorithm.name == "diffusion_dpo":
-        return [tiny_pair(TinyPolicy(), config, seed) for seed in seeds]
-    whole = [tiny_group(TinyPolicy(), config, seed, staleness=1, transformer=other_weights()) for seed in seeds]
+        return [tiny_pair(engine.policy, config, seed) for seed in seeds]
+    made_by = other_weights(engine.policy)
+    whole = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in seeds]
     return [share(group, engine.rank, engine.world_size) for group in whole]
 
 
@@ -139,7 +147,7 @@ def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> N
     torch.set_num_threads(1)
     init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
     for name, config in configs.items():
-        result = run(TrainEngine(config, TinyPolicy(), rank, world, device=CPU), folder / name)
+        result = run(TrainEngine(config, policy_of(name), rank, world, device=CPU), folder / name)
         (folder / name / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
     (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(rank)))
     dist.destroy_process_group()
@@ -158,7 +166,7 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         found = pickle.loads((tmp_path / f"ess{rank}.pkl").read_bytes())
         assert found == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
     for name, change in VARIANTS.items():
-        alone_engine = TrainEngine(make_config(**{**BASE, **change}), TinyPolicy(), rank=0, world_size=1, device=CPU)
+        alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), rank=0, world_size=1, device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
         ranks = [pickle.loads((tmp_path / name / f"rank{rank}.pkl").read_bytes()) for rank in (0, 1)]
 

@@ -14,6 +14,7 @@ from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.model import whole
 from omni_async.weights.buckets import digest_tensors
+from tests.fakes import load_model
 from tests.training.saved import load, save
 
 tiny = pytest.importorskip("pipelines.qwen_image.tiny")
@@ -56,7 +57,12 @@ def random_group(engine: TrainEngine) -> GroupBatch:
         }
         samples.append(TensorDict(tensors, []))
     group = GroupBatch(
-        group=0, trajectories=samples, advantages=[1.0, -1.0, 0.5, -0.5], seeds=range(4), staleness=[[0, 0]] * 4
+        group=0,
+        spec=engine.config.rollout.sampling,
+        trajectories=samples,
+        advantages=[1.0, -1.0, 0.5, -0.5],
+        seeds=range(4),
+        staleness=[[0, 0]] * 4,
     )
     if engine.config.rollout.sde is None:
         return group
@@ -92,11 +98,9 @@ def test_qwen_image_trains_and_exports_diffusers_names(
     assert metrics["ratio_deviation"] > 0
     names = {spec.name for spec in engine.export(1)[0].tensors}
     if lora is None:
-        assert names == set(
-            dict(qwen.QwenImagePolicy(str(checkpoint)).load_transformer(torch.float32).named_parameters())
-        )
+        assert names == set(dict(load_model(qwen.QwenImagePolicy(str(checkpoint))).named_parameters()))
     else:
-        assert "transformer_blocks.0.attn.to_q.lora_A.weight" in names
+        assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in names
         assert len(names) == 2 * 4 * 2
 
 

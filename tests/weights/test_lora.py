@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_weights, vllm_name
+from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_weights
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,6 @@ from omni_async.weights.lora import diffusers_name, is_injected_adapter, merged_
 def test_injected_names_become_diffusers_names(injected: str, diffusers: str) -> None:
     assert diffusers_name(injected) == diffusers
     assert is_injected_adapter(injected) == ("lora_" in injected)
-
-
-def test_vllm_calls_the_output_projection_by_its_module() -> None:
-    assert vllm_name("blocks.0.attn.to_out.0.lora_A.weight") == "blocks.0.attn.to_out.lora_A.weight"
-    assert vllm_name("blocks.0.attn.to_q.lora_A.weight") == "blocks.0.attn.to_q.lora_A.weight"
 
 
 def test_merging_adds_the_scaled_product_in_float32_and_leaves_the_rest() -> None:

@@ -52,7 +52,7 @@ def tensors(given, dtype=torch.float64):
 
 
 def test_every_transition_objective_is_covered_here():
-    assert {o.name for o in BUILT_IN if o.process == "transition"} == {algorithm.name for algorithm in CASES.values()}
+    assert {o.name for o in BUILT_IN if o.kind == "transition"} == {algorithm.name for algorithm in CASES.values()}
 
 
 @pytest.mark.parametrize("case", CASES)

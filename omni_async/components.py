@@ -1,0 +1,71 @@
+"""Computes velocities of rows that different components of a policy take.
+
+A policy has trained components (`transformer`, `transformer_2`, ...), and each row of a batch needs one of them, by its
+sigma. Rows are computed component by component, in the policy's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from omni_async.policy import Policy
+
+
+def named_parameters(components: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields every parameter as `component.name`, as weights are called wherever they travel or are stored."""
+    for component, module in components.items():
+        for name, parameter in module.named_parameters():
+            yield f"{component}.{name}", parameter
+
+
+def compute_velocity(
+    policy: Policy,
+    components: Mapping[str, nn.Module],
+    latents: Tensor,
+    sigma: Tensor,
+    conditioning: TensorDict,
+    spec: Any,
+    needs: Sequence[str],
+    *,
+    calls: Sequence[str] | None = None,
+    unconditional_gradient: bool = True,
+) -> Tensor:
+    """Computes the policy's velocity, float32, of rows (B, ...) of which row i needs the component `needs[i]`.
+
+    `calls`: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
+    must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need none of
+    `calls` have velocity 0. Default: the components that are needed.
+    """
+    calls = [name for name in policy.components if name in set(needs)] if calls is None else calls
+
+    def velocity(name: str, rows: Any, at: Tensor) -> Tensor:
+        return policy.velocity(
+            components, latents[rows], at, conditioning[rows], spec, unconditional_gradient=unconditional_gradient
+        )
+
+    if set(needs) == set(calls) and len(calls) == 1:
+        return policy.velocity(
+            components, latents, sigma, conditioning, spec, unconditional_gradient=unconditional_gradient
+        )
+    found = torch.zeros(latents.shape, dtype=torch.float32, device=latents.device)
+    for name in calls:
+        rows = [row for row, needed in enumerate(needs) if needed == name]
+        if rows:
+            found = found.index_put((torch.tensor(rows, device=found.device),), velocity(name, rows, sigma[rows]))
+        else:
+            at = torch.full_like(sigma[:1], _sigma_of(policy, name))
+            found = found + 0.0 * velocity(name, [0], at).sum()
+    return found
+
+
+def _sigma_of(policy: Policy, component: str) -> float:
+    """Returns some sigma whose rows need the component."""
+    for step in range(1001):
+        if policy.component_of(1 - step / 1000) == component:
+            return 1 - step / 1000
+    raise ValueError(f"no sigma in [0, 1] needs the component {component!r}")

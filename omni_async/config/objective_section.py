@@ -1,0 +1,19 @@
+"""Finds the settings that an objective of another package brings: a section of its own, which `algorithm.settings` of a
+recipe is converted to when it is loaded."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from omni_async.config.section import Section
+
+OBJECTIVES = "omni_async.objectives"
+
+
+def objective_section(name: str) -> type[Section] | None:
+    """Returns the section of the objective that another package installed as `name`; None if there is no such
+    objective, or it has no settings."""
+    for point in entry_points(group=OBJECTIVES, name=name):
+        section: type[Section] | None = point.load().settings
+        return section
+    return None

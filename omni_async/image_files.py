@@ -1,0 +1,117 @@
+"""Finds, checks and reads image files that a user names: those of preference pairs and of prompts.
+
+Errors are a ConfigError of one line that begins with `where`. Pillow is imported when an image is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omni_async.config import ConfigError
+from omni_async.media import Media
+from omni_async.types import PromptImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+T = TypeVar("T")
+
+_FORMATS = ("PNG", "JPEG", "WEBP")  # named, so that no bytes reach Pillow's rarer decoders
+_MAX_PIXELS = 64_000_000
+MAX_IMAGE_BYTES = 2**28  # of an encoded image
+
+
+def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
+    """Returns the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is. One
+    that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB."""
+    try:
+        file = (folder / text).resolve()
+        inside = not Path(text).is_absolute() and file.is_relative_to(folder)
+        exists = inside and file.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, links in a circle
+        raise ConfigError(
+            f"{where}: {text[:200]!r} is no usable path: {getattr(error, 'strerror', None) or one_line(error)}"
+        ) from None
+    if not inside:
+        raise ConfigError(
+            f"{where}: {text[:200]!r} leads out of {whose} folder; expected a path relative to it, to a file inside"
+        )
+    if not exists:
+        raise ConfigError(f"{where}: no such file: {text[:200]!r}")
+    if file.stat().st_size > MAX_IMAGE_BYTES:
+        raise ConfigError(
+            f"{where}: {text[:200]!r} has {file.stat().st_size} bytes, at most {MAX_IMAGE_BYTES} are decoded"
+        )
+    return file
+
+
+def read_image(source: Path | io.BytesIO, where: str) -> Media:
+    """Decodes an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say; of an animation the
+    first frame. Refuses what cannot be decoded or has more than 64 million pixels."""
+    import numpy as np
+    from PIL import ImageOps
+
+    def decoded(image: Image) -> Media:
+        pixels = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        return Media(image=np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+    return _opened(source, where, decoded)
+
+
+def prompt_image(file: Path, where: str) -> PromptImage:
+    """Checks that a file is an image, by its header and checksums and without decoding it, and describes it."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: {file.name} cannot be read: {error.strerror or error}") from None
+    _opened(io.BytesIO(content), where, lambda image: image.verify())
+    return PromptImage(str(file), _digest(content))
+
+
+def read_prompt_image(image: PromptImage) -> Media:
+    """Decodes a prompt's image, as `read_image` does. ValueError if the file is gone, or another one than when the run
+    began."""
+    try:
+        content = Path(image.path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"the prompt's image {image.path} cannot be read: {error.strerror or error}") from None
+    if _digest(content) != image.digest:
+        raise ValueError(f"the prompt's image {image.path} has changed since the run began")
+    return read_image(io.BytesIO(content), image.path)
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _opened(source: Path | io.BytesIO, where: str, use: Callable[[Any], T]) -> T:
+    """Opens an image, decoding nothing, and returns what `use` makes of it."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(source, formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > _MAX_PIXELS:
+                raise ConfigError(
+                    f"{where}: the image has {width} x {height} pixels, at most {_MAX_PIXELS} are decoded"
+                )
+            if image.mode[0] in "IF":
+                raise ConfigError(
+                    f"{where}: the image has mode {image.mode}; expected 8 bits a channel, which more would be cut"
+                    " off to"
+                )
+            return use(image)
+    except ConfigError:
+        raise
+    except UnidentifiedImageError:
+        raise ConfigError(f"{where}: not a PNG, JPEG or WebP image") from None
+    except Exception as error:  # noqa: BLE001 (decoders raise any exception on foreign bytes)
+        raise ConfigError(f"{where}: the image cannot be decoded: {type(error).__name__}: {one_line(error)}") from None

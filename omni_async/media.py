@@ -1,0 +1,138 @@
+"""Defines what is decoded from a sample: an image, a video, audio, or several of them.
+
+A codec makes `Media` of tensors. They are stored, scored and shown as NumPy arrays, so that none of those needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_async.families import PARTS, MediaShape, SamplingSpec
+
+_AXES = {"image": 3, "video": 4, "audio": 2}
+_DTYPES = {"image": "uint8", "video": "uint8", "audio": "float32"}
+_LAYOUTS = {
+    "image": "uint8 (3, height, width)",
+    "video": "uint8 (frames, 3, height, width)",
+    "audio": "float32 (channels, n)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Media:
+    """The media of one sample, in named parts; at least one is there. Parts are tensors on the CPU or NumPy arrays, and
+    not to be written to: readers share them. Raises ValueError if a part has another dtype or shape than here.
+
+    image  uint8 (3, height, width), RGB
+    video  uint8 (frames, 3, height, width), RGB, `fps` frames a second
+    audio  float32 (channels, n) in [-1, 1], `sample_rate` samples a second
+    """
+
+    image: Any = None
+    video: Any = None
+    fps: float | None = None
+    audio: Any = None
+    sample_rate: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("media without a part: expected an image, a video or audio")
+        for part in self.parts:
+            _require_layout(part, getattr(self, part))
+        if (self.video is None) != (self.fps is None) or not (self.fps is None or self.fps > 0):
+            raise ValueError(f"a video goes with fps > 0, got fps = {self.fps}")
+        if (self.audio is None) != (self.sample_rate is None) or not (self.sample_rate is None or self.sample_rate > 0):
+            raise ValueError(f"audio goes with sample_rate > 0, got sample_rate = {self.sample_rate}")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Returns the names of the parts that are there."""
+        return tuple(part for part in PARTS if getattr(self, part) is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(getattr(self, part).nbytes) for part in self.parts)
+
+    def numpy(self) -> Media:
+        """Returns the same media as contiguous NumPy arrays."""
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.parts}
+        return replace(self, **arrays)
+
+    def copy(self) -> Media:
+        """Returns the same media as arrays of their own."""
+        arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
+        return replace(self, **arrays)
+
+    # ---- in the layouts of Pillow, PyAV and soundfile, as arrays of their own ----------------------------------------
+
+    @property
+    def pixels(self) -> NDArray[np.uint8]:
+        """Returns the image, uint8 (height, width, 3)."""
+        return _moved(self, "image", (1, 2, 0))
+
+    @property
+    def frames(self) -> NDArray[np.uint8]:
+        """Returns the video, uint8 (frames, height, width, 3)."""
+        return _moved(self, "video", (0, 2, 3, 1))
+
+    @property
+    def waveform(self) -> NDArray[np.float32]:
+        """Returns the audio, float32 (n, channels)."""
+        return _moved(self, "audio", (1, 0))
+
+
+def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Returns `count` of the frames, or all if there are fewer, evenly spaced from the first to the last; one is the
+    middle one."""
+    last = len(frames) - 1
+    if count == 1:
+        return frames[last // 2 : last // 2 + 1]
+    count = min(count, len(frames))
+    return frames[[round(i * last / max(1, count - 1)) for i in range(count)]]
+
+
+def shape_of(media: Media) -> tuple[MediaShape, ...]:
+    """Returns the parts' shapes as a spec names them."""
+    rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
+    return tuple(MediaShape(part, tuple(getattr(media, part).shape), rates[part]) for part in media.parts)  # type: ignore[arg-type]
+
+
+def require_media(media: Sequence[Media], spec: SamplingSpec) -> None:
+    """Raises ValueError, which names what was expected, unless every one has the parts and shapes of the spec's
+    samples."""
+    expected = spec.media()
+    for one in media:
+        if (found := shape_of(one)) != expected:
+            raise ValueError(f"expected {_described(expected)}, got {_described(found)}")
+
+
+def _described(shapes: Sequence[MediaShape]) -> str:
+    return " and ".join(
+        f"{one.part} {one.shape}" + (f" at {one.rate:g} a second" if one.rate else "") for one in shapes
+    )
+
+
+def _require_layout(part: str, value: Any) -> None:
+    shape = tuple(getattr(value, "shape", ()))
+    dtype = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+    colour = part == "audio" or (len(shape) == _AXES[part] and shape[-3] == 3)
+    if dtype != _DTYPES[part] or len(shape) != _AXES[part] or 0 in shape or not colour:
+        raise ValueError(f"{part}: expected {_LAYOUTS[part]}, got {dtype} {shape}")
+
+
+def _array(part: Any) -> NDArray[Any]:
+    if not isinstance(part, np.ndarray):
+        part = part.detach().cpu().numpy()
+    return np.ascontiguousarray(part)
+
+
+def _moved(media: Media, part: str, axes: tuple[int, ...]) -> NDArray[Any]:
+    value = getattr(media, part)
+    if value is None:
+        raise ValueError(f"media has no {part}, only {', '.join(media.parts)}")
+    return np.ascontiguousarray(np.transpose(np.asarray(value), axes))

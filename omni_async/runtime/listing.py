@@ -1,0 +1,55 @@
+"""Lists what a recipe may name, for `omni-async list`: model families with what they make and run on, engines,
+transitions, scorers and algorithms. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from omni_async.algorithms.registry import objectives
+from omni_async.config.describe import describe, description, fields_of, walk
+from omni_async.config.schema import Rollout, Sde
+from omni_async.config.section import Section
+from omni_async.families import PipelineFamily, family_names, find_family
+from omni_async.rewards.registry import names
+
+_HEADINGS = ("model families", "media", "components", "engines", "batching")
+
+
+def listing() -> Iterator[str]:
+    """Yields the lines of the list."""
+    rows = [_HEADINGS, *(_family(find_family(name)) for name in family_names())]
+    yield from _table(rows)
+    yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
+    yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
+    yield f"{'scorers':<16}{', '.join(names())}"
+    yield "algorithms"
+    for name, objective in sorted(objectives().items()):
+        yield f"  {name:<14}{objective.summary}"
+        for path, field, _ in walk(objective.settings, "algorithm.settings.") if objective.settings else ():
+            yield f"{'':16}{path}: {describe(field)}. {description(field)}"
+
+
+def _family(family: PipelineFamily) -> tuple[str, ...]:
+    """Returns a family's row: the parts of its default sample's media, its trained components, the engines that run it
+    and how these may batch its samples."""
+    media = dict.fromkeys(shape.part for shape in family.sampling().media())
+    engines = ["vllm_omni"] if family.vllm_pipeline and family.vllm_extension else []
+    return (
+        f"  {family.name}",
+        ", ".join(media),
+        ", ".join(family.components),
+        ", ".join([*engines, "diffusers"]),
+        _choices(Rollout, "batching"),
+    )
+
+
+def _choices(section: type[Section], field: str) -> str:
+    return describe(fields_of(section)[field]).removeprefix("one of ").replace("'", "")
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yields the rows with their columns aligned."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,69 @@
+"""Describes which policy versions took the steps of a sample, run-length encoded: they change a few times in a sample
+however many steps it has, so a thousand steps (or tokens) cost as much as ten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise, repeat
+
+import msgspec
+
+
+class VersionSpans(msgspec.Struct, frozen=True):
+    """The policy versions of consecutive steps: (version, number of steps) of each span, in the order of the steps.
+    Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise."""
+
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(count < 1 for _, count in self.spans):
+            raise ValueError("a span of versions has no steps")
+        if any(one == following for (one, _), (following, _) in pairwise(self.spans)):
+            raise ValueError("neighbouring spans have the same version")
+
+    @classmethod
+    def of(cls, versions: Iterable[int]) -> VersionSpans:
+        """Returns the spans of a version per step."""
+        return cls(tuple((version, sum(1 for _ in run)) for version, run in groupby(versions)))
+
+    @classmethod
+    def same(cls, version: int, num_steps: int) -> VersionSpans:
+        """Returns the spans of `num_steps` steps that one version took."""
+        return cls(((version, num_steps),) if num_steps else ())
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields the version of every step."""
+        for version, count in self.spans:
+            yield from repeat(version, count)
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    @property
+    def num_steps(self) -> int:
+        return sum(count for _, count in self.spans)
+
+    @property
+    def first(self) -> int:
+        """Returns the version of the first step. IndexError without steps."""
+        return self.spans[0][0]
+
+    @property
+    def oldest(self) -> int:
+        """Returns the lowest version. ValueError without steps."""
+        return min(version for version, _ in self.spans)
+
+    @property
+    def newest(self) -> int:
+        """Returns the highest version. ValueError without steps."""
+        return max(version for version, _ in self.spans)
+
+    def of_steps(self, steps: range) -> VersionSpans:
+        """Returns the spans of the consecutive steps `steps`, as far as they exist."""
+        kept, begin = [], 0
+        for version, count in self.spans:
+            overlap = min(begin + count, steps.stop) - max(begin, steps.start)
+            if overlap > 0:
+                kept.append((version, overlap))
+            begin += count
+        return VersionSpans(tuple(kept))

@@ -1,0 +1,153 @@
+"""Tests the bound on bytes: reserved before work begins, and never in the way of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from control_world import SAMPLE_BYTES, Bench, finish, hold, make_config, make_coordinator, now, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.control.held_bytes import HeldBytes
+
+
+def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
+    """Two samples a group, two groups an update, and room for three groups."""
+    bench = Bench(S=3, P=1, updates=6, max_bytes=6 * SAMPLE_BYTES)
+
+    def statistics() -> tuple[int, int, int]:
+        buffers = now(bench.c.statistics())["buffers"]
+        return buffers["bytes"]["ready"], buffers["bytes"]["reserved"], buffers["slots"]["live"]
+
+    async def main() -> None:
+        assert statistics() == (0, 6 * SAMPLE_BYTES, 1), "nothing is known, so one update has all the room"
+        await bench.generate(0, 0)
+        assert statistics() == (2 * SAMPLE_BYTES, 6 * SAMPLE_BYTES, 3), "what is known admits as many as fit"
+        taken = bench.take()
+        assert taken is not None
+        assert statistics()[0] == 2 * SAMPLE_BYTES, "the trainer has it, and holds it"
+        await bench.train(taken)
+        assert statistics() == (0, 6 * SAMPLE_BYTES, 3), "the next one was admitted in its place"
+
+    asyncio.run(main())
+
+
+def test_a_sample_beyond_its_share_ends_the_run_and_names_the_least_bound() -> None:
+    coordinator, _ = make_coordinator(make_config(P=2, max_bytes=4 * SAMPLE_BYTES - 1))
+
+    async def main() -> None:
+        await hold(coordinator, 0)
+        requests = now(coordinator.next_samples("rollout-0", 4, 4))
+        await finish(coordinator, "rollout-0", requests[:1], 0)
+        (ended,) = [event.data for event in await coordinator.events() if event.kind == "ended"]
+        assert ended["status"] == "failed"
+        assert ended["reason"] == (
+            "buffer.max_bytes: sample g0.s0 has 100 bytes, and the 4 samples of an update are held together: expected"
+            " at least 400, got 399"
+        )
+        assert now(coordinator.next_samples("rollout-0", 4, 4)) == []
+
+    asyncio.run(main())
+
+
+def test_a_bound_that_is_too_small_for_a_resumed_run_costs_it_no_group_that_was_ready() -> None:
+    before = Bench(S=3, P=1, updates=6)
+
+    async def main() -> None:
+        for group in range(3):
+            await before.generate(group, 0)
+        kept = await before.c.continuation()
+        assert [ready.group for ready in kept.ready] == [0, 1, 2]
+        after, _ = make_coordinator(make_config(S=3, P=1, updates=6, max_bytes=2 * SAMPLE_BYTES - 1), start=kept)
+        await hold(after, 0)
+        (ended,) = [event.data for event in await after.events() if event.kind == "ended"]
+        assert ended["status"] == "failed" and "expected at least 200, got 199" in ended["reason"]
+        still = await after.continuation()
+        assert sorted(still.ready, key=lambda ready: ready.group) == sorted(kept.ready, key=lambda ready: ready.group)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("room", [1, 1.4, 2])
+@pytest.mark.parametrize(("S", "P", "window"), [(0, 1, 1), (0, 3, 1), (2, 2, 1), (3, 2, 4)])
+def test_runs_that_fit_one_update_end(S: int, P: int, window: int, room: float) -> None:
+    bound = int(room * P * 2 * SAMPLE_BYTES)
+    run = play(make_config(S=S, P=P, window=window, updates=6, max_bytes=bound, engines=2))
+    assert len(run.taken) == 6 * P
+    most = [event.data["buffers"]["bytes"]["most"] for event in run.events if event.kind == "update"]
+    assert max(most) <= bound
+
+
+@pytest.mark.parametrize("how", ["answered", "failed", "lost"])
+def test_a_sample_of_a_group_that_ended_holds_its_bytes_until_its_engine_has_answered_or_is_lost(how: str) -> None:
+    """There is room for one group only, so its replacement waits for those bytes, and nothing else would admit it."""
+    coordinator, entries = make_coordinator(
+        make_config(S=1, P=1, retries=0, engines=2, max_bytes=2 * SAMPLE_BYTES, updates=3)
+    )
+
+    async def main() -> None:
+        await hold(coordinator, 0, "rollout-0", "rollout-1")
+        (failing,) = now(coordinator.next_samples("rollout-0", 1, 4))
+        (late,) = now(coordinator.next_samples("rollout-1", 1, 4))
+        await coordinator.sample_failed("rollout-0", failing.sample_id, "out of memory")
+        assert [(entry.group, entry.event) for entry in entries] == [(0, "dropped")]
+        counted = now(coordinator.statistics())["buffers"]
+        assert (counted["bytes"]["reserved"], counted["slots"]["live"]) == (SAMPLE_BYTES, 0)
+        if how == "answered":
+            await finish(coordinator, "rollout-1", [late], 0)
+        elif how == "failed":
+            await coordinator.sample_failed("rollout-1", late.sample_id, "out of memory")
+        else:
+            await coordinator.engine_lost("rollout-1", "killed")
+        assert {request.group for request in now(coordinator.next_samples("rollout-0", 4, 4))} == {1}
+
+    asyncio.run(main())
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 400),
+    st.lists(st.integers(1, 100), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_an_update_always_has_room(groups: int, size: int, more: int, largest: list[int], dice: random.Random) -> None:
+    """Samples of several buckets, none beyond its share but each of another size, are made, lost and made again while
+    groups come and go: the next group of an update finds room, and the bound is exceeded by growth alone."""
+    bound = 100 * groups * size + more
+    held = HeldBytes(bound, groups * size)
+    live: dict[int, dict[str, int]] = {}
+    made: dict[str, int] = {}
+    growth = 0
+    for number in range(40):
+        bucket = dice.randrange(len(largest))
+        before = held.reserved
+        if held.has_room(bucket, size):
+            samples = [f"{number}.{i}" for i in range(size)]
+            held.reserve(bucket, samples)
+            live[number] = dict.fromkeys(samples, bucket)
+            assert held.reserved <= max(bound, before)
+        else:
+            assert len(live) >= groups
+        for sample, its in [one for group in live.values() for one in group.items()]:
+            if sample not in made and dice.random() < 0.5:
+                before, made[sample] = held.reserved, dice.randint(1, largest[its])
+                assert held.made(sample, made[sample]) is None
+                growth += max(0, held.reserved - before)
+            elif sample in made and dice.random() < 0.1:
+                before = held.reserved
+                held.make_again(sample)
+                growth += held.reserved - before
+                del made[sample]
+        while live and (len(live) >= 2 * groups or dice.random() < 0.3):
+            ended = live.pop(next(iter(live)))
+            held.release(ended)
+            for sample in ended:
+                made.pop(sample, None)
+        statistics = held.statistics()
+        assert statistics.ready == sum(made.values()) <= statistics.reserved <= bound + growth
+    held.release([sample for group in live.values() for sample in group])
+    assert held.reserved == 0

@@ -1,0 +1,88 @@
+"""Tests the parts of a sample's media: what is refused, and what readers are given."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from omni_async.families import MediaShape, SamplingSpec
+from omni_async.media import Media, require_media
+
+IMAGE = torch.arange(24, dtype=torch.uint8).view(3, 2, 4)
+VIDEO = torch.arange(120, dtype=torch.uint8).view(5, 3, 2, 4)
+AUDIO = torch.linspace(-1, 1, 12).view(2, 6)
+
+
+class Spec(SamplingSpec, frozen=True):
+    shapes: tuple[MediaShape, ...]
+
+    def media(self) -> tuple[MediaShape, ...]:
+        return self.shapes
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({}, "without a part"),
+        ({"image": IMAGE.float()}, r"image: expected uint8 \(3, height, width\), got float32 \(3, 2, 4\)"),
+        ({"image": IMAGE.numpy().transpose(1, 2, 0)}, r"got uint8 \(2, 4, 3\)"),
+        ({"image": IMAGE[:, :0]}, r"got uint8 \(3, 0, 4\)"),
+        ({"image": [1, 2]}, "got list"),
+        ({"video": IMAGE, "fps": 8}, r"video: expected uint8 \(frames, 3, height, width\)"),
+        ({"video": VIDEO}, "a video goes with fps > 0, got fps = None"),
+        ({"video": VIDEO, "fps": 0.0}, "fps = 0"),
+        ({"image": IMAGE, "fps": 8}, "a video goes with fps"),
+        ({"audio": AUDIO.double(), "sample_rate": 8000}, r"audio: expected float32 \(channels, n\), got float64"),
+        ({"audio": AUDIO}, "audio goes with sample_rate > 0"),
+    ],
+)
+def test_a_part_of_another_layout_is_refused_with_what_it_should_be(parts: dict, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Media(**parts)
+
+
+def test_stored_media_are_arrays_of_the_same_numbers_and_survive_pickling() -> None:
+    made = Media(image=IMAGE, video=VIDEO.transpose(2, 3), fps=8, audio=AUDIO, sample_rate=8000)
+    stored = pickle.loads(pickle.dumps(made.numpy(), protocol=5))
+    assert stored.parts == ("image", "video", "audio") and (stored.fps, stored.sample_rate) == (8, 8000)
+    for part in stored.parts:
+        found = getattr(stored, part)
+        assert isinstance(found, np.ndarray) and found.flags.c_contiguous
+        assert np.array_equal(found, getattr(made, part).numpy())
+    assert stored.nbytes == made.nbytes == 24 + 120 + 4 * 12
+
+
+def test_reading_stored_media_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "media").write_bytes(pickle.dumps(Media(image=IMAGE).numpy()))
+    code = f"import pickle, sys; print(pickle.load(open({str(tmp_path / 'media')!r}, 'rb')).pixels.shape)"
+    code += "; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(2, 4, 3)\n"
+
+
+def test_readers_get_channels_last() -> None:
+    media = Media(image=IMAGE, video=VIDEO, fps=8, audio=AUDIO, sample_rate=8000).numpy()
+    assert np.array_equal(media.pixels[1, 2], IMAGE[:, 1, 2].numpy()) and media.pixels.shape == (2, 4, 3)
+    assert np.array_equal(media.frames[4, 1, 2], VIDEO[4, :, 1, 2].numpy()) and media.frames.shape == (5, 2, 4, 3)
+    assert np.array_equal(media.waveform[3], AUDIO[:, 3].numpy()) and media.waveform.shape == (6, 2)
+    with pytest.raises(ValueError, match="media has no video, only image"):
+        _ = Media(image=IMAGE).frames
+
+
+def test_media_are_held_against_their_spec() -> None:
+    spec = Spec((MediaShape("video", (5, 3, 2, 4), 8), MediaShape("audio", (2, 6), 8000)))
+    right = Media(video=VIDEO, fps=8, audio=AUDIO, sample_rate=8000)
+    require_media([right, right], spec)
+    for wrong, got in (
+        (Media(video=VIDEO, fps=8), r"video \(5, 3, 2, 4\) at 8 a second$"),
+        (Media(video=VIDEO, fps=9, audio=AUDIO, sample_rate=8000), "at 9 a second and audio"),
+        (Media(video=VIDEO[:4], fps=8, audio=AUDIO, sample_rate=8000), r"video \(4, 3, 2, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=r"^expected video .* and audio \(2, 6\) at 8000 a second, got .*" + got):
+            require_media([right, wrong], spec)

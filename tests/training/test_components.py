@@ -1,0 +1,117 @@
+"""Tests policies of several components: rows meet the component they need, and ranks call the same ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_async.components import compute_velocity
+from omni_async.config.schema import Config
+from omni_async.training.micro_batches import MicroBatch, micro_batches
+from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
+from tests.training.engines import started, train
+
+MakeConfig = Callable[..., Config]
+HIGH, LOW = TwoExperts.components
+
+
+def batch(config: Any, rows: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    samples = [t["conditioning"] for t in tiny_group(TwoExperts(), config).trajectories[:rows]]
+    spec = config.rollout.sampling
+    latents = torch.randn(rows, *TwoExperts().latent_shape(spec), generator=generator)
+    return latents, torch.tensor([0.9, 0.2, 0.8, 0.1][:rows]), TwoExperts().stack_conditioning(samples), spec
+
+
+def test_every_row_is_computed_by_its_component(make_config: MakeConfig) -> None:
+    policy, model = TwoExperts(), load_model(TwoExperts())
+    latents, sigma, conditioning, spec = batch(make_config(), 4)
+    needs = [policy.component_of(s) for s in sigma.tolist()]
+    found = compute_velocity(policy, dict(model.items()), latents, sigma, conditioning, spec, needs)
+    for i, name in enumerate((HIGH, LOW, HIGH, LOW)):
+        other = {HIGH: model[name], LOW: model[name]}
+        alone = policy.velocity(other, latents[i : i + 1], sigma[i : i + 1], conditioning[i : i + 1], spec)
+        torch.testing.assert_close(found[i : i + 1], alone, rtol=0, atol=1e-6)
+
+
+def test_a_component_without_rows_is_called_and_gets_a_gradient_of_zeros(make_config: MakeConfig) -> None:
+    policy, model = TwoExperts(), load_model(TwoExperts())
+    latents, _, conditioning, spec = batch(make_config(), 2)
+    arguments = (policy, dict(model.items()), latents, torch.tensor([0.9, 0.8]), conditioning, spec, [HIGH, HIGH])
+    found = compute_velocity(*arguments, calls=(HIGH, LOW))
+    assert torch.equal(found, compute_velocity(*arguments))
+    found.sum().backward()
+    assert any(p.grad.abs().max() > 0 for p in model[HIGH].parameters() if p.grad is not None)
+    assert all(p.grad is None or not p.grad.any() for p in model[LOW].parameters())
+    assert any(p.grad is not None for p in model[LOW].parameters())
+    nothing = compute_velocity(*arguments, calls=(LOW,))
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize(("window", "trained"), [(range(1, 2), HIGH), (range(2, 3), LOW)])
+def test_the_optimizer_leaves_a_component_without_rows_as_it_is(
+    make_config: MakeConfig, window: range, trained: str
+) -> None:
+    """With AdamW: weight decay and moments move parameters whose gradient is zero, and none without one."""
+    config = make_config(**{"trainer.optimizer.weight_decay": 0.1, "rollout.sde.window": {"size": 1, "range": [0, 3]}})
+    engine = started(config, TwoExperts())
+    before = {name: p.detach().clone() for name, p in engine._trainable.items()}
+    train(engine, [tiny_group(TwoExperts(), config, window=window)])
+    moved = {name.partition(".")[0] for name, p in engine._trainable.items() if not torch.equal(p, before[name])}
+    assert moved == {trained}
+
+
+def plans(needs: list[list[str]], size: int, unit: int, components: tuple[str, ...]) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of several ranks, which agree through one exchange."""
+    barrier, said = threading.Barrier(len(needs), timeout=10), {}
+    found: dict[int, list[MicroBatch]] = {}
+    most = max(len(rows) for rows in needs)
+
+    def run(rank: int) -> None:
+        def largest(values: list[int]) -> list[int]:
+            said[rank] = values
+            barrier.wait()
+            return [max(column) for column in zip(*said.values(), strict=True)]
+
+        found[rank] = list(micro_batches(needs[rank], size, unit, most, components, largest))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(needs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(needs))]
+
+
+@given(st.data())
+def test_all_ranks_call_the_same_components_and_every_row_counts_once(data: st.DataObject) -> None:
+    components = data.draw(st.sampled_from([("a",), ("a", "b"), ("a", "b", "c")]))
+    unit, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    rows = st.integers(1, 4).flatmap(
+        lambda n: st.lists(st.sampled_from(components), min_size=n * unit, max_size=n * unit)
+    )
+    needs = data.draw(st.lists(rows, min_size=1, max_size=3))
+    ranks = plans(needs, size, unit, components)
+    assert len({tuple(one.calls for one in batches) for batches in ranks}) == 1
+    for its, batches in zip(needs, ranks, strict=True):
+        assert sorted(row for one in batches if one.counts for row in one.rows) == list(range(len(its)))
+        for one in batches:
+            assert len(one.rows) and len(one.rows) % unit == 0 and len(one.rows) <= max(size, unit)
+            if one.counts:
+                assert {its[row] for row in one.rows} <= set(one.calls)
+            if unit == 1:
+                assert len(one.calls) == 1
+
+
+def test_a_policy_of_one_component_needs_no_exchange() -> None:
+    def never(values: list[int]) -> list[int]:
+        raise AssertionError("ranks need not talk")
+
+    found = list(micro_batches(["transformer"] * 5, 2, 1, 6, TinyPolicy.components, never))
+    assert [(list(one.rows), one.counts) for one in found] == [([0, 1], True), ([2, 3], True), ([4], True)]
