@@ -18,6 +18,7 @@ from omni_async.policy import Policy, load_policy
 from omni_async.types import Prompt, SampleRequest, SdeWindow
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+from pipelines.wan2_2.sampling import Wan22Sampling
 
 PROMPTS = ("the digit 7", "a photo of a red circle on a white background", "7")
 STEPS = 8
@@ -45,6 +46,12 @@ class Family:
         return load_policy(find_family(self.name), checkpoint)
 
 
+def wan_call(spec: Any) -> dict[str, Any]:
+    names = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "negative_prompt")
+    return {name: getattr(spec, name) for name in (*names, "max_sequence_length")}
+
+
+_WAN = {"negative_prompt": "dull", "max_sequence_length": 32}
 FAMILIES = (
     Family(
         "qwen_image",
@@ -69,6 +76,24 @@ FAMILIES = (
             "negative_prompt": spec.negative_prompt,
             "max_sequence_length": spec.max_sequence_length,
         },
+    ),
+    Family(
+        "wan2_2",
+        (
+            Wan22Sampling(height=32, width=48, num_frames=5, max_sequence_length=32),
+            Wan22Sampling(height=32, width=32, num_frames=9, guidance_scale=4.0, guidance_scale_2=3.0, **_WAN),
+        ),
+        wan_call,
+    ),
+    Family(
+        "wan2_2",
+        (
+            Wan22Sampling(height=32, width=64, num_frames=5, max_sequence_length=32),
+            Wan22Sampling(height=64, width=32, num_frames=9, guidance_scale=5.0, **_WAN),
+        ),
+        wan_call,
+        variant="ti2v",
+        build_options=(("layers", 2), ("ti2v", True)),
     ),
 )
 

@@ -1,0 +1,113 @@
+"""Builds Wan2.2 checkpoints small enough for tests: real architecture, random weights, offline in seconds.
+
+python -m pipelines.wan2_2.tiny /tmp/tiny_wan22          # two experts, as Wan2.2-T2V-A14B
+python -m pipelines.wan2_2.tiny /tmp/tiny_wan22 --ti2v   # one, with a time per token, as Wan2.2-TI2V-5B
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+# First of all: importing omni_async makes torchvision importable beside a CPU build of torch.
+import omni_async  # noqa: F401  # isort: skip
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.utils import logging as diffusers_logging
+from transformers import UMT5Config, UMT5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from pipelines.tiny_tokenizers import t5_tokenizer
+
+TEXT_WIDTH = 64
+BOUNDARY = 0.875
+
+
+def build_components(*, layers: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
+    """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
+    weights."""
+    tokenizer = t5_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        channels = 48 if ti2v else 16
+        experts = [_expert(channels, layers) for _ in range(1 if ti2v else 2)]
+        residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2} if ti2v else {}
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=channels,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            scale_factor_spatial=16 if ti2v else 8,
+            latents_mean=[0.1] * channels,
+            latents_std=[1.5] * channels,
+            **residual,
+        )
+        text_config = UMT5Config(
+            vocab_size=len(tokenizer) + 4,
+            d_model=TEXT_WIDTH,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj="gated-gelu",
+        )
+        return WanPipeline(
+            tokenizer=cast(Any, tokenizer),
+            text_encoder=UMT5EncoderModel(text_config).eval(),
+            vae=cast(Any, vae).eval(),
+            scheduler=cast(
+                Any,
+                UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+            ),
+            transformer=experts[0],
+            transformer_2=None if ti2v else experts[1],
+            boundary_ratio=None if ti2v else BOUNDARY,
+            expand_timesteps=ti2v,
+        )
+
+
+def _expert(channels: int, layers: int) -> Any:
+    expert: Any = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,  # a multiple of 6: rotary positions of time, height and width
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=TEXT_WIDTH,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=layers,
+        cross_attn_norm=True,
+    )
+    for parameter in expert.parameters():
+        if not parameter.any():  # layers that begin at zero would make a model that ignores its input
+            torch.nn.init.normal_(parameter, std=0.05)
+    return expert.eval()
+
+
+def build(path: str | Path, *, dtype: torch.dtype = torch.float32, **shape: Any) -> Path:
+    """Writes a random checkpoint in diffusers' layout to `path` and returns it. `shape`: see `build_components`."""
+    path, pipeline = Path(path), cast(Any, build_components(**shape))
+    if dtype != torch.float32:
+        pipeline.to(dtype)
+    pipeline.save_pretrained(path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a tiny random Wan2.2 checkpoint (diffusers layout).")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--ti2v", action="store_true", help="one transformer with a time per token, as TI2V-5B")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    args = parser.parse_args()
+    diffusers_logging.set_verbosity_error()  # warns of casts that change nothing
+    transformers_logging.disable_progress_bar()
+    build(args.out, ti2v=args.ti2v, seed=args.seed)
+    num_bytes = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())
+    sys.stdout.write(f"{args.out}: {num_bytes / 1e6:.1f} MB\n")
+
+
+if __name__ == "__main__":
+    main()
