@@ -20,13 +20,14 @@ from omni_async.actors.rewarder import Rewarder
 from omni_async.config import Config, check, with_spec
 from omni_async.control.clock import WallClock
 from omni_async.control.coordinator import Coordinator
+from omni_async.media import Media
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rollout.base import Trajectory
 from omni_async.runtime.ray_store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
 
-_IMAGE_SHAPE = (64, 64, 3)
+_IMAGE_SHAPE = (3, 64, 64)
 _STEPS = 10
 
 
@@ -72,7 +73,7 @@ class InstantEngine:
     def __init__(self, name: str, nbytes: int) -> None:
         self.name = name
         self._source = Source(nbytes)
-        self._image = np.zeros(_IMAGE_SHAPE, np.uint8)
+        self._media = Media(image=np.zeros(_IMAGE_SHAPE, np.uint8))
         self._version = 0
 
     async def start(self) -> WeightReport:
@@ -80,8 +81,7 @@ class InstantEngine:
 
     async def generate(self, request: SampleRequest) -> Trajectory:
         payload: Any = self._source.payload(request.group * GROUP + request.sample)
-        image: Any = self._image
-        return Trajectory(payload, image, VersionSpans.same(self._version, _STEPS))
+        return Trajectory(payload, self._media, VersionSpans.same(self._version, _STEPS))
 
     async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
         return manifest.digest
