@@ -39,7 +39,7 @@ def compute_velocity(
 
     `calls`: the components to call, those without a row of theirs, too, in the policy's order: under FSDP2 all ranks
     must call the same ones. Such a call adds nothing to the velocity and zeros to the gradient. Rows that need none of
-    `calls` have velocity 0. Default: the components that are needed.
+    `calls` (padding) are computed by the first of them, near its own sigma. Default: the components that are needed.
     """
     calls = [name for name in policy.components if name in set(needs)] if calls is None else calls
 
@@ -57,9 +57,12 @@ def compute_velocity(
         rows = [row for row, needed in enumerate(needs) if needed == name]
         if rows:
             found = found.index_put((torch.tensor(rows, device=found.device),), velocity(name, rows, sigma[rows]))
+            continue
+        its_own = torch.full_like(sigma, _sigma_of(policy, name))
+        if any(needed not in calls for needed in needs):
+            found = velocity(name, slice(None), its_own)
         else:
-            at = torch.full_like(sigma[:1], _sigma_of(policy, name))
-            found = found + 0.0 * velocity(name, [0], at).sum()
+            found = found + 0.0 * velocity(name, [0], its_own[:1]).sum()
     return found
 
 

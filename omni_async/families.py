@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from omni_async.entry_points import load_registered
+
 GROUP = "omni_async.pipelines"
 PARTS = ("image", "video", "audio")  # of media
 
@@ -80,17 +82,4 @@ def find_family(name: str) -> PipelineFamily:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
         raise ValueError(f"model.pipeline: expected one of {sorted(points)}, got {name!r}")
-    target = points[name].value
-    try:
-        family = points[name].load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (KeyboardInterrupt stays the user's)
-        raise ValueError(
-            f"model.pipeline: {name!r} is registered as {target!r}, which cannot be imported:"
-            f" {type(error).__name__}: {error}"
-        ) from None
-    if not isinstance(family, PipelineFamily):
-        raise ValueError(
-            f"model.pipeline: {name!r} is registered as {target!r}, which is a {type(family).__name__}, not a"
-            " PipelineFamily"
-        )
-    return family
+    return load_registered(points[name], PipelineFamily, "model.pipeline")

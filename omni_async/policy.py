@@ -86,10 +86,10 @@ class Codec(Protocol):
         ValueError for a prompt that the model cannot take."""
 
     def decode(self, latents: torch.Tensor, spec: Any) -> list[Media]:
-        """Decodes final latents (B, T, C) to the media of B samples, of the shapes that `spec.media()` says: tensors on
-        the CPU, and no views, which would keep the whole batch alive."""
+        """Decodes final latents (B, *shape) to the media of B samples, of the shapes that `spec.media()` says:
+        tensors on the CPU, and no views, which would keep the whole batch alive."""
 
     def encode_media(self, media: list[Media], spec: Any) -> torch.Tensor:
-        """Inverts `decode`, as far as the VAE has an inverse: the media of B samples to latents (B, T, C) float32 on
+        """Inverts `decode`, as far as the VAE has an inverse: the media of B samples to latents (B, *shape) float32 on
         the codec's device, noise-free (the posterior's mode), so that they always have the same latents. Raises
         ValueError for other shapes than the spec's (`media.require_media`)."""

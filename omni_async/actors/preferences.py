@@ -179,8 +179,8 @@ class PreferenceReader:
         return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
 
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
-        """Returns both images of a pair, of the spec's size, and their latents (2, T, C). Encodes both in one batch, so
-        that latents do not depend on what was leased together."""
+        """Returns both images of a pair, of the spec's size, and their latents (2, *shape). Encodes both in one batch,
+        so that latents do not depend on what was leased together."""
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from omni_async.config.schema import Config
+from omni_async.entry_points import load_registered
 
 if TYPE_CHECKING:
     from omni_async.algorithms.registry import Objective
@@ -70,8 +71,9 @@ def find_kind(name: str) -> Kind:
     from omni_async.algorithms.built_in_kinds import BUILT_IN
 
     known = {kind.name: kind for kind in BUILT_IN}
-    if name not in known:
-        known = {**{point.name: point.load() for point in entry_points(group=ENTRY_POINT_GROUP)}, **known}
-    if name not in known:
-        raise ValueError(f"kinds of rows: expected one of {sorted(known)}, got {name!r}")
-    return known[name]
+    if name in known:
+        return known[name]
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in points:
+        raise ValueError(f"kinds of rows: expected one of {sorted({*known, *points})}, got {name!r}")
+    return load_registered(points[name], Kind, "kinds of rows")

@@ -395,7 +395,10 @@ def with_settings(config: Config) -> Config:
     """Returns the configuration with `algorithm.settings` as the section of an objective of another package.
     ConfigError names the key that the section refuses, and settings that no objective reads."""
     name, settings, prefix = config.algorithm.name, config.algorithm.settings, ("algorithm", "settings")
-    section = objective_section(name)
+    try:
+        section = objective_section(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if section is None:
         if settings:
             raise ConfigError(

@@ -111,7 +111,10 @@ class Model(Section, kw_only=True, frozen=True):
 class Data(Section, kw_only=True, frozen=True):
     prompts: Annotated[
         Plain | None,
-        _doc("Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target`, any other keys)."),
+        _doc(
+            "Prompt file: `.txt` (a prompt a line) or `.jsonl` (`prompt`, optional `target` and `images`, any other"
+            " keys)."
+        ),
     ] = None
     preferences: Annotated[
         Plain | None,

@@ -29,10 +29,10 @@ class Trajectory:
     """The trajectory of one sample.
 
     `tensors`, batch size [], holds what the request's `fields` asked for, of:
-      latents (W + 1, T, C) float32: before the first trained step, and after each one
+      latents (W + 1, *shape) float32: before the first trained step, and after each one
       log_probs (W,) float32: mean over latent elements, as `omni_async.sde` defines it for the request's kind
-      means (W, T, C) float32: transition means under the policy that took the step
-      final (T, C) float32: the last latents, those the media were decoded from
+      means (W, *shape) float32: transition means under the policy that took the step
+      final (*shape) float32: the last latents, those the media were decoded from
       conditioning: a nested TensorDict, the policy's
     and always sigmas (N + 1,) float32 and steps (W,) int64. `versions` are those that took the denoising steps, trained
     or not.

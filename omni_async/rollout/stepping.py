@@ -41,8 +41,8 @@ def check_request(request: SampleRequest) -> None:
 
 
 class InFlight:
-    """A sample in flight. `latents` (T, C) float32 on `device` is its present state; `step` the denoising step it takes
-    next."""
+    """A sample in flight. `latents` (*shape) float32 on `device` is its present state; `step` the denoising step it
+    takes next."""
 
     def __init__(
         self, request: SampleRequest, sigmas: torch.Tensor, shape: tuple[int, ...], device: torch.device | str = "cpu"
@@ -112,8 +112,8 @@ class InFlight:
 
 
 def take_steps(samples: Sequence[InFlight], velocity: torch.Tensor, version: int) -> torch.Tensor:
-    """Moves every sample one step along its row of `velocity` (B, T, C) float32, taken by policy `version`. Returns the
-    new (B, T, C)."""
+    """Moves every sample one step along its row of `velocity` (B, *shape) float32, taken by policy `version`. Returns
+    the new (B, *shape)."""
     noisy = [s.noisy for s in samples]
     kinds = sorted({s.request.sde_kind for s in samples if s.noisy}) or [KINDS[0]]
     if len(kinds) > 1:  # rare, so simply one kind after the other

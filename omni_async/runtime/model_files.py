@@ -8,6 +8,7 @@ weights where it is a model.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def check_checkpoint(folder: Path, family: PipelineFamily, spec: SamplingSpec) -> None:
-    """Checks that `folder` holds a whole checkpoint of the family, which makes samples of the spec. Raises ConfigError,
-    one line, naming the file or the key."""
+def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
+    """Checks that `folder` holds a whole checkpoint of the family, which makes samples of the specs, each under the key
+    that it stands at. Raises ConfigError, one line, naming the file or the key."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise ConfigError(
@@ -39,10 +40,17 @@ def check_checkpoint(folder: Path, family: PipelineFamily, spec: SamplingSpec) -
     parts = _parts(listed)
     if not parts:
         raise ConfigError(f"model.path: {index} lists no parts")
+    if (needed := family.components[0]) not in parts:
+        raise ConfigError(f"model.path: {index} lists no {needed}")
     for name, cls in parts.items():
         _check_part(folder, name, cls)
-    if problem := spec.problem(folder):
-        raise ConfigError(f"rollout.sampling.{problem}")
+    for key, spec in specs.items():
+        try:
+            problem = spec.problem(folder)
+        except OSError as error:
+            raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
+        if problem:
+            raise ConfigError(f"{key}.{problem}")
 
 
 def _parts(listed: dict[str, Any]) -> dict[str, str]:

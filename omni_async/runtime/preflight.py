@@ -79,7 +79,8 @@ def preflight(config: Config) -> RunInputs:
             f"reward.hedge_s: only scorers with `concurrent = True` may be called twice at once, got {names}; leave"
             " it out"
         )
-    check_checkpoint(Path(config.model.path), family, config.rollout.sampling)
+    buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
+    check_checkpoint(Path(config.model.path), family, {"rollout.sampling": config.rollout.sampling, **buckets})
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
     validation = (

@@ -25,7 +25,7 @@ from omni_async.runtime.observer import Observer
 from omni_async.tracking.rundir import RunDirectoryError
 from omni_async.tracking.summary import Status
 
-# Time for the coordinator to take the driver's last calls and to hand over its events, and for the last images.
+# Time for the coordinator to take the driver's last calls and to hand over its events, and for the last samples.
 _LAST_EVENTS_S = 10.0
 _SAMPLES_S = 30.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -147,17 +148,31 @@ class TrainedModel:
             component.to(self.device)
             return
         reduced = self.dtype != torch.float32
-        precision = (
-            MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-            if reduced
-            else MixedPrecisionPolicy()
-        )
+        precision = MixedPrecisionPolicy()
+        if reduced:
+            # FSDP2 would cast every input. Engines give the time in float32, and 1000 sigma has no room in bfloat16.
+            precision = MixedPrecisionPolicy(
+                param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+            component.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
         for block in transformer_blocks(component):
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(component, mesh=mesh, mp_policy=precision)
         # fully_shard moves what it shards; buffers of modules without parameters stay behind.
         for buffer in component.buffers():
             buffer.data = buffer.data.to(self.device)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Casts a denoiser's inputs to the dtype that it computes in, except the time, by the name that diffusers gives
+    it."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {k: v if k == "timestep" else cast(v) for k, v in kwargs.items()}
 
 
 def transformer_blocks(component: nn.Module) -> list[nn.Module]:

@@ -20,8 +20,8 @@ from omni_async.types import SampleDrift
 
 @dataclass(frozen=True)
 class Proximal:
-    """R rows under the proximal policy. log_prob (R,); mean (R, T, C) where it was kept; kappa (R,) float64: D kappa in
-    nats, the exact KL of each step from the policy that took it, where that one's means are known."""
+    """R rows under the proximal policy. log_prob (R,); mean (R, *shape) where it was kept; kappa (R,) float64: D kappa
+    in nats, the exact KL of each step from the policy that took it, where that one's means are known."""
 
     log_prob: Tensor
     mean: Tensor | None
@@ -70,10 +70,10 @@ class ProximalPasses:
 def sample_drifts(
     row_ids: Sequence[tuple[int, int]], log_ratio: Tensor, kappa: Tensor | None, num_elements: int
 ) -> list[SampleDrift]:
-    """Collects rows (R,) back into samples, in order."""
+    """Collects rows (R,) back into samples, in the order of their ids, whatever the order of the rows."""
     rows: dict[int, list[int]] = {}
-    for i, (sample, _) in enumerate(row_ids):
-        rows.setdefault(sample, []).append(i)
+    for i in sorted(range(len(row_ids)), key=row_ids.__getitem__):
+        rows.setdefault(row_ids[i][0], []).append(i)
     return [
         SampleDrift(tuple(log_ratio[own].tolist()), None if kappa is None else tuple(kappa[own].tolist()), num_elements)
         for own in rows.values()

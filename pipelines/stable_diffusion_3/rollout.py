@@ -1,4 +1,4 @@
-"""Runs Stable Diffusion 3 in vLLM-Omni, step by step."""
+"""Runs Stable Diffusion 3 in vLLM-Omni, as a rollout engine."""
 
 from __future__ import annotations
 

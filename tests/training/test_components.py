@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_async.components import compute_velocity
+from omni_async.config import load
 from omni_async.config.schema import Config
-from omni_async.training.micro_batches import MicroBatch, micro_batches
+from omni_async.training.engine import TrainEngine
+from omni_async.training.micro_batches import MicroBatch, Needs, micro_batches
+from omni_async.training.proximal import sample_drifts
+from pipelines.stable_diffusion_3 import tiny
+from pipelines.stable_diffusion_3.policy import StableDiffusion3Policy
 from tests.fakes import TinyPolicy, TwoExperts, load_model, tiny_group
 from tests.training.engines import started, train
 
@@ -50,8 +56,8 @@ def test_a_component_without_rows_is_called_and_gets_a_gradient_of_zeros(make_co
     assert any(p.grad.abs().max() > 0 for p in model[HIGH].parameters() if p.grad is not None)
     assert all(p.grad is None or not p.grad.any() for p in model[LOW].parameters())
     assert any(p.grad is not None for p in model[LOW].parameters())
-    nothing = compute_velocity(*arguments, calls=(LOW,))
-    assert not nothing.any()
+    padding = compute_velocity(*arguments, calls=(LOW,))
+    assert padding.isfinite().all() and padding.any(), "a rank without a row of its own pads with any"
 
 
 @pytest.mark.parametrize(("window", "trained"), [(range(1, 2), HIGH), (range(2, 3), LOW)])
@@ -115,3 +121,28 @@ def test_a_policy_of_one_component_needs_no_exchange() -> None:
 
     found = list(micro_batches(["transformer"] * 5, 2, 1, 6, TinyPolicy.components, never))
     assert [(list(one.rows), one.counts) for one in found] == [([0, 1], True), ([2, 3], True), ([4], True)]
+
+
+def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_path: Path) -> None:
+    """In bfloat16, which FSDP2 would cast it to, 938.3 is 940."""
+    recipe = Path(__file__).parents[2] / "recipes" / "tiny" / "sd35.yaml"
+    settings = [f"model.path={tiny.build(tmp_path)}", "model.dtype=bfloat16", "trainer.backend=fsdp2"]
+    config = load(recipe, settings)
+    policy, spec = StableDiffusion3Policy(config.model.path), config.rollout.sampling
+    engine = TrainEngine(config, policy, 0, 1, device=torch.device("cpu"))
+    engine.setup()
+    seen: list[torch.Tensor] = []
+    embedder = engine._model.components[HIGH].time_text_embed.time_proj
+    embedder.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    sigma = torch.tensor([0.9383])
+    conditioning = policy.stack_conditioning([policy.blank_conditioning(spec)])
+    with torch.no_grad():
+        engine._model.velocity(
+            torch.randn(1, *policy.latent_shape(spec)), sigma, conditioning, spec, Needs([HIGH], (HIGH,))
+        )
+    assert seen and all(torch.equal(time, sigma * 1000) and time.dtype == torch.float32 for time in seen)
+
+
+def test_drifts_are_those_of_their_samples_whatever_the_order_of_rows() -> None:
+    found = sample_drifts([(1, 0), (0, 0), (1, 1), (0, 1)], torch.tensor([1.0, 2.0, 3.0, 4.0]), None, 4)
+    assert [drift.log_ratio for drift in found] == [(2.0, 4.0), (1.0, 3.0)]
