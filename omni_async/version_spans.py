@@ -11,11 +11,15 @@ import msgspec
 
 class VersionSpans(msgspec.Struct, frozen=True):
     """The policy versions of consecutive steps: (version, number of steps) of each span, in the order of the steps.
-    Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise."""
+    Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise.
+
+    Most samples have one span, and the control plane asks several times for each: that case has no loop."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.spans) == 1 and self.spans[0][1] > 0:
+            return
         if any(count < 1 for _, count in self.spans):
             raise ValueError("a span of versions has no steps")
         if any(one == following for (one, _), (following, _) in pairwise(self.spans)):
@@ -39,9 +43,12 @@ class VersionSpans(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return self.num_steps
 
+    def __bool__(self) -> bool:
+        return bool(self.spans)
+
     @property
     def num_steps(self) -> int:
-        return sum(count for _, count in self.spans)
+        return self.spans[0][1] if len(self.spans) == 1 else sum(count for _, count in self.spans)
 
     @property
     def first(self) -> int:
@@ -51,12 +58,12 @@ class VersionSpans(msgspec.Struct, frozen=True):
     @property
     def oldest(self) -> int:
         """Returns the lowest version. ValueError without steps."""
-        return min(version for version, _ in self.spans)
+        return self.spans[0][0] if len(self.spans) == 1 else min(version for version, _ in self.spans)
 
     @property
     def newest(self) -> int:
         """Returns the highest version. ValueError without steps."""
-        return max(version for version, _ in self.spans)
+        return self.spans[0][0] if len(self.spans) == 1 else max(version for version, _ in self.spans)
 
     def of_steps(self, steps: range) -> VersionSpans:
         """Returns the spans of the consecutive steps `steps`, as far as they exist."""

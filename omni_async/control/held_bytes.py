@@ -13,7 +13,7 @@ group is admitted.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -40,7 +40,7 @@ class HeldBytes:
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
         self._expected: dict[str, int] = {}  # samples that are to be made -> their bucket
-        self._num_expected: Counter[int] = Counter()  # the same by bucket
+        self._num_expected: dict[int, int] = defaultdict(int)  # the same by bucket
         self._made: dict[str, tuple[int, int]] = {}  # samples that are made -> their bucket and size
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
@@ -67,9 +67,11 @@ class HeldBytes:
         bucket = self._expected.pop(sample_id)
         self._num_expected[bucket] -= 1
         self._made[sample_id] = bucket, size
-        self._largest[bucket] = max(size, self._largest.get(bucket, 0))
+        if size > self._largest.get(bucket, -1):
+            self._largest[bucket] = size
         self._held += size
-        self._most = max(self._most, self._held)
+        if self._held > self._most:
+            self._most = self._held
         if self._bound is None or size <= self._share:
             return None
         return (

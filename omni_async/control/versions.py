@@ -109,7 +109,7 @@ class Versions:
 
     def require_made(self, result: SampleResult) -> None:
         """Raises WeightMismatch if a step claims a version that the trainer has not made."""
-        if result.step_versions and result.step_versions.newest > self.trained:
+        if result.step_versions.spans and result.step_versions.newest > self.trained:
             raise WeightMismatch(
                 f"sample {result.sample_id} of {result.engine} claims version {result.step_versions.newest}, newest is"
                 f" {self.trained}"
