@@ -13,8 +13,8 @@ from omni_async.benchmark.arms import Arm, arm_config, base_config
 from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
 from omni_async.config import Config, ConfigError
-from omni_async.config.load import to_yaml
 from omni_async.config.redact import redact
+from omni_async.config.yaml_text import to_yaml
 from omni_async.runtime.preflight import RunInputs, preflight
 from omni_async.tracking.summary import read_summary
 

@@ -2,7 +2,8 @@
 instant."""
 
 from omni_async.config.checks import check
-from omni_async.config.load import ConfigError, load, resolved_yaml, with_settings, with_spec
+from omni_async.config.load import load, resolved_yaml, with_settings, with_spec
 from omni_async.config.schema import Config
+from omni_async.config.yaml_text import ConfigError
 
 __all__ = ["Config", "ConfigError", "check", "load", "resolved_yaml", "with_settings", "with_spec"]

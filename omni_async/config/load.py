@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 from msgspec.structs import replace
 
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
 from omni_async.config.objective_section import objective_section
 from omni_async.config.reading import TooLargeError, read_file
-from omni_async.config.redact import is_secret_key, one_line, redact, redact_text
+from omni_async.config.redact import is_secret_key, redact, redact_text
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
+from omni_async.config.yaml_text import ConfigError, parse_yaml, to_yaml
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
@@ -43,92 +43,7 @@ _LONGEST_CHAIN = 8
 _DEEPEST = 50  # levels of nesting; the schema has five
 _LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
 _LONGEST_NAME = 255  # bytes of a file's name
-_LONGEST_MESSAGE = 2000
-_LONGEST_NUMBER = 1000  # characters
 _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the text of the error is the whole message for the user: one line, whatever it
-    quotes."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message, _LONGEST_MESSAGE))
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain YAML, except that a key given twice is an error, `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`,
-    `off`, `yes`, `no` and dates are text (as in YAML 1.2)."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's way)
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"keys are names, got {key!r}", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Refuses long numbers: YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
-        if len(node.value) > _LONGEST_NUMBER:
-            raise ValueError(f"a number of {len(node.value)} characters")
-        integer = node.tag == "tag:yaml.org,2002:int"
-        number: int | float = self.construct_yaml_int(node) if integer else self.construct_yaml_float(node)
-        return number
-
-
-class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes every text that `_Loader` would read as something else."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # YAML's rarer line breaks are folded away in every style but the double-quoted one, which escapes them.
-    style = '"' if set(text) & set("\x85\u2028\u2029") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
-    _Loader.add_constructor(_tag, _Loader.construct_number)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        location = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-        raise ConfigError(f"{location}: not valid YAML: {problem}") from None
-    except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply") from None
-    except (
-        ValueError,
-        LookupError,
-        ArithmeticError,
-        AttributeError,
-        TypeError,
-    ) as error:  # what PyYAML's constructors do with `!!int ''` or `!!bool x`
-        raise ConfigError(f"{where}: not valid YAML: a value does not fit its type: {error!r}") from None
 
 
 def _at(tree: Any, path: list[str]) -> Any:
@@ -173,7 +88,7 @@ def _set_override(tree: dict[str, Any], override: str) -> str:
             here = here[key]
         if not isinstance(here, (dict, list)):
             raise ConfigError(f"override {_quoted(override)!r}: {key!r} is a value, not a section")
-    parsed = _parse(value, f"override {path!r}")
+    parsed = parse_yaml(value, f"override {path!r}")
     if isinstance(here, list):
         here[_index(here, last, override)] = parsed
     else:
@@ -311,7 +226,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}, so no recipe{asked}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{asked}") from None
-    tree = _parse(text, str(path))
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
     _require_plain_at(path, tree)
@@ -416,8 +331,3 @@ def with_settings(config: Config) -> Config:
 def resolved_yaml(config: Config) -> str:
     """Returns the configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
     return to_yaml(redact(msgspec.to_builtins(config)))
-
-
-def to_yaml(tree: Any) -> str:
-    """Dumps plain data as YAML that `load` reads back as the same data."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

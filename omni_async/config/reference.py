@@ -9,8 +9,8 @@ import msgspec
 import yaml
 
 from omni_async.config.describe import describe, description, fields_of, struct_of, walk
-from omni_async.config.load import ConfigError
 from omni_async.config.schema import Config
+from omni_async.config.yaml_text import ConfigError
 from omni_async.families import family_names, find_family
 
 _HEAD = (

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config, ConfigError, load
-from omni_async.config.load import to_yaml
 from omni_async.config.redact import redact
+from omni_async.config.yaml_text import to_yaml
 from omni_async.simulation.tune import Tuned
 from omni_async.simulation.tune_keys import with_keys
 from omni_async.simulation.tune_report import number
