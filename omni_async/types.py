@@ -156,8 +156,8 @@ class ReadyGroup(msgspec.Struct, frozen=True):
     def oldest_version(self) -> int:
         """Returns the oldest version of any trained step. Samples that no policy made (a dataset's) count as of the
         version they were admitted under."""
-        oldest = [s.step_versions.oldest for s in self.samples if s.step_versions.spans]
-        return min(oldest) if oldest else self.admitted_version
+        taken = {span[0] for sample in self.samples for span in sample.step_versions.spans}
+        return min(taken) if taken else self.admitted_version
 
 
 class TrainGroup(msgspec.Struct, frozen=True):

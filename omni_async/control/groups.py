@@ -145,10 +145,13 @@ class GroupProgress:
     @property
     def step_versions(self) -> tuple[int, int] | None:
         """Returns the oldest and newest version of any trained step so far."""
-        taken = [
-            s.result.step_versions for s in self.samples.values() if s.result is not None and s.result.step_versions
-        ]
-        return (min(v.oldest for v in taken), max(v.newest for v in taken)) if taken else None
+        taken = {
+            span[0]
+            for sample in self.samples.values()
+            if sample.result is not None
+            for span in sample.result.step_versions.spans
+        }
+        return (min(taken), max(taken)) if taken else None
 
     def entry(self, run: str, event: Terminal, reason: str | None, trained_version: int | None) -> LedgerEntry:
         """Returns the group's line of the ledger. Staleness is the version trained from, one before `trained_version`,

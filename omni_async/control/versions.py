@@ -109,11 +109,11 @@ class Versions:
 
     def require_made(self, result: SampleResult) -> None:
         """Raises WeightMismatch if a step claims a version that the trainer has not made."""
-        if result.step_versions.spans and result.step_versions.newest > self.trained:
-            raise WeightMismatch(
-                f"sample {result.sample_id} of {result.engine} claims version {result.step_versions.newest}, newest is"
-                f" {self.trained}"
-            )
+        for version, _ in result.step_versions.spans:
+            if version > self.trained:
+                raise WeightMismatch(
+                    f"sample {result.sample_id} of {result.engine} claims version {version}, newest is {self.trained}"
+                )
 
     def engines(self) -> dict[str, int]:
         return dict(self._engines)
