@@ -23,7 +23,7 @@ from omni_async.control.waiting import Event, is_cancelled
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot
-from omni_async.weights.transport.base import TransportError, WeightSender
+from omni_async.weights.transport.base import TransportError, WeightSender, sending
 
 # Transports have the time-out themselves and say more when it passes; this is for engines that do not answer even then.
 _GRACE_S = 10.0
@@ -86,6 +86,7 @@ class WeightPublisher:
         with self._tracer.span(
             "publish", version=self._carried.version, megabytes=round(self._carried.nbytes / 1e6, 3)
         ):
+            self._carried = await self._carried.whole()
             manifest = await asyncio.to_thread(self._carried.manifest)
             await self._coordinator.announce(manifest.version, manifest.digest)
             await self._send(manifest, self._carried, [*self._producers])
@@ -138,7 +139,7 @@ class WeightPublisher:
             failed: dict[str, BaseException] = {}
             joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
             try:
-                await self._sender.connect(joining)
+                await self._sender.init(joining)
                 self._connected = {*joining}
                 return
             except TransportError:
@@ -182,7 +183,7 @@ class WeightPublisher:
     ) -> dict[str, BaseException]:
         failed: dict[str, BaseException] = {}
         try:
-            async with self._sender.sending(manifest, snapshot.buckets) as parcel:
+            async with sending(self._sender, manifest, snapshot.buckets, snapshot.references) as parcel:
                 delivering = {
                     asyncio.create_task(self._deliver(name, manifest, parcel, failed)): name for name in names
                 }

@@ -1,24 +1,26 @@
 """Packs a policy version into flat byte buckets, and reads it back without a copy.
 
 The layout is a `WeightManifest` (a table of contents, safe to send anywhere) and a list of uint8 arrays. Every tensor
-starts at a multiple of `ALIGNMENT` bytes. `omni_async.weights.digest` verifies what arrived.
+starts at a multiple of `ALIGNMENT` bytes. Where several ranks hold the rows of a tensor, each has its own rows in its
+own buckets (`omni_async.weights.snapshot` joins them). `omni_async.weights.digest` verifies what arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from omni_async.types import TensorSpec, WeightManifest
-from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_bytes, verify
+from omni_async.types import Piece, TensorSpec, WeightManifest
+from omni_async.weights.digest import Bucket, WeightError, combine, digest, tensor_pieces, verify
 
 __all__ = [
     "Bucket",
     "BucketSet",
     "WeightError",
+    "as_tensor",
     "digest",
     "digest_tensors",
     "dtype_name",
@@ -29,9 +31,9 @@ __all__ = [
 ]
 
 ALIGNMENT = 64
-# Tensors are copied together for speed: small ones cost more to name than to copy. Gathered shards stay in memory until
+# Tensors are copied together for speed: small ones cost more to name than to copy. Merged ones stay in memory until
 # then, so not too many.
-_GATHERED_BYTES = 64 * 2**20
+_BATCH_BYTES = 4 * 2**20
 
 
 class BucketSet:
@@ -64,10 +66,16 @@ class BucketSet:
         return [memory[:used] for memory, used in zip(self._memory, self._used, strict=True)]
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
-        """Copies every tensor once, from its device and in `dtype` if given, straight into its bucket.
+    def fill(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        dtype: torch.dtype | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """Copies every tensor once, from its device and in `dtype` if given, straight into its bucket. `shapes` are
+        those of the whole tensors where `tensors` are only this rank's rows of them.
 
-        The iterable is consumed lazily, so a generator that gathers one shard at a time never holds the whole model
+        The iterable is consumed lazily, so a generator that makes one tensor at a time never holds the whole model
         twice. ValueError for a repeated name, or tensors that are not those of the first `fill`.
         """
         first, number, device = not self._targets, 0, None
@@ -76,7 +84,8 @@ class BucketSet:
         held = 0
         for name, tensor in tensors:
             if first:
-                self._lay_out(name, dtype or tensor.dtype, tensor.shape)
+                whole = tensor.shape if shapes is None else shapes[name]
+                self._lay_out(name, dtype or tensor.dtype, tensor.shape, tuple(whole))
             known, target = self._targets[number] if number < len(self._targets) else ("absent", torch.empty(0))
             if (name, tensor.shape) != (known, target.shape):
                 raise ValueError(
@@ -86,7 +95,7 @@ class BucketSet:
             targets.append(target)
             sources.append(tensor)
             number, device, held = number + 1, tensor.device, held + tensor.nbytes
-            if held >= _GATHERED_BYTES:
+            if held >= _BATCH_BYTES:
                 _copy(targets, sources)
                 held = 0
         _copy(targets, sources)
@@ -95,14 +104,18 @@ class BucketSet:
         if device is not None and device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    def _lay_out(self, name: str, dtype: torch.dtype, shape: torch.Size) -> None:
-        """Reserves memory for one more tensor."""
+    def _lay_out(self, name: str, dtype: torch.dtype, shape: torch.Size, whole: tuple[int, ...]) -> None:
+        """Reserves memory for the rows of one more tensor."""
         if name in self._specs:
             raise ValueError(f"tensor {name!r} appears twice in the weights")
         nbytes = shape.numel() * dtype.itemsize
-        bucket, offset = self._reserve(nbytes) if nbytes else (0, 0)
-        data = self._memory[bucket][offset : offset + nbytes] if nbytes else np.empty(0, np.uint8)
-        self._specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape), bucket, offset, nbytes)
+        pieces: tuple[Piece, ...] = ()
+        data = np.empty(0, np.uint8)
+        if nbytes:
+            bucket, offset = self._reserve(nbytes)
+            pieces = (Piece(bucket, offset, nbytes),)
+            data = self._memory[bucket][offset : offset + nbytes]
+        self._specs[name] = TensorSpec(name, dtype_name(dtype), whole, pieces)
         self._targets.append((name, _as_tensor(data, dtype, shape)))
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
@@ -147,20 +160,26 @@ def pack(
 
 
 def unpack(manifest: WeightManifest, buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) in the manifest's order. The tensors are views: they keep their bucket alive and must
-    not be written.
+    """Yields (name, CPU tensor) in the manifest's order. A tensor of one piece is a view: it keeps its bucket alive and
+    must not be written. One of several is put together when its turn comes.
 
     Read-only arrays (Ray's object store maps them so) are fine. WeightError if a bucket is missing or too short.
     """
     writable = [_writable_alias(bucket) for bucket in buckets]
     for spec in manifest.tensors:
-        piece = tensor_bytes(spec, writable, manifest.version)
-        yield spec.name, _as_tensor(piece, dtype_of(spec.dtype), spec.shape)
+        pieces = tensor_pieces(spec, writable, manifest.version)
+        data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+        yield spec.name, _as_tensor(data, dtype_of(spec.dtype), spec.shape)
+
+
+def as_tensor(bucket: Bucket) -> torch.Tensor:
+    """Returns a bucket's memory as a uint8 tensor, which must not be written if the bucket must not."""
+    return torch.from_numpy(_writable_alias(bucket))
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Computes the digest that a packed version of `tensors` would have, one tensor at a time without packing."""
-    return combine((name, dtype_name(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors)
+    return combine((name, dtype_name(t.dtype), tuple(t.shape), [_bytes_of(t)]) for name, t in tensors)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ whatever bucket size, iteration order or file made them, and an engine can compu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -43,31 +44,36 @@ class WeightError(RuntimeError):
 
 def digest(specs: Iterable[TensorSpec], buckets: Sequence[Bucket]) -> str:
     """Computes xxh3-128, in hexadecimal, over names, dtypes, shapes and bytes."""
-    return combine((s.name, s.dtype, s.shape, tensor_bytes(s, buckets)) for s in specs)
+    return combine((s.name, s.dtype, s.shape, tensor_pieces(s, buckets)) for s in specs)
 
 
 def verify(manifest: WeightManifest, buckets: Sequence[Bucket]) -> None:
     """Raises WeightError, naming the version and both digests, unless `buckets` hold exactly what `manifest`
     promises."""
     for spec in manifest.tensors:
-        tensor_bytes(spec, buckets, manifest.version)
+        tensor_pieces(spec, buckets, manifest.version)
     actual = digest(manifest.tensors, buckets)
     if actual != manifest.digest:
         raise WeightError(f"weights of version {manifest.version}: expected digest {manifest.digest}, got {actual}")
 
 
-def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Bucket]]) -> str:
-    """Computes the digest of (name, dtype, shape, bytes) in any order."""
+def combine(tensors: Iterable[tuple[str, str, tuple[int, ...], Sequence[Bucket]]]) -> str:
+    """Computes the digest of (name, dtype, shape, bytes in pieces) in any order; where a tensor is cut does not
+    matter."""
     # Each tensor is hashed on its own and the small hashes are combined in name order: that makes the result
     # independent of order.
-    parts = {
-        name: f"{name!r} {dtype} {shape} {xxhash.xxh3_128_hexdigest(data.data)}\n"
-        for name, dtype, shape, data in tensors
-    }
+    parts = {name: f"{name!r} {dtype} {shape} {_hash(pieces)}\n" for name, dtype, shape, pieces in tensors}
     total = xxhash.xxh3_128()
     for name in sorted(parts):
         total.update(parts[name].encode())
     return total.hexdigest()
+
+
+def _hash(pieces: Sequence[Bucket]) -> str:
+    hashed = xxhash.xxh3_128()
+    for piece in pieces:
+        hashed.update(piece.data)
+    return hashed.hexdigest()
 
 
 def item_bytes(dtype: str) -> int:
@@ -78,20 +84,28 @@ def item_bytes(dtype: str) -> int:
     return size
 
 
-def tensor_bytes(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> Bucket:
-    """Returns a tensor's bytes, as a view; WeightError, naming `version`, if the buckets cannot hold them."""
-    where = "weights" if version is None else f"weights of version {version}"
-    if spec.nbytes != int(np.prod(spec.shape, dtype=np.int64)) * item_bytes(spec.dtype):
+def check_size(spec: TensorSpec, version: int | None = None) -> None:
+    """Raises WeightError, naming `version`, unless the pieces of a tensor have as many bytes as its shape."""
+    if spec.nbytes != math.prod(spec.shape) * item_bytes(spec.dtype):
         raise WeightError(
-            f"{where}: tensor {spec.name!r} of shape {spec.shape} and dtype {spec.dtype} cannot take {spec.nbytes}"
-            " bytes"
+            f"{_where(version)}: tensor {spec.name!r} of shape {spec.shape} and dtype {spec.dtype} cannot take"
+            f" {spec.nbytes} bytes"
         )
-    if not spec.nbytes:
-        return np.empty(0, np.uint8)
-    size = len(buckets[spec.bucket]) if 0 <= spec.bucket < len(buckets) else 0
-    if spec.offset < 0 or spec.offset + spec.nbytes > size:
-        raise WeightError(
-            f"{where}: tensor {spec.name!r} ends at byte {spec.offset + spec.nbytes} of bucket {spec.bucket}, which has"
-            f" {size} bytes"
-        )
-    return buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
+
+
+def tensor_pieces(spec: TensorSpec, buckets: Sequence[Bucket], version: int | None = None) -> list[Bucket]:
+    """Returns views of a tensor's bytes, piece by piece; WeightError, naming `version`, if the buckets cannot hold
+    them."""
+    check_size(spec, version)
+    for piece in spec.pieces:
+        size = len(buckets[piece.bucket]) if 0 <= piece.bucket < len(buckets) else 0
+        if piece.offset < 0 or piece.nbytes < 0 or piece.offset + piece.nbytes > size:
+            raise WeightError(
+                f"{_where(version)}: tensor {spec.name!r} ends at byte {piece.offset + piece.nbytes} of bucket"
+                f" {piece.bucket}, which has {size} bytes"
+            )
+    return [buckets[piece.bucket][piece.offset : piece.offset + piece.nbytes] for piece in spec.pieces]
+
+
+def _where(version: int | None) -> str:
+    return "weights" if version is None else f"weights of version {version}"

@@ -31,28 +31,36 @@ def diffusers_name(name: str) -> str:
     return f"{match['module']}.{match['matrix']}.weight" if match else name.replace(".base_layer.", ".")
 
 
+def _all_rows(product: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    return product
+
+
 def merged_weights(
     base: Mapping[str, torch.Tensor],
     adapters: Mapping[str, torch.Tensor],
     scale: float,
-    gather: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    load: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    load_adapter: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _all_rows,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields `base` in its order with `scale * B @ A` added where there is an adapter; the sum is made in float32 and
     keeps base's dtype.
 
-    Both mappings have diffusers names. `gather` turns one stored tensor into a whole one (FSDP shards, say) and is
-    called for every tensor in a fixed order: per base weight, the weight, then its A and B. ValueError if an adapter
-    fits no base weight or lacks its other half.
+    Both mappings have diffusers names. `load` returns of a stored weight what is yielded: all of it or, of one that
+    ranks share, some rows; `rows(product, stored)` then returns the same rows of a whole product. The product is always
+    made whole, from the whole adapters that `load_adapter` returns, so that every rank's rows are to the bit those of
+    one rank. All are called in a fixed order: per base weight, for the weight, then its A and B. ValueError if an
+    adapter fits no base weight or lacks its other half.
     """
     pairs = _pairs(adapters)
     unknown = sorted(set(pairs) - set(base))
     if unknown:
         raise ValueError(f"adapters for weights the model does not have: {', '.join(unknown[:3])}")
     for name, stored in base.items():
-        weight = gather(stored)
+        weight = load(stored)
         if name in pairs:
-            down, up = (gather(adapters[key]).float() for key in pairs[name])
-            weight = (weight.float() + scale * (up @ down)).to(weight.dtype)
+            down, up = (load_adapter(adapters[key]).float() for key in pairs[name])
+            weight = (weight + rows((up @ down).mul_(scale), stored)).to(weight.dtype)  # float32 if one of them is
         yield name, weight
 
 

@@ -1,25 +1,54 @@
-"""Describes one version of the policy between the trainer, which copied it out, and the publisher, which sends it to
-the engines."""
+"""Describes one version of the policy between the trainer ranks, which copied it out, and the publisher, which sends it
+to the engines.
+
+Every rank of the first copy of the weights copies its own rows. Rank 0's are in the publisher's process; the others put
+theirs into the run's store, where the publisher finds them when the version leaves. A tensor of the whole version then
+has a piece for every rank, in the order of its rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from omni_async.types import TensorSpec, WeightManifest
-from omni_async.weights.digest import Bucket, digest
+import msgspec
+
+from omni_async.store import ObjectStore
+from omni_async.types import Piece, TensorSpec, WeightManifest
+from omni_async.weights.digest import Bucket, WeightError, digest, item_bytes
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """The rows of one rank, in the run's store: `tensors` have the shapes of the whole tensors and the pieces of its
+    own buckets, whose references these are."""
+
+    tensors: tuple[TensorSpec, ...]
+    references: list[Any]
+
+
+Fetched = Sequence[tuple[SharedRows, list[Bucket]]]
 
 
 def _keep() -> None:
     """Does nothing: no other snapshot waits for the memory."""
 
 
+async def _none() -> Fetched:
+    """Returns no rows: rank 0 has them all."""
+    return []
+
+
 @dataclass(frozen=True)
 class Snapshot:
-    """A version complete but for its digest, whose computation the trainer does not wait for.
+    """A version complete but for its digest, whose computation the trainer does not wait for, and for the rows of
+    `others`, the ranks after this one in their order.
 
-    `release` is called when `buckets` are no longer read; their memory may be overwritten from then on.
+    `release` is called when `buckets` are no longer read; their memory may be overwritten from then on. `references`:
+    the buckets' in the run's store, None for one that is not there; empty if none is.
     """
 
     version: int
@@ -28,13 +57,24 @@ class Snapshot:
     buckets: list[Bucket]
     lora: dict[str, Any] | None = None
     release: Callable[[], None] = _keep
+    references: tuple[Any, ...] = ()
+    others: Callable[[], Awaitable[Fetched]] = _none
 
     @property
     def nbytes(self) -> int:
-        return sum(spec.nbytes for spec in self.tensors)
+        """Returns the bytes of the version with the rows of all ranks."""
+        return sum(math.prod(spec.shape) * item_bytes(spec.dtype) for spec in self.tensors)
+
+    async def whole(self) -> Snapshot:
+        """Returns the version with the rows of all ranks. WeightError if they do not hold the same tensors."""
+        joined = replace(self, others=_none)
+        for number, (rows, buckets) in enumerate(await self.others(), start=1):
+            joined = _join(joined, rows, buckets, number)
+        return joined
 
     def manifest(self) -> WeightManifest:
-        """Returns the manifest, with the digest of what the buckets hold: reads every byte."""
+        """Returns the manifest, with the digest of what the buckets hold: reads every byte. WeightError if rows are
+        missing."""
         return WeightManifest(
             version=self.version,
             payload=self.payload,
@@ -42,3 +82,26 @@ class Snapshot:
             tensors=self.tensors,
             lora=self.lora,
         )
+
+
+async def fetch(store: ObjectStore, shared: Sequence[Awaitable[SharedRows]]) -> Fetched:
+    """Returns the ranks' rows as they come from `store`, mapped where they are on this machine. ObjectLost if some are
+    gone."""
+    rows = await asyncio.gather(*shared)
+    return [(one, list(await asyncio.gather(*map(store.get, one.references)))) for one in rows]
+
+
+def _join(snapshot: Snapshot, rows: SharedRows, buckets: list[Bucket], rank: int) -> Snapshot:
+    """Adds the rows of one more rank, which follow those that `snapshot` has."""
+    first = len(snapshot.buckets)
+    have = [(spec.name, spec.dtype, spec.shape) for spec in snapshot.tensors]
+    if have != [(spec.name, spec.dtype, spec.shape) for spec in rows.tensors]:
+        raise WeightError(f"weights of version {snapshot.version}: rank {rank} copied other tensors out than rank 0")
+    tensors = tuple(
+        msgspec.structs.replace(
+            spec, pieces=spec.pieces + tuple(Piece(p.bucket + first, p.offset, p.nbytes) for p in more.pieces)
+        )
+        for spec, more in zip(snapshot.tensors, rows.tensors, strict=True)
+    )
+    references = (*(snapshot.references or [None] * first), *rows.references)
+    return replace(snapshot, tensors=tensors, buckets=[*snapshot.buckets, *buckets], references=references)

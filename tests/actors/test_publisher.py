@@ -4,8 +4,7 @@ are lost, and others join."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import Bucket
 from omni_async.weights.snapshot import Snapshot
-from omni_async.weights.transport.base import Join, TransportError
+from omni_async.weights.transport.base import Join, Parcel, TransportError
 
 
 class Receiver:
@@ -57,17 +56,23 @@ class Post:
         self.log = log
         self.fails: Exception | None = None
 
-    async def connect(self, engines: Mapping[str, Join]) -> None:
+    async def init(self, engines: Mapping[str, Join]) -> None:
         for number, join in enumerate(engines.values()):
             await join(f"invitation {number}")
 
-    @asynccontextmanager
-    async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[list[list[int]]]:
+    async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> int:
         if self.fails:
             raise self.fails
         self.log.append(f"send {manifest.version}")
-        yield [bucket.tolist() for bucket in buckets]
-        self.log.append(f"sent {manifest.version}")
+        self.version = manifest.version
+        return manifest.version
+
+    async def update(self, bucket: Bucket, reference: Any | None) -> list[int]:
+        return bucket.tolist()
+
+    async def finish(self, delivered: bool) -> None:
+        if delivered:
+            self.log.append(f"sent {self.version}")
 
 
 class Stage:
@@ -127,7 +132,7 @@ def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports
     async def scene(stage: Stage) -> None:
         snapshot = stage.publish(3)
         await stage.until(lambda: bool(stage.desk.spans))
-        assert [r.received for r in stage.receivers] == [[(3, [[3]])]] * 2
+        assert [r.received for r in stage.receivers] == [[(3, Parcel(3, [[3]]))]] * 2
         assert {report.digest for report in stage.desk.held} == {snapshot.manifest().digest}
 
     desk = on_stage(scene).desk

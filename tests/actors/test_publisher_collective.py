@@ -14,6 +14,7 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.control.clock import ManualClock
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import verify
+from omni_async.weights.transport.base import receive
 from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
 
 # Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
@@ -33,12 +34,12 @@ class Participant:
 
     async def join_weights(self, invitation: Any) -> None:
         self._die_at("join")
-        await self._receiver.connect(invitation)
+        await self._receiver.init(invitation)
         self.joined += 1
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
         self._die_at(manifest.version)
-        manifest, buckets = await self._receiver.receive(manifest, parcel)
+        manifest, buckets = await receive(self._receiver, manifest, parcel)
         verify(manifest, buckets)
         self.received.append(manifest.version)
         return WeightReport(self.name, manifest.version, manifest.digest)
@@ -54,7 +55,7 @@ class Participant:
 class Stage:
     def __init__(self, *participants: Participant) -> None:
         self.desk = Desk()
-        sender = CollectiveSender("127.0.0.1", "gloo", TIMEOUT_S)
+        sender = CollectiveSender("127.0.0.1", "cpu", TIMEOUT_S)
         config = make_config(**{"weights.timeout_s": TIMEOUT_S})
         self.publisher = WeightPublisher(config, {p.name: p for p in participants}, self.desk, sender, ManualClock())
         self.run = asyncio.create_task(self.publisher.run())

@@ -70,13 +70,13 @@ def test_packing_and_reading_back_changes_nothing(tensors: dict[str, torch.Tenso
         assert read[name].dtype == tensor.dtype
         assert read[name].shape == tensor.shape
         assert torch.equal(read[name], tensor)
-    assert all(spec.offset % ALIGNMENT == 0 for spec in manifest.tensors)
+    assert all(piece.offset % ALIGNMENT == 0 for spec in manifest.tensors for piece in spec.pieces)
     assert manifest.digest == digest_tensors(tensors.items())
 
 
 def test_buckets_keep_their_size_and_a_large_tensor_gets_its_own() -> None:
     manifest, buckets = packed(example())
-    large = next(spec for spec in manifest.tensors if spec.name == "big")
+    [large] = next(spec.pieces for spec in manifest.tensors if spec.name == "big")
     assert [len(b) <= 256 or i == large.bucket for i, b in enumerate(buckets)] == [True] * len(buckets)
     assert (large.offset, large.nbytes) == (0, len(buckets[large.bucket]))
 
@@ -101,7 +101,8 @@ def test_reading_is_without_copy_even_from_read_only_memory() -> None:
     assert not frozen[0].flags.writeable
     read = dict(unpack(manifest, frozen))
     spec = manifest.tensors[0]
-    address = frozen[spec.bucket].__array_interface__["data"][0] + spec.offset
+    [piece] = spec.pieces
+    address = frozen[piece.bucket].__array_interface__["data"][0] + piece.offset
     assert read[spec.name].data_ptr() == address
     del frozen
     assert torch.equal(read["big"], example()["big"])
@@ -184,7 +185,7 @@ def test_a_version_has_the_digest_of_its_tensors_whatever_lay_there_before() -> 
 
 
 def test_gathered_tensors_are_let_go_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_GATHERED_BYTES", 1000)
+    monkeypatch.setattr(buckets, "_BATCH_BYTES", 1000)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 

@@ -12,12 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from omni_async.types import TensorSpec, WeightManifest
+from omni_async.types import Piece, TensorSpec, WeightManifest
 from omni_async.weights.buckets import unpack
-from omni_async.weights.digest import WeightError, verify
-from omni_async.weights.transport.base import TransportError
-from omni_async.weights.transport.disk import DiskReceiver, DiskSender, read_version, write_version
+from omni_async.weights.digest import Bucket, WeightError, verify
+from omni_async.weights.transport.base import TransportError, receive, sending
+from omni_async.weights.transport.disk import DiskReceiver, DiskSender, VersionFile, read_version
 from tests.weights.conftest import Packed, make_packed
+
+
+def write_version(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -> None:
+    file = VersionFile(path, manifest)
+    try:
+        file.open()
+        for bucket in buckets:
+            file.write(bucket)
+        file.seal()
+    finally:
+        file.discard()
 
 
 @pytest.fixture
@@ -31,8 +42,8 @@ def send(sender: DiskSender, packed: Packed) -> Packed:
     """Sends a version and returns what an engine gets."""
 
     async def main() -> Packed:
-        async with sender.sending(*packed) as parcel:
-            return await DiskReceiver().receive(packed[0], parcel)
+        async with sending(sender, *packed) as parcel:
+            return await receive(DiskReceiver(), packed[0], parcel)
 
     return asyncio.run(main())
 
@@ -64,7 +75,7 @@ def test_the_newest_version_stays_and_older_ones_go_when_it_has_arrived(tmp_path
         sender, folder = DiskSender(tmp_path), tmp_path
         for version in (1, 2, 7):
             before = sorted(p.name for p in folder.iterdir())
-            async with sender.sending(*make_packed(version)):
+            async with sending(sender, *make_packed(version)):
                 assert sorted(p.name for p in folder.iterdir()) == [*before, f"version-{version:06d}.safetensors"]
             assert [p.name for p in folder.iterdir()] == [f"version-{version:06d}.safetensors"]
 
@@ -82,10 +93,10 @@ def test_an_engine_that_reads_an_old_version_keeps_its_bytes(tmp_path: Path) -> 
 def test_a_version_that_did_not_arrive_leaves_the_older_one_alone(tmp_path: Path) -> None:
     async def main() -> None:
         sender = DiskSender(tmp_path)
-        async with sender.sending(*make_packed(1)):
+        async with sending(sender, *make_packed(1)):
             pass
         with pytest.raises(LookupError):
-            async with sender.sending(*make_packed(2)):
+            async with sending(sender, *make_packed(2)):
                 raise LookupError("an engine died")
 
     asyncio.run(main())
@@ -101,7 +112,7 @@ def test_what_a_trainer_that_was_killed_left_goes_when_the_first_version_has_arr
         (tmp_path / name).touch()
 
     async def main() -> None:
-        async with DiskSender(tmp_path).sending(*make_packed(50)):
+        async with sending(DiskSender(tmp_path), *make_packed(50)):
             assert (tmp_path / "version-000060.safetensors").exists(), "it may be read until the new one has arrived"
 
     asyncio.run(main())
@@ -125,7 +136,7 @@ def test_a_version_that_cannot_be_written_whole_leaves_nothing(tmp_path: Path, p
 
 
 def test_a_dtype_that_files_do_not_have_is_refused(tmp_path: Path) -> None:
-    manifest = WeightManifest(1, "full", "", (TensorSpec("t", "complex128", (1,), 0, 0, 16),))
+    manifest = WeightManifest(1, "full", "", (TensorSpec("t", "complex128", (1,), (Piece(0, 0, 16),)),))
     with pytest.raises(TransportError, match=r"have no complex128 \('t'\); use another transport"):
         write_version(tmp_path / "version", manifest, [np.zeros(16, np.uint8)])
 

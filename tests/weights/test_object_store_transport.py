@@ -10,6 +10,7 @@ import pytest
 
 from omni_async.store import LocalStore
 from omni_async.weights.digest import verify
+from omni_async.weights.transport.base import receive, sending
 from omni_async.weights.transport.object_store import ObjectStoreReceiver, ObjectStoreSender
 from tests.weights.conftest import Packed
 
@@ -18,9 +19,9 @@ def test_in_one_process_the_engine_reads_the_trainers_own_copy(packed: Packed) -
     async def main() -> None:
         store = LocalStore()
         sender, receiver = ObjectStoreSender(store), ObjectStoreReceiver(store)
-        await sender.connect({"rollout-0": receiver.connect})
-        async with sender.sending(*packed) as parcel:
-            manifest, buckets = await receiver.receive(packed[0], parcel)
+        await sender.init({"rollout-0": receiver.init})
+        async with sending(sender, *packed) as parcel:
+            manifest, buckets = await receive(receiver, packed[0], parcel)
         verify(manifest, buckets)
         assert manifest == packed[0]
         assert all(np.shares_memory(a, b) for a, b in zip(buckets, packed[1], strict=True))
@@ -34,8 +35,8 @@ def test_a_bucket_that_is_gone_is_an_error(packed: Packed) -> None:
             raise LookupError("object is gone")
 
     async def main() -> None:
-        async with ObjectStoreSender(LocalStore()).sending(*packed) as parcel:
+        async with sending(ObjectStoreSender(LocalStore()), *packed) as parcel:
             with pytest.raises(LookupError, match="object is gone"):
-                await ObjectStoreReceiver(Forgetful()).receive(packed[0], parcel)
+                await receive(ObjectStoreReceiver(Forgetful()), packed[0], parcel)
 
     asyncio.run(main())

@@ -11,9 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from omni_async.types import WeightManifest
 from omni_async.weights.digest import Bucket
-from omni_async.weights.transport import disk
+from omni_async.weights.transport.disk import VersionFile
 from pipelines.qwen_image.tiny import build
 from tests.e2e.runs import run, write_recipe
 
@@ -39,14 +38,14 @@ def test_the_last_version_stays_as_a_file_and_is_what_was_trained(
 def test_a_full_disk_ends_the_run_with_the_reason_and_a_checkpoint(
     tmp_path: Path, checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = disk.write_version
+    write = VersionFile.write
 
-    def fails_at_2(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -> None:
-        if manifest.version == 2:
+    def fails_at_2(file: VersionFile, bucket: Bucket) -> None:
+        if file.version == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, manifest, buckets)
+        write(file, bucket)
 
-    monkeypatch.setattr(disk, "write_version", fails_at_2)
+    monkeypatch.setattr(VersionFile, "write", fails_at_2)
     failed = run(write_recipe(tmp_path, checkpoint), "weights.transport=disk")
     assert failed.summary.status == "failed"
     assert failed.summary.reason is not None
@@ -91,3 +90,33 @@ def test_runs_on_ray_publish_by_every_transport(tmp_path: Path) -> None:
             assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
             left[transport] = [path.name for path in (finished.path / "weights").glob("*")]
     assert left == {"object_store": [], "disk": ["version-000003.safetensors"], "collective": []}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("transport", ["object_store", "disk", "collective"])
+def test_two_ranks_on_ray_publish_their_own_rows_and_engines_draw_with_what_was_trained(
+    tmp_path: Path, checkpoint: str, transport: str
+) -> None:
+    pytest.importorskip("ray")
+    from benchmarks.weights_measure import ray_session
+
+    with ray_session(0):
+        finished = run(
+            write_recipe(tmp_path, checkpoint),
+            "run.runtime=ray",
+            "trainer.workers=2",
+            "rollout.workers=2",
+            "placement.trainer.cpus=0.5",
+            "placement.reward.cpus=0.5",
+            "weights.bucket_mb=1",
+            f"weights.transport={transport}",
+        )
+    assert (finished.summary.status, finished.summary.updates) == ("done", 3), finished.summary.reason
+    held = {(e["args"].get("version"), e["pid"]) for e in finished.trace if e["ph"] == "X" and e["name"] == "swap"}
+    assert {version for version, _ in held} >= {0, 3} and len({engine for _, engine in held}) == 2
+    if transport == "disk":
+        [file] = (finished.path / "weights").iterdir()
+        published, trained = load_file(file), finished.weights()
+        assert published.keys() == trained.keys()
+        assert all(torch.equal(published[name], trained[name]) for name in trained)

@@ -25,9 +25,9 @@ def build_sender(config: Config, store: ObjectStore, folder: Path, host: str = "
 
             return DiskSender(folder)
         case "collective":
-            from omni_async.weights.transport.collective import CollectiveSender, backend_of
+            from omni_async.weights.transport.collective import CollectiveSender, carrier_of
 
-            return CollectiveSender(host, backend_of(config), config.weights.timeout_s)
+            return CollectiveSender(host, carrier_of(config), config.weights.timeout_s)
 
 
 def build_receiver(config: Config, name: str, store: ObjectStore) -> WeightReceiver:

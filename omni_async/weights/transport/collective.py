@@ -5,9 +5,9 @@ The group is none of torch's registered ones, in particular not the trainer's: i
 serves. It is formed when every engine has started, so no engine holds up another's loading: the sender invites, all
 ranks register at the store, and rank 0 decides there whether the group is complete: a rank whose call failed is known
 to be gone, and all others fail at once. Every step has the timeout, and a participant that is missing, or leaves, ends
-the others' wait with an error. Gloo carries the bytes, or NCCL where trainer and engines have an accelerator each; then
-gloo still makes sure that all are there before NCCL, which could wait for ever, is entered. All calls that wait run in
-a thread of their own.
+the others' wait with an error. A carrier moves the bytes (`carriers`): gloo, or the accelerators' own library where
+trainer and engines have an accelerator each; then gloo still makes sure that all are there before that, which could
+wait for ever, is entered. All calls that wait run in a thread of their own.
 """
 
 from __future__ import annotations
@@ -15,40 +15,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed
 
 from omni_async.config import Config
 from omni_async.types import WeightManifest
+from omni_async.weights.buckets import as_tensor
 from omni_async.weights.digest import Bucket
 from omni_async.weights.transport.base import Join, TransportError
+from omni_async.weights.transport.carriers import CarrierName, DeviceCarrier, HostCarrier, current_device
 
-Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
-_POLL_S = 0.0005
 # Keys and values at the store by which the ranks learn, before they form the group, whether all of them are there.
 _ALL, _HERE, _GONE = "all", b"here", b"gone"
 # torch's annotations leave out the parts that are used here.
 dist: Any = torch.distributed
 
 
-def backend_of(config: Config) -> Backend:
-    """Chooses the backend: NCCL needs a whole accelerator for every rank, shared with no other; gloo is used
+def carrier_of(config: Config) -> CarrierName:
+    """Chooses the carrier: "device" needs a whole accelerator for every rank, shared with no other; "cpu" is used
     otherwise."""
     placement = config.placement
     if config.emulation is not None or placement.colocated:
-        return "gloo"
-    return "nccl" if min(placement.trainer.gpus, placement.rollout.gpus) >= 1 else "gloo"
+        return "cpu"
+    return "device" if min(placement.trainer.gpus, placement.rollout.gpus) >= 1 else "cpu"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Invitation:
     port: int
     rank: int
     size: int
-    backend: Backend
+    carrier: CarrierName
 
 
 class CollectiveSender:
@@ -67,19 +65,20 @@ class CollectiveSender:
 
     one_by_one = False
 
-    def __init__(self, host: str, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, host: str, carrier: CarrierName, timeout_s: float) -> None:
         self._host = host
-        self._backend: Backend = backend
+        self._carrier: CarrierName = carrier
         self._timeout_s = timeout_s
         self._thread = _Thread()
         self._group: Group | None = None
+        self._waiting: list[asyncio.Future[None]] = []
 
-    async def connect(self, engines: Mapping[str, Join]) -> None:
+    async def init(self, engines: Mapping[str, Join]) -> None:
         if not engines:
             return
         self._thread = _Thread()  # a call stuck in a group that lost a rank keeps the old thread until its time-out
         store = await self._thread.run(self._serve)
-        mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._backend)
+        mine = Invitation(self._host, store.port, 0, len(engines) + 1, self._carrier)
         forming = self._thread.run(lambda: Group(mine, self._timeout_s, store))
         joining = [self._joined(join, replace(mine, rank=rank)) for rank, join in enumerate(engines.values(), start=1)]
         # Waits until all have answered: then no rank still waits in this attempt when the next begins, and the caller
@@ -115,21 +114,28 @@ class CollectiveSender:
                 use_libuv=False,  # libuv's store takes no socket
             )
 
-    @asynccontextmanager
-    async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[tuple[int, ...]]:
+    async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> None:
         if self._group is None:
             raise TransportError(
                 f"weights.transport: collective: version {manifest.version} cannot be sent before the engines have"
                 " joined"
             )
-        group, action = self._group, f"the broadcast of version {manifest.version}"
-        broadcast = self._thread.run(lambda: group.broadcast(buckets, action))
-        try:
-            yield tuple(len(bucket) for bucket in buckets)
-        except BaseException:
-            broadcast.add_done_callback(_forget)  # it fails too, later; the first failure is reported
-            raise
-        await broadcast
+        group, self._action = self._group, f"the broadcast of version {manifest.version}"
+        self._waiting = [self._thread.run(partial(group.meet, self._action))]
+
+    async def update(self, bucket: Bucket, reference: Any | None) -> int:
+        """Returns the bytes to be received at once: its broadcast waits for the engines."""
+        assert self._group is not None
+        self._waiting.append(self._thread.run(partial(self._group.broadcast, bucket, self._action)))
+        return len(bucket)
+
+    async def finish(self, delivered: bool) -> None:
+        waiting, self._waiting = self._waiting, []
+        for broadcast in waiting:
+            if delivered:
+                await broadcast
+            else:
+                broadcast.add_done_callback(_forget)  # it fails too, later; the first failure is reported
 
 
 class CollectiveReceiver:
@@ -142,24 +148,33 @@ class CollectiveReceiver:
         self._group: Group | None = None
         self._memory: list[Bucket] = []
 
-    async def connect(self, invitation: Invitation) -> None:
+    async def init(self, invitation: Invitation) -> None:
         self._thread, self._memory = _Thread(), []  # a broadcast stuck in the last group keeps the old ones
         self._group = await self._thread.run(lambda: Group(invitation, self._timeout_s))
 
-    async def receive(self, manifest: WeightManifest, parcel: tuple[int, ...]) -> tuple[WeightManifest, list[Bucket]]:
+    async def start(self, manifest: WeightManifest, start: None) -> None:
         if self._group is None:
             raise TransportError(f"weights.transport: collective: {self._name} has not joined the trainer")
-        group, buckets, action = self._group, self._buckets(parcel), f"the broadcast of version {manifest.version}"
-        await self._thread.run(lambda: group.broadcast(buckets, action))
-        return manifest, buckets
+        self._manifest, self._received = manifest, list[Bucket]()
+        self._action = f"the broadcast of version {manifest.version}"
+        await self._thread.run(partial(self._group.meet, self._action))
 
-    def _buckets(self, sizes: Sequence[int]) -> list[Bucket]:
-        """Returns memory for this version, the last one's where it is large enough: its pages are there already."""
-        if len(self._memory) != len(sizes) or any(
-            len(have) < size for have, size in zip(self._memory, sizes, strict=True)
-        ):
-            self._memory = [np.empty(size, np.uint8) for size in sizes]
-        return [have[:size] for have, size in zip(self._memory, sizes, strict=True)]
+    async def update(self, bucket: int) -> None:
+        assert self._group is not None
+        memory = self._room(len(self._received), bucket)
+        await self._thread.run(partial(self._group.broadcast, memory, self._action))
+        self._received.append(memory)
+
+    async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
+        return self._manifest, self._received
+
+    def _room(self, number: int, size: int) -> Bucket:
+        """Returns memory for a bucket, the last version's where that is large enough: its pages are there already."""
+        if number == len(self._memory):
+            self._memory.append(np.empty(size, np.uint8))
+        elif len(self._memory[number]) < size:
+            self._memory[number] = np.empty(size, np.uint8)
+        return self._memory[number][:size]
 
 
 class Group:
@@ -168,6 +183,7 @@ class Group:
     def __init__(self, invitation: Invitation, timeout_s: float, store: Any | None = None) -> None:
         self._invitation = invitation
         self._timeout_s = timeout_s
+        self._broken: TransportError | None = None
         timeout = timedelta(seconds=timeout_s)
         host, port = invitation.host, invitation.port
         with _reporting(f"joining the {invitation.size} ranks at {host}:{port}", invitation.rank, timeout_s):
@@ -179,18 +195,36 @@ class Group:
             self._gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore("weights", self._store), invitation.rank, invitation.size, options
             )
-            self._carrier = self._gloo if invitation.backend == "gloo" else _Nccl(self._store, invitation, timeout)
+            self._carrier: HostCarrier | DeviceCarrier = (
+                HostCarrier(self._gloo)
+                if invitation.carrier == "cpu"
+                else DeviceCarrier(current_device(), self._store, invitation.rank, invitation.size, timeout_s)
+            )
 
-    def broadcast(self, buckets: Sequence[Bucket], action: str) -> None:
-        """Copies rank 0's bytes into every rank's `buckets`. TransportError, naming `action`, if not all take part in
-        time."""
-        with _reporting(action, self._invitation.rank, self._timeout_s):
-            if isinstance(self._carrier, _Nccl):
+    def meet(self, action: str) -> None:
+        """Returns once all ranks are there; a carrier that waits by itself does not ask. TransportError, naming
+        `action`, if not all come in time."""
+        if isinstance(self._carrier, DeviceCarrier):
+            with self._taking_part(action):
                 self._gloo.barrier().wait(timedelta(seconds=self._timeout_s))
-                self._carrier.broadcast(buckets, time.monotonic() + self._timeout_s)
-                return
-            for bucket in buckets:
-                self._gloo.broadcast(torch.from_numpy(bucket), 0).wait(timedelta(seconds=self._timeout_s))
+
+    def broadcast(self, bucket: Bucket, action: str) -> None:
+        """Copies rank 0's bytes into every rank's `bucket`. TransportError, naming `action`, if not all take part in
+        time."""
+        with self._taking_part(action):
+            self._carrier.broadcast(as_tensor(bucket), self._timeout_s)
+
+    @contextlib.contextmanager
+    def _taking_part(self, action: str) -> Iterator[None]:
+        """Lets a group that lost a rank fail at once from then on, not after another time-out for every bucket."""
+        if self._broken is not None:
+            raise TransportError(str(self._broken))
+        try:
+            with _reporting(action, self._invitation.rank, self._timeout_s):
+                yield
+        except TransportError as error:
+            self._broken = error
+            raise
 
 
 def _store_at(invitation: Invitation, timeout: timedelta) -> Any:
@@ -230,46 +264,6 @@ def _reporting(action: str, rank: int, timeout_s: float) -> Iterator[None]:
             f"weights.transport: collective: {action} failed on rank {rank}; a participant is gone or did not come"
             f" within weights.timeout_s = {timeout_s:g} ({reason})"
         ) from error
-
-
-class _Nccl:
-    """A broadcast of buckets through device memory, on a stream of its own beside other work of the device."""
-
-    def __init__(self, store: Any, invitation: Invitation, timeout: timedelta) -> None:
-        self._root = invitation.rank == 0
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = (
-            2 * timeout
-        )  # after this NCCL's watchdog ends the process; the deadline below is earlier and says why
-        self._group = dist.ProcessGroupNCCL(
-            dist.PrefixStore("weights-nccl", store), invitation.rank, invitation.size, options
-        )
-        self._device_memory = torch.empty(0, dtype=torch.uint8, device=self._device)
-
-    def broadcast(self, buckets: Sequence[Bucket], deadline: float) -> None:
-        largest = max((len(bucket) for bucket in buckets), default=0)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if len(self._device_memory) < largest:
-                self._device_memory = torch.empty(largest, dtype=torch.uint8, device=self._device)
-            for bucket in buckets:
-                host, device = torch.from_numpy(bucket), self._device_memory[: len(bucket)]
-                if self._root:
-                    device.copy_(host)
-                self._group.broadcast(device, 0).wait()  # the stream waits, not this thread
-                self._finish(deadline)  # on the root too: its next copy would wait for this one, without a deadline
-                if not self._root:
-                    host.copy_(device)
-
-    def _finish(self, deadline: float) -> None:
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            if time.monotonic() > deadline:
-                self._group.abort()
-                raise TimeoutError("NCCL did not finish")
-            time.sleep(_POLL_S)
 
 
 class _Thread:

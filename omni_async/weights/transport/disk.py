@@ -10,19 +10,20 @@ here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import re
 import struct
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
-from omni_async.types import TensorSpec, WeightManifest
-from omni_async.weights.digest import Bucket, WeightError, item_bytes, tensor_bytes
+from omni_async.types import Piece, TensorSpec, WeightManifest
+from omni_async.weights.digest import Bucket, WeightError, check_size, item_bytes
 from omni_async.weights.transport.base import Join, TransportError
 
 # The format: a little-endian u64 with the length of a JSON header, the header, the tensors' bytes without gaps.
@@ -58,22 +59,43 @@ class DiskSender:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._file: VersionFile | None = None
 
-    async def connect(self, engines: Mapping[str, Join]) -> None:
+    async def init(self, engines: Mapping[str, Join]) -> None:
         """Does nothing: the parcel tells readers where the file is."""
 
-    @asynccontextmanager
-    async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[str]:
+    async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> str:
+        """Begins the file, and returns where it will be once the last bucket is written."""
         path = self._folder / f"version-{manifest.version:06d}.safetensors"
-        try:
-            await asyncio.to_thread(write_version, path, manifest, buckets)
-        except OSError as error:
-            raise TransportError(
-                f"weights.transport: disk: version {manifest.version} cannot be written to {path}:"
-                f" {error.strerror or error}"
-            ) from error
-        yield str(path)
-        await asyncio.to_thread(_clear_all_but, path)
+        self._file, self._left = None, len(sizes)
+        self._file = file = VersionFile(path, manifest)
+        await _write(file, file.open)
+        if not sizes:
+            await _write(file, file.seal)
+        return str(path)
+
+    async def update(self, bucket: Bucket, reference: Any | None) -> None:
+        assert self._file is not None
+        await _write(self._file, partial(self._file.write, bucket))
+        self._left -= 1
+        if not self._left:
+            await _write(self._file, self._file.seal)
+
+    async def finish(self, delivered: bool) -> None:
+        if self._file is not None:
+            await asyncio.to_thread(self._file.discard)
+            if delivered:
+                await asyncio.to_thread(_clear_all_but, self._file.path)
+
+
+async def _write(file: VersionFile, work: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(work)
+    except OSError as error:
+        raise TransportError(
+            f"weights.transport: disk: version {file.version} cannot be written to {file.path}:"
+            f" {error.strerror or error}"
+        ) from error
 
 
 def _clear_all_but(newest: Path) -> None:
@@ -85,21 +107,83 @@ def _clear_all_but(newest: Path) -> None:
 
 
 class DiskReceiver:
-    async def connect(self, invitation: Any) -> None:
+    async def init(self, invitation: Any) -> None:
         """Does nothing: a file needs no connection."""
 
-    async def receive(self, manifest: WeightManifest, parcel: str) -> tuple[WeightManifest, list[Bucket]]:
-        return await asyncio.to_thread(read_version, Path(parcel), manifest)
+    async def start(self, manifest: WeightManifest, start: str) -> None:
+        self._manifest, self._path = manifest, Path(start)
+
+    async def update(self, bucket: None) -> None:
+        """Does nothing: the file has all buckets."""
+
+    async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
+        return await asyncio.to_thread(read_version, self._path, self._manifest)
 
 
-def write_version(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -> None:
-    """Writes `path` whole or not at all. OSError as the file system raises it; TransportError for a dtype that
-    safetensors files lack."""
+class VersionFile:
+    """A file of a version while it is written, bucket by bucket in their order: under `path` whole or not at all.
+
+    Every method but `discard` raises OSError as the file system does.
+    """
+
+    def __init__(self, path: Path, manifest: WeightManifest) -> None:
+        """TransportError for a dtype that safetensors files lack, WeightError for a tensor that lacks bytes."""
+        self.version = manifest.version
+        self.path, self._unfinished = path, path.with_suffix(".tmp")
+        self._header, starts = _lay_out(manifest)
+        self._places = _places(manifest, starts)
+        self._missing = sum(spec.nbytes for spec in manifest.tensors)
+        self._file: BinaryIO | None = None
+        self._number = 0
+
+    def open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._unfinished.open("wb", buffering=_WRITE_BUFFER)
+        self._file.write(_LENGTH.pack(len(self._header)) + self._header)
+        self._position = _LENGTH.size + len(self._header)
+
+    def write(self, bucket: Bucket) -> None:
+        """Writes the pieces that lie in the next bucket. WeightError if it is too short for them."""
+        assert self._file is not None
+        for start, piece in self._places.get(self._number, ()):
+            if piece.offset < 0 or piece.offset + piece.nbytes > len(bucket):
+                raise WeightError(
+                    f"weights of version {self.version}: bucket {self._number} has {len(bucket)} bytes, and a tensor"
+                    f" ends at byte {piece.offset + piece.nbytes} of it"
+                )
+            if start != self._position:  # pieces mostly follow each other, and to seek empties the buffer
+                self._file.seek(start)
+            self._file.write(bucket[piece.offset : piece.offset + piece.nbytes].data)
+            self._position = start + piece.nbytes
+            self._missing -= piece.nbytes
+        self._number += 1
+
+    def seal(self) -> None:
+        """Makes the file appear. WeightError if buckets are missing."""
+        assert self._file is not None
+        if self._missing:
+            raise WeightError(
+                f"weights of version {self.version}: {self._missing} bytes were in none of {self._number} buckets"
+            )
+        self._file.close()
+        self._unfinished.replace(self.path)
+
+    def discard(self) -> None:
+        """Deletes what was written, unless it was sealed."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk has its say again when the buffer is emptied
+                self._file.close()
+            self._unfinished.unlink(missing_ok=True)
+
+
+def _lay_out(manifest: WeightManifest) -> tuple[bytes, dict[str, int]]:
+    """Returns the header of a version's file, and where in the file every tensor starts."""
     # Without gaps every tensor lies at a multiple of its item size if the wider ones come first.
     specs = sorted(manifest.tensors, key=lambda spec: -item_bytes(spec.dtype))
     header: dict[str, Any] = {
         "__metadata__": {"format": "pt", "version": str(manifest.version), "digest": manifest.digest}
     }
+    starts: dict[str, int] = {}
     end = 0
     for spec in specs:
         if spec.dtype not in _DTYPES:
@@ -107,24 +191,29 @@ def write_version(path: Path, manifest: WeightManifest, buckets: list[Bucket]) -
                 f"weights.transport: disk: safetensors files have no {spec.dtype} ({spec.name!r}); use another"
                 " transport"
             )
+        check_size(spec, manifest.version)
+        starts[spec.name] = end
+        end += spec.nbytes
         header[spec.name] = {
             "dtype": _DTYPES[spec.dtype],
             "shape": spec.shape,
-            "data_offsets": (end, end + spec.nbytes),
+            "data_offsets": (starts[spec.name], end),
         }
-        end += spec.nbytes
     text = msgspec.json.encode(header)
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    try:
-        with unfinished.open("wb", buffering=_WRITE_BUFFER) as file:
-            file.write(_LENGTH.pack(len(text)) + text)
-            for spec in specs:
-                file.write(tensor_bytes(spec, buckets, manifest.version).data)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    before = _LENGTH.size + len(text)
+    return text, {name: before + start for name, start in starts.items()}
+
+
+def _places(manifest: WeightManifest, starts: Mapping[str, int]) -> dict[int, list[tuple[int, Piece]]]:
+    """Returns the pieces in each bucket, with where in the file they go."""
+    places: dict[int, list[tuple[int, Piece]]] = {}
+    for spec in manifest.tensors:
+        start = starts[spec.name]
+        for piece in spec.pieces:
+            places.setdefault(piece.bucket, []).append((start, piece))
+            start += piece.nbytes
+    return places
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -172,9 +261,7 @@ def read_version(path: Path, manifest: WeightManifest) -> tuple[WeightManifest, 
             name,
             _NAMES.get(e.dtype, e.dtype),
             e.shape,
-            0,
-            start + e.data_offsets[0],
-            e.data_offsets[1] - e.data_offsets[0],
+            (Piece(0, start + e.data_offsets[0], e.data_offsets[1] - e.data_offsets[0]),),
         )
         for name, e in entries.items()
     )

@@ -4,8 +4,7 @@ they travel by reference."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omni_async.store import ObjectStore
@@ -20,21 +19,34 @@ class ObjectStoreSender:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def connect(self, engines: Mapping[str, Join]) -> None:
+    async def init(self, engines: Mapping[str, Join]) -> None:
         """Does nothing: the store exists already."""
 
-    @asynccontextmanager
-    async def sending(self, manifest: WeightManifest, buckets: list[Bucket]) -> AsyncIterator[list[Any]]:
+    async def start(self, manifest: WeightManifest, sizes: Sequence[int]) -> None:
+        """Does nothing: buckets are independent of each other."""
+
+    async def update(self, bucket: Bucket, reference: Any | None) -> Any:
         # One after the other: many writing threads would take the cores from the training thread.
-        yield [await self._store.put(bucket) for bucket in buckets]
+        return await self._store.put(bucket) if reference is None else reference
+
+    async def finish(self, delivered: bool) -> None:
+        """Does nothing: a bucket lives as long as someone holds its reference."""
 
 
 class ObjectStoreReceiver:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def connect(self, invitation: Any) -> None:
+    async def init(self, invitation: Any) -> None:
         """Does nothing: the store exists already."""
 
-    async def receive(self, manifest: WeightManifest, parcel: list[Any]) -> tuple[WeightManifest, list[Bucket]]:
-        return manifest, list(await asyncio.gather(*(self._store.get(reference) for reference in parcel)))
+    async def start(self, manifest: WeightManifest, start: None) -> None:
+        self._manifest = manifest
+        self._references: list[Any] = []
+
+    async def update(self, bucket: Any) -> None:
+        self._references.append(bucket)
+
+    async def finish(self) -> tuple[WeightManifest, list[Bucket]]:
+        # Together, because those that lie on another machine are fetched side by side then.
+        return self._manifest, list(await asyncio.gather(*map(self._store.get, self._references)))

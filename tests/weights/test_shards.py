@@ -1,0 +1,196 @@
+"""Tests that rows which ranks copy out apart are the whole tensors when joined, to the bit: bytes, digest, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from omni_async.store import LocalStore
+from omni_async.training.device import init_process_group
+from omni_async.training.export import copy_out
+from omni_async.types import WeightManifest
+from omni_async.weights.buckets import BucketSet, digest_tensors, unpack, verify
+from omni_async.weights.digest import WeightError
+from omni_async.weights.lora import merged_weights
+from omni_async.weights.shards import own_rows, whole
+from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
+
+CPU = torch.device("cpu")
+
+
+def copied(
+    tensors: dict[str, Tensor], ranks: int, bucket_bytes: int, dtype: torch.dtype | None = None
+) -> list[SharedRows]:
+    """Has every rank copy its rows of `tensors`, as FSDP2 deals them; rank 0 has all of what has no rows."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    found = []
+    for rank in range(ranks):
+        buckets = BucketSet(bucket_bytes)
+        rows = []
+        for name, tensor in tensors.items():
+            chunks = tensor.chunk(ranks) if tensor.dim() else [tensor]
+            rows.append((name, chunks[rank] if rank < len(chunks) else tensor.reshape(-1)[:0]))
+        buckets.fill(rows, dtype, shapes)
+        found.append(SharedRows(buckets.specs, buckets.buckets))
+    return found
+
+
+def joined(found: Sequence[SharedRows]) -> Snapshot:
+    async def sharing(rows: SharedRows) -> SharedRows:
+        return rows
+
+    async def main() -> Snapshot:
+        first = Snapshot(3, "full", found[0].tensors, found[0].references)
+        return await replace(first, others=partial(fetch, LocalStore(), [sharing(rows) for rows in found[1:]])).whole()
+
+    return asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=5),
+    ranks=st.integers(1, 5),
+    bucket_bytes=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8]),
+)
+def test_rows_of_any_number_of_ranks_are_the_tensors_they_were_cut_from(
+    shapes: list[list[int]], ranks: int, bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(len(shapes))
+    tensors = {f"t{i}": (torch.randn(shape, generator=generator) * 9).to(dtype) for i, shape in enumerate(shapes)}
+    snapshot = joined(copied(tensors, ranks, bucket_bytes))
+    manifest = snapshot.manifest()
+    assert manifest.digest == digest_tensors(tensors.items())
+    assert manifest.nbytes == snapshot.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    verify(manifest, snapshot.buckets)
+    received = dict(
+        unpack(msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest), snapshot.buckets)
+    )
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(received[name], tensor)
+
+
+def test_rows_in_another_order_or_missing_are_found() -> None:
+    tensors = {"a": torch.arange(12.0).view(6, 2), "b": torch.arange(5.0)}
+    first, second, third = copied(tensors, 3, 64)
+    digest = joined([first, second, third]).manifest().digest
+    assert joined([first, third, second]).manifest().digest != digest
+    with pytest.raises(WeightError, match=r"'a' of shape \(6, 2\) and dtype float32 cannot take 32 bytes"):
+        joined([first, second]).manifest()
+
+
+def test_ranks_that_copied_other_tensors_out_are_told_apart() -> None:
+    first, _ = copied({"a": torch.ones(4)}, 2, 64)
+    _, second = copied({"b": torch.ones(4)}, 2, 64)
+    with pytest.raises(WeightError, match="version 3: rank 1 copied other tensors out than rank 0"):
+        joined([first, second])
+
+
+def test_a_bucket_of_another_rank_is_known_by_its_reference_and_rank_0s_is_not() -> None:
+    first, second = copied({"a": torch.ones(40, 2)}, 2, 64)
+    snapshot = joined([first, second])
+    assert len(snapshot.buckets) == len(first.references) + len(second.references)
+    assert [reference is None for reference in snapshot.references] == [
+        *(True for _ in first.references),
+        *(False for _ in second.references),
+    ]
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A module with a weight that has adapters, one that has none, and fewer rows than ranks in its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in (
+            ("weight", (37, 21)),
+            ("lora_A", (4, 21)),
+            ("lora_B", (37, 4)),
+            ("bias", (37,)),
+            ("scale", (3,)),
+        ):
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+SCALE = 1.7
+
+
+def parts(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the module's own weights and its adapters, by the names they are published under."""
+    named = dict(module.named_parameters())
+    adapters = {f"m.lora_{half}.weight": named.pop(f"lora_{half}") for half in "AB"}
+    return {f"m.{name}": tensor for name, tensor in named.items()}, adapters
+
+
+def work(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
+    found: dict[str, list[SharedRows]] = {}
+    for name, shape in (("sharded", (world,)), ("replicated", (2, world // 2))):
+        module = Adapted()
+        fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+        base, adapters = parts(module)
+        assert all(isinstance(tensor, DTensor) for tensor in base.values())
+        for dtype in (torch.float32, torch.bfloat16):
+            if rank >= shape[-1]:  # the adapters are gathered without the ranks of further copies
+                continue
+            buckets = BucketSet(256)
+            copy_out(buckets, base, adapters, SCALE, dtype, rank)
+            found[f"{name} {dtype}"] = [SharedRows(buckets.specs, buckets.buckets)]
+        if rank < shape[-1]:
+            buckets = BucketSet(256)
+            copy_out(buckets, adapters, {}, 1.0, None, rank)
+            found[f"{name} adapters"] = [SharedRows(buckets.specs, buckets.buckets)]
+    by_columns = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (world,)), [Shard(1)])
+    with pytest.raises(ValueError, match="only rows"):
+        own_rows(by_columns, rank)
+    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_what_ranks_copy_out_is_what_one_rank_merges_to_the_bit(tmp_path: Path) -> None:
+    world = 4
+    mp.spawn(work, (world, tmp_path), nprocs=world, join=True)
+    ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    base, adapters = parts(Adapted())
+    with torch.no_grad():
+        merged = dict(merged_weights(base, adapters, SCALE))
+    for layout, holders in (("sharded", 4), ("replicated", 2)):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = [rank.get(f"{layout} {dtype}") for rank in ranks]
+            assert [rank is not None for rank in found] == [number < holders for number in range(world)]
+            snapshot = joined([rank[0] for rank in found[:holders]])
+            expected = {name: tensor.to(dtype) for name, tensor in merged.items()}
+            assert snapshot.manifest().digest == digest_tensors(expected.items())
+            sizes = [sum(map(len, rank[0].references)) for rank in found[:holders]]
+            assert max(sizes) < 1.2 * sum(sizes) / holders + 3 * 64, "every rank has its rows alone"
+        snapshot = joined([rank[f"{layout} adapters"][0] for rank in ranks[:holders]])
+        assert snapshot.manifest().digest == digest_tensors(adapters.items())
+
+
+def test_what_is_on_one_rank_is_whole_and_shares_its_memory() -> None:
+    tensor = torch.arange(6.0).view(3, 2)
+    assert own_rows(tensor, 0).data_ptr() == whole(tensor).data_ptr() == tensor.data_ptr()
+    assert own_rows(tensor, 1).shape == (0, 2)
+    assert own_rows(torch.tensor(1.0), 1).numel() == 0
