@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,30 +17,41 @@ _NVIDIA = re.compile(r"nvidia\d+")
 # Devices of makers whose count says little by itself: AMD and integrated graphics (dri), Intel, Gaudi and others
 # (accel), Ascend, WSL.
 _OTHERS = re.compile(r"kfd|dri|accel\d*|davinci.*|dxg|hl\d+")
+_ASCEND = re.compile(r"davinci\d+")
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 
 
 def most_accelerators(
-    devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ
+    devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ, kind: str = "auto"
 ) -> tuple[int, str] | None:
     """Returns an upper bound on the accelerators, as CUDA and Ray count them, and its reason; None if only a driver
-    knows. Takes no time: no torch, no Ray, no driver is asked."""
+    knows. Takes no time: no torch, no Ray, no driver is asked. `kind`: as `placement.accelerator`."""
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:
         return None
+    if kind == "NPU":
+        return _visible(names, _ASCEND, "ASCEND_RT_VISIBLE_DEVICES", devices, environment)
     if any(_OTHERS.fullmatch(name) for name in names):
         return None
-    found = sum(_NVIDIA.fullmatch(name) is not None for name in names)
+    found = _visible(names, _NVIDIA, "CUDA_VISIBLE_DEVICES", devices, environment)
+    if any(map(_NVIDIA.fullmatch, names)) and _torch().endswith("+cpu"):
+        return 0, f"torch {_torch()} is a build for CPUs"
+    return found
+
+
+def _visible(
+    names: Sequence[str], pattern: re.Pattern[str], variable: str, devices: Path, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """Counts the devices that are there and that the variable does not hide."""
+    found = sum(pattern.fullmatch(name) is not None for name in names)
+    visible = environment.get(variable)
     if not found:
         return 0, f"{devices} has none"
-    if _torch().endswith("+cpu"):
-        return 0, f"torch {_torch()} is a build for CPUs"
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found, f"{devices} has so many"
     shown = [] if visible.strip() in _HIDES_ALL else visible.split(",")
-    return min(found, len(shown)), f"CUDA_VISIBLE_DEVICES={visible}"
+    return min(found, len(shown)), f"{variable}={visible}"
 
 
 def require_accelerator(key: str, asked: float) -> torch.device:

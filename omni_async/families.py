@@ -47,6 +47,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Reads configuration files, which were checked to be there and to be JSON."""
         return None
 
+    def shared_tokens(self, checkpoint: Path) -> int | None:
+        """Returns the number of tokens, besides text, that the model in the folder `checkpoint` makes of a sample and
+        that ranks share in equal parts; None if parts may differ. Is asked after `problem`, and reads the same."""
+        return None
+
     def media(self) -> tuple[MediaShape, ...]:
         """Returns the shapes of what is decoded from a sample; of emulated ones nothing is."""
         return ()
@@ -57,7 +62,8 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     `vllm_extension` are the dotted classes handed to vLLM-Omni; `model_index_class` is the `_class_name` that a
     checkpoint's `model_index.json` must have; `components` are the checkpoint's folders with what is trained;
     `prompt_images` is the number of images that a prompt may carry (its codec reads them by
-    `omni_async.image_files.read_prompt_image`)."""
+    `omni_async.image_files.read_prompt_image`); `attention_heads` is the key of a component's config.json with the
+    number of its attention heads, None where ranks cannot share a row's tokens (`omni_async.policy.SequencePlan`)."""
 
     name: str
     policy: str
@@ -67,6 +73,7 @@ class PipelineFamily(msgspec.Struct, frozen=True):
     vllm_extension: str | None = None
     components: tuple[str, ...] = ("transformer",)
     prompt_images: int = 0
+    attention_heads: str | None = None
 
 
 @cache

@@ -9,8 +9,9 @@ known of a family without torch is in `omni_async.families`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from omni_async.families import PipelineFamily
 from omni_async.media import Media
@@ -28,16 +29,45 @@ def load_policy(family: PipelineFamily, path: str) -> Policy:
     return policy
 
 
+@dataclass(frozen=True)
+class OwnExchange:
+    """Where a denoiser that diffusers has no context-parallel plan of (`_cp_plan`) is cut, by names of its modules.
+
+    layers: the list of repeated layers, in which every attention is plain self-attention without a mask.
+    tokens: the arguments of a layer that are tokens, (B, L, C); of the first they are split.
+    output: the module after the layers whose output, (B, L, C), is gathered.
+    """
+
+    layers: str
+    tokens: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """What ranks that share the tokens of a row (`trainer.sequence_parallel`) must know of a family's denoisers.
+
+    masked_text: inputs of the denoiser with text tokens, (B, L, C), whose L the number of ranks must divide, each with
+    the input that masks it, (B, L) bool or None. Texts are padded at the end, which must move no position.
+    exchange: None where diffusers has a plan for the denoiser.
+    """
+
+    masked_text: Mapping[str, str] = field(default_factory=dict)
+    exchange: OwnExchange | None = None
+
+
 class Policy(Protocol):
     """A model family's functions for one checkpoint. Latents are (B, *shape) of B samples, whatever the shape; `spec`
     is one of the family's `SamplingSpec`s. Conditioning is a TensorDict of batch size [B] with the keys the family's
     `encode` produced.
 
     components: names of the checkpoint's trained denoisers, each that of its folder: `transformer`, `transformer_2`.
+    sequence_plan: how ranks share the tokens of a row; None if they cannot.
     """
 
     path: str
     components: tuple[str, ...]
+    sequence_plan: SequencePlan | None
 
     def load_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
         """Loads the denoisers alone, by component, on CPU, in eval mode (no dropout), weights in `dtype`."""
@@ -76,6 +106,19 @@ class Policy(Protocol):
 
     def load_codec(self, dtype: torch.dtype) -> Codec:
         """Loads text encoder and VAE: needed where samples are made, never by the trainer."""
+
+
+@runtime_checkable
+class BuildsEmpty(Protocol):
+    """A policy that also builds its components without their weights, so that the ranks of a trainer read their shards
+    of the checkpoint's files and none holds a whole model. Optional: one without it is loaded whole on every rank."""
+
+    path: str
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        """Builds the denoisers as `load_components` returns them, parameters (and persistent buffers, if that is
+        easier) on the meta device in `dtype`, other buffers and tensors with their values. The files of each are in the
+        folder of its name, and call weights as the module does."""
 
 
 class Codec(Protocol):

@@ -30,6 +30,22 @@ def load_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
     return part.eval()
 
 
+def empty_part(cls: Any, path: str, folder: str, dtype: torch.dtype) -> Any:
+    """Builds a diffusers model as `load_part` returns it, with parameters of `dtype` on the meta device: what else it
+    computes when it is built (rotary tables) has its values."""
+    from accelerate import init_empty_weights
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as when diffusers loads it: tables are computed in it, too
+    try:
+        with init_empty_weights():
+            part = cls.from_config(cls.load_config(path, subfolder=folder, local_files_only=True))
+    finally:
+        torch.set_default_dtype(before)
+    # Without diffusers' own `to`, which would speak of parts to be kept in float32.
+    return torch.nn.Module.to(part, dtype).eval()
+
+
 def load_tokenizer(cls: Any, path: str, folder: str = "tokenizer") -> Any:
     """Loads a tokenizer or processor."""
     return cls.from_pretrained(path, subfolder=folder, local_files_only=True)

@@ -6,15 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni_async.checkpoint.state import read_state
+from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectStore
 from omni_async.types import SampleDrift, TrainGroup
-from omni_async.weights.snapshot import Snapshot
+from omni_async.weights.snapshot import SharedRows, Snapshot
 
 if TYPE_CHECKING:
     from omni_async.training.engine import TrainEngine
@@ -27,21 +28,32 @@ T = TypeVar("T")
 _COLLECTIVE_TIMEOUT_S = 600.0
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What this rank takes of a group: samples, by number, and their trajectories. `counts`: False where it has none
+    and takes one of another rank's, because the others' passes are collective."""
+
+    samples: Sequence[int]
+    counts: bool
+    trajectories: list[Any]
+
+
 class Rank:
-    """A trainer rank. `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like
-    everything after it. `paired`: the objective trains preference pairs."""
+    """A trainer rank, at its place in `layout`. `build` makes the engine (imports torch, loads nothing); it runs in the
+    rank's thread like everything after it. `paired`: the objective trains preference pairs."""
 
     def __init__(
-        self, rank: int, world_size: int, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
+        self, layout: ParallelLayout, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
     ) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        self._layout = layout
         self._build = build
         self._store = store
         self._paired = paired
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{rank}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"trainer-{layout.rank}")
         self._free: list[BucketSet] = []
-        self._fetched: dict[int, list[Any]] = {}  # this rank's share of the update's groups
+        self._exported: dict[int, Snapshot] = {}  # what `share` hands over
+        self._sharing = asyncio.Lock()  # of the memory of exported rows
+        self._fetched: dict[int, _Share] = {}  # by group of the update
         self._spent: set[int] = set()  # groups accumulated since the last step
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -56,24 +68,25 @@ class Rank:
             if rendezvous is not None:
                 from omni_async.training.device import init_process_group
 
-                init_process_group(self._rank, self._world_size, rendezvous, _COLLECTIVE_TIMEOUT_S, self._engine.device)
+                rank, world = self._layout.rank, self._layout.world_size
+                init_process_group(rank, world, rendezvous, _COLLECTIVE_TIMEOUT_S, self._engine.device)
             self._engine.setup()
             if resume is not None:
                 self._engine.load(resume, read_state(Path(resume)).engine)
 
         await self._run(work)
 
-    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+    async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Reads this rank's share of a group: see `RankApi`."""
-        self._fetched[group] = await asyncio.gather(
-            *(self._store.get(reference) for reference in trajectories[self._mine])
-        )
+        samples, counts = self._dealt(len(trajectories), start)
+        read = await asyncio.gather(*(self._store.get(trajectories[i]) for i in samples))
+        self._fetched[group] = _Share(samples, counts, read)
 
-    @property
-    def _mine(self) -> slice:
-        """Selects every world_size-th sample; of a preference pair both, since its noise draws are divided among the
-        ranks instead."""
-        return slice(None) if self._paired else slice(self._rank, None, self._world_size)
+    def _dealt(self, number: int, start: int) -> tuple[Sequence[int], bool]:
+        """Returns the samples to take, and whether they count. Of a preference pair they are both, since its noise
+        draws are dealt instead."""
+        samples = range(number) if self._paired else self._layout.dealt(number, start)
+        return (samples, True) if samples else (range(1), False)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Runs a forward pass over this rank's share of a group, before the update's first step."""
@@ -89,15 +102,18 @@ class Rank:
     def _share(self, batch: TrainGroup) -> GroupBatch:
         from omni_async.training.groups import GroupBatch
 
-        mine = self._mine
+        share = self._fetched[batch.group]
+        mine = share.samples
         return GroupBatch(
             group=batch.group,
             spec=batch.spec,
-            trajectories=self._fetched[batch.group],
-            advantages=batch.advantages[mine],
-            seeds=batch.seeds[mine],
-            staleness=tuple(tuple(batch.version - v for v in versions) for versions in batch.step_versions[mine]),
-            weights=batch.weights[mine] if batch.weights is not None else None,
+            trajectories=share.trajectories,
+            advantages=tuple(batch.advantages[i] for i in mine),
+            seeds=tuple(batch.seeds[i] for i in mine),
+            staleness=tuple(tuple(batch.version - v for v in batch.step_versions[i]) for i in mine),
+            size=len(batch.seeds),
+            weights=tuple(batch.weights[i] for i in mine) if batch.weights is not None else None,
+            counts=share.counts,
         )
 
     async def step(self, grad_scale: float) -> dict[str, float]:
@@ -111,9 +127,27 @@ class Rank:
         await self._run(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copies the weights out as `version`; None off rank 0. The memory of snapshots that were released is used
-        again: two sets are enough where at most one snapshot is on its way when the next is taken."""
-        return await self._run(lambda: self._snapshot(version))
+        """Copies this rank's rows of the weights out as `version`; returns them on rank 0, and None elsewhere, where
+        `share` hands them over. The memory of snapshots that were released is used again: two sets are enough on rank
+        0, where at most one snapshot is on its way when the next is taken, and one elsewhere, where the next waits."""
+        async with self._sharing:
+            snapshot = await self._run(lambda: self._snapshot(version))
+        if self._layout.rank == 0 or snapshot is None:
+            return snapshot
+        self._exported[version] = snapshot
+        return None
+
+    async def share(self, version: int) -> SharedRows:
+        """Puts what this rank exported as `version` into the store, while the engine goes on with the training. That
+        copies, as this is another process than the publisher's, and so frees the memory."""
+        snapshot = self._exported.pop(version)
+        async with self._sharing:
+            try:
+                # One after the other: many writing threads would take the cores from the training thread.
+                references = [await self._store.put(bucket) for bucket in snapshot.buckets]
+            finally:
+                snapshot.release()
+        return SharedRows(snapshot.tensors, references)
 
     def _snapshot(self, version: int) -> Snapshot | None:
         buckets = self._free.pop() if self._free else self._engine.bucket_set()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from omni_async.actors.api import (
@@ -30,8 +32,10 @@ from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
 from omni_async.control.clock import Clock
+from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport
+from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 
 _MISMATCH_NATS = 1.0
 
@@ -57,6 +61,7 @@ class Trainer:
         self._rule = rule
         self._coordinator = coordinator
         self._publisher = publisher
+        self._store = store
         self._clock = clock
         self._host = host
         self._tracer = Tracer("trainer", coordinator, clock)
@@ -173,11 +178,26 @@ class Trainer:
             exported = await asyncio.gather(*(rank.export(self._version) for rank in self._ranks))
         if exported[0] is None:
             raise RuntimeError("trainer rank 0 exported nothing")
-        self._publisher.publish(exported[0])
+        self._publisher.publish(self._with_others(exported[0]))
+
+    def _with_others(self, snapshot: Snapshot) -> Snapshot:
+        """Has the other ranks that exported rows of this version share them, beside the training."""
+        sharing = self._ranks[1 : ParallelLayout.of(self._config.trainer).shard_size]
+        if not sharing:
+            return snapshot
+        shared = [asyncio.ensure_future(rank.share(snapshot.version)) for rank in sharing]
+        for rows in shared:
+            rows.add_done_callback(_forget)  # of a version that is withdrawn; a rank that is gone fails the next call
+        return replace(snapshot, others=partial(fetch, self._store, shared))
 
     async def _save(self) -> None:
         await self._checkpointer.save(self._version)
         self._saved = self._version
+
+
+def _forget(rows: asyncio.Future[SharedRows]) -> None:
+    if not rows.cancelled():
+        rows.exception()
 
 
 def _lies_in(checkpoint: str, folder: str) -> bool:

@@ -22,6 +22,7 @@ from omni_async.algorithms.history import RewardHistory
 from omni_async.algorithms.selection import best_and_worst
 from omni_async.config import Config
 from omni_async.control.seeds import derive
+from omni_async.layout import ParallelLayout
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 
@@ -64,6 +65,7 @@ class Update:
         self._version = version
         self._history = history
         self._preempt = preempt
+        self._layout = ParallelLayout.of(config.trainer)
         self._advantage = config.algorithm.advantage
         self._groups_per_step = config.trainer.groups_per_update // config.trainer.steps_per_update
         self._row_weight = 1.0 / (self._groups_per_step * plan.samples_per_group * plan.rows_per_sample)
@@ -80,10 +82,11 @@ class Update:
         """Adds a group and computes with it as early as the plan allows. ObjectLost, with nothing changed, if a rank
         cannot read the group."""
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
-        await asyncio.gather(*(rank.fetch(group.group, trajectories) for rank in self._ranks))
+        start = len(self.groups) * self._plan.samples_per_group
+        await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self._ranks))
         self.groups.append(group)
         if self._plan.proximal:
-            self._drifts.append(await self._recompute_proximal(group))
+            self._drifts.append(await self._recompute_proximal(group, start))
         if self._plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
         elif self._plan.mode == "unscaled":
@@ -209,12 +212,11 @@ class Update:
             for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
         ]
 
-    async def _recompute_proximal(self, group: ReadyGroup) -> list[SampleDrift]:
+    async def _recompute_proximal(self, group: ReadyGroup, start: int) -> list[SampleDrift]:
         batch = self._batch(group, [0.0] * self._plan.samples_per_group)
         with self._tracer.span("proximal", version=self._version, group=group.group):
             found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self._ranks))
-        # Rank r has every world_size-th sample from r on.
-        return [found[i % len(found)][i // len(found)] for i in range(self._plan.samples_per_group)]
+        return self._layout.in_order(found, self._plan.samples_per_group, start)
 
     async def _accumulate(
         self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None

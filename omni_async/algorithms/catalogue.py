@@ -105,12 +105,6 @@ def _dpo_problems(config: Config) -> Iterator[str]:
             "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL; remove it,"
             f" got {config.algorithm.kl_coef}"
         )
-    draws = config.algorithm.forward.draws
-    if config.trainer.workers > 1 and (draws is None or draws % config.trainer.workers):
-        yield (
-            "algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; "
-            f"set a multiple of trainer.workers = {config.trainer.workers}, got {draws}"
-        )
 
 
 BUILT_IN: tuple[Objective, ...] = (

@@ -36,14 +36,14 @@ class Kind:
 
     summary: what an objective of this kind does, as the predicate of a message ("trains on final latents").
     loss: `module:Class`, an `omni_async.training.row_loss.RowLoss`, made with (config, objective, policy, model,
-        metrics, rank, world_size).
+        metrics, layout), the last an `omni_async.layout.ParallelLayout`.
     rows_per_sample: the number of trained rows of one sample; the loss of an update is the mean over all of them.
     noisy: whether it trains denoising steps that were taken with noise, so that rollout.sde must name a window;
         otherwise the steps of a sample carry none.
     ratio: whether rows have an importance ratio to the policy that made them, which algorithm.clip_range clips and
         algorithm.correction corrects; its loss then recomputes proximal log-probs.
-    paired: whether a group's best and worst sample alone are trained, as a pair: every rank then has both, and deals
-        their rows. Preference files are made of such pairs.
+    paired: whether a group's best and worst sample alone are trained, as a pair: every rank then has both, and
+        their rows are dealt. Preference files are made of such pairs.
     fields: the trajectory tensors that engines must return for an objective under a configuration.
     problems: combinations of an objective and the rest of the configuration that cannot work, one message each, beside
         those that follow from the above.

@@ -10,6 +10,7 @@ from omni_async.algorithms.kinds import Kind, find_kind
 from omni_async.algorithms.registry import Objective, find_objective
 from omni_async.config.algorithm import Correction
 from omni_async.config.schema import Config
+from omni_async.layout import layout_problems
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -20,7 +21,7 @@ def problems(config: Config) -> Iterator[str]:
     yield from _ratio(config, objective, kind)
     yield from _group(config, objective, kind)
     yield from kind.problems(objective, config)
-    yield from _ranks(config, kind)
+    yield from layout_problems(config.trainer.workers, config.trainer.sequence_parallel, config.trainer.shard)
     yield from _offline(config, objective, kind)
     yield from objective.problems(config)
 
@@ -55,15 +56,6 @@ def _group(config: Config, objective: Objective, kind: Kind) -> Iterator[str]:
         yield (
             f"rollout.group_size: {objective.name} compares the samples of a prompt, so it needs at least 2, got"
             f" {config.rollout.group_size}"
-        )
-
-
-def _ranks(config: Config, kind: Kind) -> Iterator[str]:
-    workers, samples = config.trainer.workers, config.rollout.group_size
-    if not kind.paired and samples % workers:
-        yield (
-            f"trainer.workers: {workers} ranks do not divide rollout.group_size = {samples}; each group is dealt over"
-            " the ranks"
         )
 
 

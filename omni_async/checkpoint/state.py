@@ -23,7 +23,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of, `samples` what the ready groups were made with."""
 
     control: ControlState
-    pipeline: str
+    pipeline: str | None
     algorithm: str
     engine: dict[str, Any] = {}
     rule: dict[str, Any] = {}

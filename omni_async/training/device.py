@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-_COLLECTIVES = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+from omni_async.layout import ParallelLayout
 
 
 def rank_device(rank: int) -> torch.device:
@@ -22,12 +23,11 @@ def rank_device(rank: int) -> torch.device:
 
 
 def collective_backend(device: torch.device) -> str:
-    """Returns a `torch.distributed` backend string for `device`. Gloo is always included, for metrics and checkpoint
-    plans on the CPU."""
+    """Returns a `torch.distributed` backend string for `device`: the backend that torch has registered for its type.
+    Gloo is always included, for metrics and checkpoint plans on the CPU."""
     if device.type == "cpu":
         return "cpu:gloo"
-    collective = _COLLECTIVES.get(device.type) or dist.get_default_backend_for_device(device.type)
-    return f"cpu:gloo,{device.type}:{collective}"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
 def init_process_group(
@@ -60,3 +60,13 @@ def largest_over_ranks(values: list[int]) -> list[int]:
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     found: list[int] = tensor.tolist()
     return found
+
+
+def sum_of_rows(layout: ParallelLayout, sums: Tensor) -> Tensor:
+    """Returns `sums` (on the CPU), which every rank has over its rows, over the rows of all ranks: those of ranks that
+    share a sequence are the same rows, and count once. Collective where there are several ranks."""
+    if layout.world_size == 1:
+        return sums
+    total = sums.clone() if layout.leads_sequence else torch.zeros_like(sums)
+    dist.all_reduce(total)
+    return total

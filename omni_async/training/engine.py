@@ -2,9 +2,10 @@
 neither Ray nor a model family.
 
 The engine waits only for the other ranks. `setup`, `recompute_proximal`, `accumulate`, `step`, `log_probs`, `snapshot`,
-`export`, `begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
-those that take a group with its own samples of the same group (at most ceil(group_size / workers), at least one; of a
-preference pair with both). `discard` is local, but all ranks must make the same choice.
+`begin_save` and `load` are collective: with several ranks, every rank calls the same ones in the same order,
+those that take a group with its own samples of the same group, as its `ParallelLayout` deals them (of a preference pair
+with both; a rank without a sample with another's, see `GroupBatch.counts`). `discard` is local, but all ranks must make
+the same choice.
 
     for group in update:  recompute_proximal(this rank's samples)  # where a correction needs it before the first step
     for group in update:  accumulate(this rank's samples, row_weight=1 / rows of the optimizer step)
@@ -15,39 +16,29 @@ preference pair with both). `discard` is local, but all ranks must make the same
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from omni_async.algorithms.decay import ema_decay, ema_due
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
-from omni_async.training import checkpoint
-from omni_async.training.auxiliary import forget_gathered
-from omni_async.training.device import rank_device
+from omni_async.training.backends.base import build_backend
+from omni_async.training.device import rank_device, sum_of_rows
 from omni_async.training.errors import TrainingError
+from omni_async.training.export import copy_out
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
-from omni_async.training.model import TrainedModel, whole
-from omni_async.training.optimizer import (
-    build_optimizer,
-    clip_factor,
-    gradient_norm,
-    gradients,
-    learning_rate,
-    set_learning_rate,
-)
+from omni_async.training.optimizer import clip_factor, learning_rate
 from omni_async.training.row_loss import RowLoss
 from omni_async.types import SampleDrift, WeightManifest
 from omni_async.weights.buckets import Bucket, BucketSet
-from omni_async.weights.lora import merged_weights
 from omni_async.weights.snapshot import Snapshot
 
 __all__ = ["GroupBatch", "TrainEngine"]
@@ -61,42 +52,36 @@ class TrainEngine:
     """
 
     def __init__(
-        self, config: Config, policy: Policy, rank: int, world_size: int, device: torch.device | None = None
+        self, config: Config, policy: Policy, layout: ParallelLayout, device: torch.device | None = None
     ) -> None:
         if config.weights.payload == "lora" and config.model.lora is None:
             raise ValueError("weights.payload: lora needs model.lora")
         self.config = config
         self.policy = policy
-        self.rank = rank
-        self.world_size = world_size
-        self.device = rank_device(rank) if device is None else device
+        self.layout = layout
+        self.device = rank_device(layout.rank) if device is None else device
         self.optimizer_steps = 0
         self.digest0 = ""
         self._objective = find_objective(config.algorithm.name)
-        self._metrics = Metrics()
+        self._metrics = Metrics(layout)
         self._has_rows = False
 
     def setup(self) -> None:
         """Loads the model and builds the optimizer. With several ranks, join the process group first."""
-        self._model = TrainedModel(self.config, self._objective, self.policy, self.device, self.rank, self.world_size)
+        layout = self.layout
+        self._model = build_backend(self.config, self._objective, self.policy, self.device, layout)
         self.digest0 = self._model.digest
-        self._trainable = self._model.trainable
         self._base, self._adapters = self._model.base(), self._model.adapters()
-        self._optimizer = build_optimizer(self.config.trainer.optimizer, self._trainable.values())
-        # Checkpoints are written while ranks train: their collectives must not meet those of training.
-        self._saving_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         # Every kind has rows of its own, which no other code reads.
         self._loss: RowLoss[Any] = find_kind(self._objective.kind).load_loss()(
-            self.config, self._objective, self.policy, self._model, self._metrics, self.rank, self.world_size
+            self.config, self._objective, self.policy, self._model, self._metrics, layout
         )
 
     def accumulate(self, group: GroupBatch, row_weight: float) -> None:
         """Adds `row_weight` times the gradient of the summed row losses of `group`, over all ranks. ValueError for an
         unusable group, before any gradient is touched."""
         for rows, counts in self._loss.batches(group):
-            # FSDP2 averages gradients over ranks, where the definition of row_weight wants their sum.
-            weight = row_weight * self.world_size if counts else 0.0
-            torch.autograd.backward(self._loss.losses(group, rows, counts).sum() * weight)
+            self._model.backward(self._loss.losses(group, rows, counts), row_weight if counts else 0.0)
         self._has_rows = True
 
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
@@ -114,8 +99,7 @@ class TrainEngine:
         if not self._has_rows:
             raise TrainingError(f"optimizer step {self.optimizer_steps}: no group was accumulated")
         loss_scale = grad_scale * self._normalise()
-        grads = gradients(self._trainable.values())
-        norm = gradient_norm(grads) * abs(loss_scale)
+        norm = self._model.gradient_norm() * abs(loss_scale)
         if not math.isfinite(norm):
             raise TrainingError(
                 f"optimizer step {self.optimizer_steps}: the gradient norm is {norm}; no weight was changed, and the"
@@ -123,13 +107,8 @@ class TrainEngine:
                 " trainer.optimizer.lr or reward.max_abs"
             )
         factor = loss_scale * clip_factor(norm, self.config.trainer.optimizer.max_grad_norm)
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
         rate = learning_rate(self.config.trainer, self.optimizer_steps)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        forget_gathered(self._model.components)
+        self._model.step(factor, rate)
         self._has_rows = False
         self.optimizer_steps += 1
         self._follow()
@@ -142,9 +121,7 @@ class TrainEngine:
         """Returns the factor that weights and masks made row by row still need: division by the rows that are left,
         over all ranks."""
         sums = torch.tensor(self._loss.gradient_normaliser(), dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-        numerator, denominator = sums.tolist()
+        numerator, denominator = sum_of_rows(self.layout, sums).tolist()
         return 1.0 if numerator == denominator else numerator / denominator if denominator > 0 else 0.0
 
     def _follow(self) -> None:
@@ -171,7 +148,7 @@ class TrainEngine:
 
     def discard(self) -> None:
         """Forgets everything accumulated since the last step, gradients and metrics."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._model.discard()
         self._metrics.clear()
         self._loss.gradient_normaliser()
         self._has_rows = False
@@ -181,47 +158,32 @@ class TrainEngine:
         weights."""
         return self._loss.log_probs(group)
 
-    @torch.no_grad()
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
-        """Copies the weights that draw samples into `buckets`, on rank 0, as published version `version`; returns None
-        on other ranks. These are the current weights, or the old policy's where the objective has one.
+        """Copies this rank's rows of the weights that draw samples into `buckets`, as its part of published version
+        `version`. Returns None on ranks that hold a further copy of the weights. These are the current weights, or the
+        old policy's where the objective has one.
 
         Payload `full`: every parameter in `model.dtype` under its diffusers name, adapters merged in float32. Payload
         `lora`: the adapters in float32, with `rank`, `alpha` and `target_modules`; merging them gives the `full`
         payload bit for bit.
         """
-        self._copy_into(buckets if self.rank == 0 else None)
-        if self.rank != 0:
+        if self.layout.rank >= self.layout.shard_size:
             return None
-        payload, lora = self.config.weights.payload, self.config.model.lora
-        about = None
-        if payload == "lora" and lora is not None:
-            about = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
-        return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
-
-    def _copy_into(self, buckets: BucketSet | None) -> None:
-        """Copies the weights that draw samples into `buckets`; with None this rank only takes part in gathering the
-        shards."""
-        lora, dtype = self.config.model.lora, None
         old = {
             name.removeprefix("old."): t
             for name, t in self._model.auxiliary.tensors().items()
             if name.startswith("old.")
         }
+        base = {name: old.get(name, p) for name, p in self._base.items()}
         adapters = {name: old.get(name, p) for name, p in self._adapters.items()}
-        tensors: Iterator[tuple[str, Tensor]]
-        if self.config.weights.payload == "lora":
-            tensors = ((name, whole(p)) for name, p in adapters.items())
+        payload, lora = self.config.weights.payload, self.config.model.lora
+        if payload == "lora" and lora is not None:
+            copy_out(buckets, adapters, {}, 1.0, None, self.layout.rank)
+            about = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         else:
-            scale = lora.alpha / lora.rank if lora is not None else 1.0
-            base = {name: old.get(name, p) for name, p in self._base.items()}
-            tensors = merged_weights(base, adapters, scale, gather=whole)
-            dtype = self._model.dtype
-        if buckets is not None:
-            buckets.fill(tensors, dtype)
-            return
-        for _ in tensors:
-            pass
+            scale, about = lora.alpha / lora.rank if lora is not None else 1.0, None
+            copy_out(buckets, base, adapters, scale, self._model.dtype, self.layout.rank)
+        return Snapshot(version, payload, buckets.specs, buckets.buckets, about)
 
     def bucket_set(self) -> BucketSet:
         """Makes memory for snapshots, pinned where they come from an accelerator."""
@@ -232,7 +194,7 @@ class TrainEngine:
         )
 
     def export(self, version: int) -> tuple[WeightManifest, list[Bucket]] | None:
-        """Returns a snapshot in memory of its own, with its digest."""
+        """Returns a snapshot in memory of its own, with its digest. WeightError where other ranks hold rows, too."""
         snapshot = self.snapshot(version, self.bucket_set())
         return (snapshot.manifest(), snapshot.buckets) if snapshot is not None else None
 
@@ -240,16 +202,12 @@ class TrainEngine:
         """Copies out the trained parameters, auxiliary policies (reference, old, average) and the optimizer. Returns a
         future, done when this rank's part of them is written, and what `load` needs besides, as plain values. Call it
         between steps: gradients are not kept."""
-        saving = checkpoint.begin_save(
-            Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer, self._saving_group
-        )
-        return saving, {"optimizer_steps": self.optimizer_steps}
+        return self._model.begin_save(Path(folder)), {"optimizer_steps": self.optimizer_steps}
 
     def load(self, folder: str | Path, state: dict[str, Any]) -> None:
         """Continues from a checkpoint that any number of ranks may have written; `state` holds the plain values that
         `begin_save` returned."""
         self.discard()
-        checkpoint.load(Path(folder), self._trainable, self._model.auxiliary.tensors(), self._optimizer)
-        forget_gathered(self._model.components)
+        self._model.load(Path(folder))
         self.optimizer_steps = int(state["optimizer_steps"])
         self._loss.end_update(self._progress)

@@ -17,14 +17,15 @@ from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.algorithms.timesteps import num_draws
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
+from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
 from omni_async.training.errors import TrainingError
 from omni_async.training.forward_rows import ForwardRows, build_rows, make_draws
 from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import Needs, micro_batches
-from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
 
 _INPUT_OF: dict[AuxiliaryPolicy, str] = {"reference": "ref_velocity", "old": "old_velocity", "ema": "ema_velocity"}
@@ -38,10 +39,9 @@ class ForwardLoss:
         config: Config,
         objective: Objective,
         policy: Policy,
-        model: TrainedModel,
+        model: TrainBackend,
         metrics: Metrics,
-        rank: int,
-        world_size: int,
+        layout: ParallelLayout,
     ) -> None:
         rollout, algorithm = config.rollout, config.algorithm
         self._algorithm = algorithm
@@ -51,8 +51,7 @@ class ForwardLoss:
         self._policy = policy
         self._model = model
         self._metrics = metrics
-        self._rank, self._world_size = rank, world_size
-        self._group_size = rollout.group_size
+        self._layout = layout
         self._micro_batch_size = config.trainer.micro_batch_size
         self._drawn = Drawn(policy, rollout)
         self._auxiliary = sorted(objective.auxiliary(algorithm))
@@ -69,19 +68,22 @@ class ForwardLoss:
             raise ValueError(f"{self._objective.name} trains on pairs, got {len(group.trajectories)} samples")
         forward, fraction = self._algorithm.forward, self._algorithm.timestep_fraction
         draws = [make_draws(seed, latent_shape, sigmas, forward, fraction) for seed in group.seeds]
+        number, counts = len(draws[0].sigmas), group.counts
+        most = self._layout.most(group.size) * number
         if self._paired:
-            draws = [d.dealt(self._rank, self._world_size) for d in draws]
+            mine = self._layout.dealt(number, group.group * number)
+            # Without a draw of its own a rank computes another's: the calls are collective.
+            draws, counts = [d.taken(mine or range(1)) for d in draws], counts and bool(mine)
+            most = 2 * self._layout.most(number)
         count = len(draws[0].sigmas)
         unit = 2 if self._paired else count if self._objective.unit == "sample" else 1
-        shared = self._world_size == 1 or self._paired
-        most = len(draws) if shared else -(-self._group_size // self._world_size)
         row_ids = [(i % 2, i // 2) if self._paired else divmod(i, count) for i in range(len(draws) * count)]
         needs = [self._policy.component_of(float(draws[sample].sigmas[k])) for sample, k in row_ids]
         for batch in micro_batches(
-            needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
+            needs, self._micro_batch_size, unit, most, self._policy.components, largest_over_ranks
         ):
             own, its = [row_ids[i] for i in batch.rows], Needs([needs[i] for i in batch.rows], batch.calls)
-            yield build_rows(group, draws, own, its, self._policy, self._model.device), batch.counts
+            yield build_rows(group, draws, own, its, self._policy, self._model.device), batch.counts and counts
 
     def losses(self, group: GroupBatch, rows: ForwardRows, counts: bool) -> Tensor:
         x = noised(rows.final, rows.noise, rows.sigma)

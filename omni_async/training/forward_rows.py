@@ -42,9 +42,9 @@ class Draws:
     sigmas: Tensor
     noises: Tensor
 
-    def dealt(self, rank: int, world_size: int) -> Draws:
-        """Returns a rank's share of the draws."""
-        return Draws(self.sigmas[rank::world_size], self.noises[rank::world_size])
+    def taken(self, numbers: range) -> Draws:
+        """Returns the draws with these numbers."""
+        return Draws(self.sigmas[list(numbers)], self.noises[list(numbers)])
 
 
 def make_draws(seed: int, shape: tuple[int, ...], sigmas: Tensor, forward: Forward, fraction: float) -> Draws:

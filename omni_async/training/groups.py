@@ -23,6 +23,9 @@ class GroupBatch:
     trajectories: `omni_async.rollout.base.Trajectory.tensors` on the CPU. For transition objectives latents (W + 1,
     *shape), log_probs (W,), optional means (W, *shape), sigmas (N + 1,), steps (W,) and conditioning; for
     forward-process ones final (*shape), sigmas and conditioning.
+    size: the samples of the whole group, on all ranks together.
+    counts: False where this rank has none of them, and one of another rank's here: it is computed, because that is
+        collective, and adds nothing.
     """
 
     group: int
@@ -31,7 +34,9 @@ class GroupBatch:
     advantages: Sequence[float]
     seeds: Sequence[int]
     staleness: Sequence[Sequence[int]]
+    size: int
     weights: Sequence[Sequence[float]] | None = None
+    counts: bool = True
 
     def __post_init__(self) -> None:
         lengths = {len(self.trajectories), len(self.advantages), len(self.seeds), len(self.staleness)}

@@ -1,29 +1,36 @@
 """Collects metrics of one optimizer step: recorded row by row together with their reduction, reduced once over rows and
 ranks.
 
-Recording costs no device synchronisation and no communication. `reduce` is collective: every rank must have recorded
-the same names.
+Recording costs no device synchronisation and no communication. `reduce` is collective. A rank records what it has rows
+of: one without any records nothing, and ranks that share a sequence record the same rows, which count once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Reduction = Literal["mean", "max", "absmax", "variance", "ess", "last"]
+from omni_async.layout import ParallelLayout
+from omni_async.training.device import sum_of_rows
+
+Reduction = Literal["mean", "max", "absmax", "variance", "ess"]
 _Key: TypeAlias = tuple[str, Reduction]
+
+_NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class Metrics:
     """ess: (mean w)^2 / mean w^2 of w = exp(value), in (0, 1], of values of any size: weights are taken relative to the
-    largest of all ranks. last: the last value recorded on this rank."""
+    largest of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: ParallelLayout) -> None:
+        self._layout = layout
         self._rows: dict[_Key, list[Tensor]] = defaultdict(list)
         self._by_step: dict[_Key, list[tuple[Tensor, list[int]]]] = defaultdict(list)
 
@@ -52,10 +59,10 @@ class Metrics:
 
     def reduce(self, num_steps: int) -> dict[str, float]:
         """Returns all metrics over all ranks, and forgets them. `num_steps` is the number of denoising steps N."""
-        keys, step_keys = sorted(self._rows), sorted(self._by_step)
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        columns = {key: torch.cat([v.cpu() for v in self._rows[key]]).to(torch.float64) for key in keys}
-        tables = {key: _by_step(self._by_step[key]) for key in step_keys}
+        keys, step_keys = self._recorded()
+        several = self._layout.world_size > 1
+        columns = {key: _column(self._rows.get(key, ())) for key in keys}
+        tables = {key: _by_step(self._by_step.get(key, ())) for key in step_keys}
         tops = [_maximum(columns[key], key[1]).reshape(1) for key in keys]
         tops += [_step_tops(*tables[key], num_steps) for key in step_keys]
         maxima = torch.cat(tops or [torch.zeros(1, dtype=torch.float64)])
@@ -65,15 +72,12 @@ class Metrics:
         step_tops = maxima[len(keys) :].split(num_steps)
         by_step = [_step_sums(*tables[key], key[1], step_tops[i]) for i, key in enumerate(step_keys)]
         totals = torch.cat([*sums, *(s.reshape(-1) for s in by_step)] or [torch.zeros(1, dtype=torch.float64)])
-        if several:
-            dist.all_reduce(totals, dist.ReduceOp.SUM)
+        totals = sum_of_rows(self._layout, totals)
         rows = totals[: 3 * len(keys)].reshape(-1, 3)
         result = {}
         for i, (name, reduction) in enumerate(keys):
             if reduction in ("max", "absmax"):
                 result[name] = float(maxima[i])
-            elif reduction == "last":
-                result[name] = float(columns[name, reduction][-1])
             else:
                 result[name] = _finish(rows[i], reduction)
         per_step = totals[3 * len(keys) :].reshape(len(by_step), -1, 3) if by_step else ()
@@ -85,6 +89,15 @@ class Metrics:
         self.clear()
         return result
 
+    def _recorded(self) -> tuple[list[_Key], list[_Key]]:
+        """Returns what any rank has recorded: of all its rows, and of its rows per denoising step."""
+        own = (set(self._rows), set(self._by_step))
+        of_ranks = [own] * self._layout.world_size
+        if self._layout.world_size > 1:
+            dist.all_gather_object(of_ranks, own)
+        rows, by_step = (set[_Key]().union(*found) for found in zip(*of_ranks, strict=True))
+        return sorted(rows), sorted(by_step)
+
 
 def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
     """Returns (R, 3): 1, and the two numbers whose sums the reduction needs. `top` is the largest of all rows that are
@@ -94,10 +107,15 @@ def _moments(values: Tensor, reduction: Reduction, top: Tensor) -> Tensor:
     return torch.stack([torch.ones_like(values), values, values.square()], dim=1)
 
 
-def _by_step(records: list[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
+def _column(parts: Iterable[Tensor]) -> Tensor:
+    """Returns the values of all parts together, (R,) float64 on the CPU."""
+    return torch.cat([_NOTHING, *(part.cpu() for part in parts)])
+
+
+def _by_step(records: Collection[tuple[Tensor, list[int]]]) -> tuple[Tensor, Tensor]:
     """Returns the values (R,) float64 and the denoising steps they belong to."""
-    values = torch.cat([v.cpu() for v, _ in records]).to(torch.float64)
-    return values, torch.tensor([step for _, steps in records for step in steps])
+    values = _column(part for part, _ in records)
+    return values, torch.tensor([step for _, steps in records for step in steps], dtype=torch.int64)
 
 
 def _step_tops(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
@@ -112,8 +130,8 @@ def _step_sums(values: Tensor, steps: Tensor, reduction: Reduction, tops: Tensor
 
 
 def _maximum(values: Tensor, reduction: Reduction) -> Tensor:
-    """Returns the maximum () of the values, of which every rank has at least one."""
-    return (values.abs() if reduction == "absmax" else values).max()
+    """Returns the maximum () of the values, -inf of none."""
+    return (values.abs() if reduction == "absmax" else values).max() if len(values) else values.new_tensor(-math.inf)
 
 
 def _finish(sums: Tensor, reduction: Reduction) -> float:

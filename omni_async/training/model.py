@@ -1,87 +1,71 @@
-"""Holds the trained components of one rank: loading, LoRA, FSDP2, precision, and the reference policy.
+"""Holds the trained components of one rank as torch modules: what the backends that train modules have in common.
 
-Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16: FSDP2 casts parameters as it gathers
-them and reduces gradients in float32; a plain model runs under autocast. Frozen weights (the base under LoRA) are held
-in `model.dtype`, since nothing ever adds to them.
+Master weights are float32. With `model.dtype: bfloat16` the compute is bfloat16. Frozen weights (the base under LoRA)
+are held in `model.dtype`, since nothing ever adds to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
 from omni_async.components import compute_velocity
-from omni_async.config.schema import Config, Lora
+from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
-from omni_async.training.auxiliary import AuxiliaryPolicies
-from omni_async.training.device import init_lone_process_group
+from omni_async.training import checkpoint, sequence_parallel
+from omni_async.training.adapters import adapters_off, add_adapters
+from omni_async.training.auxiliary import AuxiliaryPolicies, forget_gathered
+from omni_async.training.compiling import compile_layers
 from omni_async.training.errors import TrainingError
+from omni_async.training.loading import Loading, WholeModel
 from omni_async.training.micro_batches import Needs
-from omni_async.weights.buckets import digest_tensors
-from omni_async.weights.lora import ADAPTER, diffusers_name, is_injected_adapter
-
-Backend = Literal["plain", "fsdp2"]
+from omni_async.training.optimizer import build_optimizer, gradient_norm, gradients, set_learning_rate
+from omni_async.weights.lora import diffusers_name, is_injected_adapter
 
 
-def resolve_backend(backend: str, device: torch.device, world_size: int) -> Backend:
-    """Resolves `auto`: plain on a single CPU rank, where wrapping only costs time, else FSDP2. ValueError for plain on
-    several ranks."""
-    if backend == "plain" and world_size > 1:
-        raise ValueError(
-            f"trainer.backend: plain trains on one rank only, got trainer.workers = {world_size}; use fsdp2 or auto"
-        )
-    if backend == "plain" or (backend == "auto" and device.type == "cpu" and world_size == 1):
-        return "plain"
-    return "fsdp2"
-
-
-class TrainedModel:
-    """A policy's components, ready for gradients.
+class ModuleBackend:
+    """A `TrainBackend` whose model is a policy's components as modules, whole on every rank. A subclass says what is
+    different: how they are loaded and placed, in what context they compute, how ranks' gradients come together.
 
     components: the modules the optimizer works on, in eval mode (no dropout: log-probs must be those of the engines).
-    trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
-    LoRA, everything otherwise.
-    auxiliary: the auxiliary policies that `objective` wants, and the moving average if `trainer.ema` asks for one.
-    digest: the digest of the weights as loaded, in `model.dtype`, under their diffusers names (rank 0 only, else
-    empty).
     """
 
     def __init__(
-        self, config: Config, objective: Objective, policy: Policy, device: torch.device, rank: int, world_size: int
+        self, config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
     ) -> None:
+        self.config = config
         self.policy = policy
-        self.lora: Lora | None = config.model.lora
-        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.device = device
-        self.backend = resolve_backend(config.trainer.backend, device, world_size)
-        self._unconditional_gradient = config.algorithm.unconditional_gradient
-        mesh = _mesh(device, rank, world_size) if self.backend == "fsdp2" else None
-        # Each is called by itself and never the whole, so each is an FSDP root of its own.
-        self.components = nn.ModuleDict(
-            policy.load_components(torch.float32 if self.lora is None else self.dtype)
-        ).eval()
-        self.digest = self._digest() if rank == 0 else ""
+        self.layout = layout
+        self.lora = config.model.lora
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        loading = self.loading(torch.float32 if self.lora is None else self.dtype)
+        self.components = loading.components
+        self.digest = loading.digest(self.dtype) if layout.rank == 0 else ""
         if self.lora is not None:
-            _add_adapters(self.components, self.lora, config.run.seed)
+            add_adapters(self.components, self.lora, config.run.seed)
         else:
             self.components.requires_grad_(True)
         for component in self.components.values():
             if config.trainer.gradient_checkpointing:
                 _enable_gradient_checkpointing(component)
-            self._shard(component, mesh)
+        if layout.sequence > 1:
+            sequence_parallel.enable(dict(self.components.items()), policy.sequence_plan, layout, device)
+        for component in self.components.values():
+            if config.trainer.compile:
+                compile_layers(component, layout.rank)
+            self.place(component)
+        loading.fill(self.weights_device)
         self.trainable = {diffusers_name(name): p for name, p in self.components.named_parameters() if p.requires_grad}
         self.auxiliary = AuxiliaryPolicies(self.components, self.trainable)
         wanted = set(objective.auxiliary(config.algorithm)) | ({"ema"} if config.trainer.ema else set())
@@ -90,10 +74,33 @@ class TrainedModel:
                 auxiliary != "reference" or self.lora is None
             ):  # under LoRA the reference is the model without its adapters
                 self.auxiliary.add(auxiliary)
+        self.optimizer = build_optimizer(config.trainer.optimizer, self.trainable.values())
+        # Checkpoints are written while ranks train: their collectives must not meet those of training.
+        self._saving_group = dist.new_group(backend="gloo") if layout.world_size > 1 else None
+
+    def loading(self, dtype: torch.dtype) -> Loading:
+        """Builds the components, weights in `dtype`."""
+        return WholeModel(self.policy, dtype)
+
+    def place(self, component: nn.Module) -> None:
+        """Puts one component, which may have no memory yet, where it is trained, whole or in parts."""
+        component.to(self.device)
+
+    def backward(self, losses: Tensor, weight: float) -> None:
+        """Adds `weight` times the gradient of the sum of `losses` over all ranks."""
+        torch.autograd.backward(losses.sum() * weight)
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Returns where weights lie between their uses."""
+        return self.device
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Returns the context of forward passes."""
+        return nullcontext()
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
-        """Returns the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
-        with self._autocast():
+        with self.computing():
             velocity = compute_velocity(
                 self.policy,
                 dict(self.components.items()),
@@ -103,7 +110,7 @@ class TrainedModel:
                 spec,
                 needs.of_rows,
                 calls=needs.calls,
-                unconditional_gradient=self._unconditional_gradient,
+                unconditional_gradient=self.config.algorithm.unconditional_gradient,
             )
         return velocity.float()
 
@@ -117,122 +124,44 @@ class TrainedModel:
         spec: Any,
         needs: Needs,
     ) -> Tensor:
-        """Returns the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
         if auxiliary == "reference" and self.lora is not None:
-            with _adapters_off(self.components):
+            with adapters_off(self.components):
                 return self.velocity(latents, sigma, conditioning, spec, needs)
         if auxiliary not in self.auxiliary:
             raise TrainingError(f"there is no {auxiliary} policy: the objective did not ask for one")
         with self.auxiliary.using(auxiliary):
             return self.velocity(latents, sigma, conditioning, spec, needs)
 
-    def base(self) -> dict[str, nn.Parameter]:
-        """Returns the model's own parameters by diffusers name, without adapters."""
+    def gradient_norm(self) -> float:
+        return gradient_norm(gradients(self.trainable.values()))
+
+    def step(self, factor: float, rate: float) -> None:
+        if factor != 1.0:
+            torch._foreach_mul_(gradients(self.trainable.values()), factor)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.discard()
+        forget_gathered(self.components)
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def base(self) -> Mapping[str, Tensor]:
         return {
             diffusers_name(name): p for name, p in self.components.named_parameters() if not is_injected_adapter(name)
         }
 
-    def adapters(self) -> dict[str, nn.Parameter]:
+    def adapters(self) -> Mapping[str, Tensor]:
         return {diffusers_name(name): p for name, p in self.components.named_parameters() if is_injected_adapter(name)}
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.backend == "plain" and self.dtype != torch.float32:
-            return torch.autocast(self.device.type, dtype=self.dtype)
-        return nullcontext()
-
-    def _digest(self) -> str:
-        return digest_tensors((name, p.to(self.dtype)) for name, p in self.components.named_parameters())
-
-    def _shard(self, component: nn.Module, mesh: DeviceMesh | None) -> None:
-        if mesh is None:
-            component.to(self.device)
-            return
-        reduced = self.dtype != torch.float32
-        precision = MixedPrecisionPolicy()
-        if reduced:
-            # FSDP2 would cast every input. Engines give the time in float32, and 1000 sigma has no room in bfloat16.
-            precision = MixedPrecisionPolicy(
-                param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-            component.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
-        for block in transformer_blocks(component):
-            fully_shard(block, mesh=mesh, mp_policy=precision)
-        fully_shard(component, mesh=mesh, mp_policy=precision)
-        # fully_shard moves what it shards; buffers of modules without parameters stay behind.
-        for buffer in component.buffers():
-            buffer.data = buffer.data.to(self.device)
-
-
-def _cast_inputs(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts a denoiser's inputs to the dtype that it computes in, except the time, by the name that diffusers gives
-    it."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return tuple(map(cast, args)), {k: v if k == "timestep" else cast(v) for k, v in kwargs.items()}
-
-
-def transformer_blocks(component: nn.Module) -> list[nn.Module]:
-    """Returns the repeated layers: every entry with parameters of the component's own module lists
-    (`transformer_blocks`, `blocks`, ...)."""
-    lists = [child for child in component.children() if isinstance(child, nn.ModuleList)]
-    return [block for blocks in lists for block in blocks if any(True for _ in block.parameters())]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers all of a possibly sharded tensor. Collective: every rank calls it for the same tensors in the same
-    order."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _mesh(device: torch.device, rank: int, world_size: int) -> DeviceMesh:
-    if not dist.is_initialized():
-        if world_size > 1:
-            raise TrainingError("call training.device.init_process_group on every rank before TrainEngine.setup")
-        init_lone_process_group(device)
-    if dist.get_world_size() != world_size or dist.get_rank() != rank:
-        raise TrainingError(
-            f"the engine is rank {rank} of {world_size}, but the process group says rank {dist.get_rank()} of"
-            f" {dist.get_world_size()}"
+    def begin_save(self, folder: Path) -> Future[Any]:
+        return checkpoint.begin_save(
+            folder, self.trainable, self.auxiliary.tensors(), self.optimizer, self._saving_group
         )
-    return init_device_mesh(device.type, (world_size,))
 
-
-def _add_adapters(components: nn.Module, lora: Lora, seed: int) -> None:
-    components.requires_grad_(False)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=list(lora.target_modules),
-    )
-    # Every rank shards what it initialised itself, so all must draw the same numbers.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            inject_adapter_in_model(config, components, ADAPTER)
-        except ValueError as error:
-            raise ValueError(f"model.lora.target_modules: {error}") from error
-    for name, parameter in components.named_parameters():
-        if is_injected_adapter(name):
-            parameter.data = parameter.data.float()
-
-
-@contextmanager
-def _adapters_off(components: nn.Module) -> Iterator[None]:
-    # peft's own switch also clears requires_grad of the adapters, which FSDP2 must not see change; the flag alone is
-    # enough.
-    layers = [module for module in components.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+    def load(self, folder: Path) -> None:
+        checkpoint.load(folder, self.trainable, self.auxiliary.tensors(), self.optimizer)
+        forget_gathered(self.components)
 
 
 def _enable_gradient_checkpointing(component: nn.Module) -> None:

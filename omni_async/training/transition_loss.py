@@ -22,13 +22,14 @@ from omni_async.algorithms.registry import Objective
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config.schema import Config, Sde
 from omni_async.families import SamplingSpec
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.sde.transitions import Transition, log_prob, nats_per_log_prob, transition
+from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
 from omni_async.training.groups import Drawn, GroupBatch, check_group
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import micro_batches
-from omni_async.training.model import TrainedModel
 from omni_async.training.proximal import Proximal, ProximalPasses, sample_drifts, under_current
 from omni_async.training.transition_rows import TransitionRows, build_rows, trained_steps
 from omni_async.types import SampleDrift
@@ -42,10 +43,9 @@ class TransitionLoss:
         config: Config,
         objective: Objective,
         policy: Policy,
-        model: TrainedModel,
+        model: TrainBackend,
         metrics: Metrics,
-        rank: int,
-        world_size: int,
+        layout: ParallelLayout,
     ) -> None:
         rollout, algorithm = config.rollout, config.algorithm
         if rollout.sde is None:
@@ -59,8 +59,7 @@ class TransitionLoss:
         self._policy = policy
         self._model = model
         self._metrics = metrics
-        self._world_size = world_size
-        self._group_size = rollout.group_size
+        self._layout = layout
         self._micro_batch_size = config.trainer.micro_batch_size
         self._drawn = Drawn(policy, rollout)
         c = self._correction
@@ -79,13 +78,14 @@ class TransitionLoss:
         chosen = [trained_steps(seed, window, self._algorithm.timestep_fraction) for seed in group.seeds]
         count = len(chosen[0])
         unit = count if self._whole_samples else 1
-        most = len(chosen) if self._world_size == 1 else -(-self._group_size // self._world_size)
+        most = self._layout.most(group.size)
         samples = zip(group.trajectories, chosen, strict=True)
         needs = [self._component(t, k) for t, positions in samples for k in positions]
         for batch in micro_batches(
             needs, self._micro_batch_size, unit, most * count, self._policy.components, largest_over_ranks
         ):
-            yield build_rows(group, chosen, batch, needs, self._policy, self._model.device), batch.counts
+            rows = build_rows(group, chosen, batch, needs, self._policy, self._model.device)
+            yield rows, batch.counts and group.counts
 
     def _component(self, trajectory: TensorDict, position: int) -> str:
         """Returns the component that a step of the window needs."""
@@ -134,7 +134,7 @@ class TransitionLoss:
     @torch.no_grad()
     def recompute_proximal(self, group: GroupBatch) -> list[SampleDrift]:
         """Recomputes proximal log-probs: this rank's samples under the current weights, remembered until
-        `end_update`."""
+        `end_update`. Returns their drifts in order, none of a sample that does not count."""
         row_ids: list[tuple[int, int]] = []
         drifts: list[Drift] = []
         for rows, counts in self.batches(group):
@@ -145,6 +145,8 @@ class TransitionLoss:
             self._passes.remember(group.group, rows.row_ids, proximal)
             row_ids += rows.row_ids
             drifts.append(self._drift(rows, step.scale, proximal))
+        if not drifts:
+            return []
         log_ratio = torch.cat([d.log_ratio for d in drifts])[:, 0]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         num_elements = math.prod(self._drawn.by(group.spec)[0])
@@ -153,13 +155,15 @@ class TransitionLoss:
     @torch.no_grad()
     def log_probs(self, group: GroupBatch) -> Tensor:
         """Returns (samples, trained steps) float32 on the CPU, as `omni_async.sde` defines log-probs, under the current
-        weights."""
+        weights; no sample where the group's does not count."""
         # Padding is computed too: the other ranks join in its collectives.
         value_of: dict[tuple[int, int], Tensor] = {}
         for rows, counts in self.batches(group):
             values = self._current(rows, group.spec)[1].cpu()
             if counts:
                 value_of |= dict(zip(rows.row_ids, values.unbind(), strict=True))
+        if not value_of:
+            return torch.empty(0, 0)
         return torch.stack([value_of[row_id] for row_id in sorted(value_of)]).reshape(len(group.trajectories), -1)
 
     def gradient_normaliser(self) -> tuple[float, float]:

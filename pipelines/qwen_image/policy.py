@@ -16,9 +16,10 @@ from tensordict import TensorDict
 
 from omni_async.conditioning import stack_rows
 from omni_async.media import Media
+from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import scheduler_sigmas
 from omni_async.types import Prompt
-from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
+from pipelines.parts import as_images, empty_part, load_part, load_tokenizer, read_config, stack_images
 from pipelines.qwen_image import single_frame
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -47,6 +48,9 @@ class QwenImagePolicy:
     and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_mask`."""
 
     components: tuple[str, ...] = ("transformer",)
+    sequence_plan: SequencePlan | None = SequencePlan(
+        masked_text={"encoder_hidden_states": "encoder_hidden_states_mask"}
+    )
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -60,6 +64,11 @@ class QwenImagePolicy:
         from diffusers import QwenImageTransformer2DModel
 
         return {"transformer": load_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        from diffusers import QwenImageTransformer2DModel
+
+        return {"transformer": empty_part(QwenImageTransformer2DModel, self.path, "transformer", dtype)}
 
     def component_of(self, sigma: float) -> str:
         return "transformer"

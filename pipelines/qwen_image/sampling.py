@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from omni_async.config.section import doc
@@ -17,6 +18,9 @@ class QwenImageSampling(SamplingSpec, frozen=True, kw_only=True):
     @property
     def guided(self) -> bool:
         return self.true_cfg_scale > 1
+
+    def shared_tokens(self, checkpoint: Path) -> int:
+        return (self.height // 16) * (self.width // 16)
 
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("image", (3, self.height, self.width)),)

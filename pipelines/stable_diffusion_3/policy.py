@@ -15,9 +15,10 @@ from tensordict import TensorDict
 
 from omni_async.conditioning import stack_rows
 from omni_async.media import Media
+from omni_async.policy import OwnExchange, SequencePlan
 from omni_async.sde.schedules import static_shift
 from omni_async.types import Prompt
-from pipelines.parts import as_images, load_part, load_tokenizer, read_config, stack_images
+from pipelines.parts import as_images, empty_part, load_part, load_tokenizer, read_config, stack_images
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 
 CONDITIONING = ("prompt_embeds", "prompt_pooled", "negative_prompt_embeds", "negative_prompt_pooled")
@@ -39,6 +40,9 @@ class StableDiffusion3Policy:
     `prompt_pooled` (P,), and with an unconditional branch `negative_prompt_embeds` and `negative_prompt_pooled`."""
 
     components: tuple[str, ...] = ("transformer",)
+    sequence_plan: SequencePlan | None = SequencePlan(
+        exchange=OwnExchange("transformer_blocks", ("hidden_states", "encoder_hidden_states"), "proj_out")
+    )
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,6 +57,11 @@ class StableDiffusion3Policy:
         from diffusers import SD3Transformer2DModel
 
         return {"transformer": load_part(SD3Transformer2DModel, self.path, "transformer", dtype)}
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        from diffusers import SD3Transformer2DModel
+
+        return {"transformer": empty_part(SD3Transformer2DModel, self.path, "transformer", dtype)}
 
     def component_of(self, sigma: float) -> str:
         return "transformer"

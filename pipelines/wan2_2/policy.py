@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from omni_async.conditioning import stack_rows
 from omni_async.media import Media, require_media
+from omni_async.policy import SequencePlan
 from omni_async.sde.schedules import static_shift
 from omni_async.types import Prompt
-from pipelines.parts import load_part, load_tokenizer, read_config, to_uint8
+from pipelines.parts import empty_part, load_part, load_tokenizer, read_config, to_uint8
 from pipelines.wan2_2.sampling import TEMPORAL, Wan22Sampling
 
 HIGH, LOW = "transformer", "transformer_2"
@@ -29,6 +30,8 @@ CONDITIONING = ("prompt_embeds", "negative_prompt_embeds")
 class Wan22Policy:
     """A policy, see `omni_async.policy.Policy`. Conditioning: `prompt_embeds` (max_sequence_length, E), zeros after the
     prompt, and with an unconditional branch `negative_prompt_embeds`."""
+
+    sequence_plan: SequencePlan | None = SequencePlan()
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -53,6 +56,11 @@ class Wan22Policy:
             name: nn.Module.to(load_part(WanTransformer3DModel, self.path, name, dtype), dtype)
             for name in self.components
         }
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        from diffusers import WanTransformer3DModel
+
+        return {name: empty_part(WanTransformer3DModel, self.path, name, dtype) for name in self.components}
 
     def component_of(self, sigma: float) -> str:
         return HIGH if len(self.components) == 1 or 1000 * sigma >= 1000 * self.boundary else LOW

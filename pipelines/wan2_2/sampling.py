@@ -36,8 +36,7 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
     def problem(self, checkpoint: Path) -> str | None:
         """Finds a size that the checkpoint's VAE and patches do not divide, and a second scale for one expert."""
         try:
-            patch = json.loads((checkpoint / "transformer" / "config.json").read_bytes())["patch_size"][1]
-            n = patch * json.loads((checkpoint / "vae" / "config.json").read_bytes()).get("scale_factor_spatial", 8)
+            n = _pixels_per_token(checkpoint)
         except (KeyError, TypeError, IndexError) as error:
             return f"height: {checkpoint} does not say what sizes it makes ({error!r} in a config.json)"
         for key in ("height", "width"):
@@ -47,9 +46,20 @@ class Wan22Sampling(SamplingSpec, frozen=True, kw_only=True):
             return f"guidance_scale_2: this checkpoint has one expert, got {self.guidance_scale_2}; expected null"
         return None
 
+    def shared_tokens(self, checkpoint: Path) -> int:
+        n = _pixels_per_token(checkpoint)
+        return ((self.num_frames - 1) // TEMPORAL + 1) * (self.height // n) * (self.width // n)
+
     @property
     def guided(self) -> bool:
         return max(self.guidance_scale, self.guidance_scale_2 or 1.0) > 1
 
     def media(self) -> tuple[MediaShape, ...]:
         return (MediaShape("video", (self.num_frames, 3, self.height, self.width), self.fps),)
+
+
+def _pixels_per_token(checkpoint: Path) -> int:
+    """Returns the side of what becomes one token, by the configuration of the checkpoint's transformer and VAE."""
+    patch = json.loads((checkpoint / "transformer" / "config.json").read_bytes())["patch_size"][1]
+    n: int = patch * json.loads((checkpoint / "vae" / "config.json").read_bytes()).get("scale_factor_spatial", 8)
+    return n

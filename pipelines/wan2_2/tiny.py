@@ -25,14 +25,14 @@ TEXT_WIDTH = 64
 BOUNDARY = 0.875
 
 
-def build_components(*, layers: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
+def build_components(*, layers: int = 2, heads: int = 2, ti2v: bool = False, seed: int = 0) -> WanPipeline:
     """Builds every part with random float32 weights and returns them as a pipeline. The same seed gives the same
     weights."""
     tokenizer = t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         channels = 48 if ti2v else 16
-        experts = [_expert(channels, layers) for _ in range(1 if ti2v else 2)]
+        experts = [_expert(channels, layers, heads) for _ in range(1 if ti2v else 2)]
         residual = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2} if ti2v else {}
         vae = AutoencoderKLWan(
             base_dim=8,
@@ -69,9 +69,9 @@ def build_components(*, layers: int = 2, ti2v: bool = False, seed: int = 0) -> W
         )
 
 
-def _expert(channels: int, layers: int) -> Any:
+def _expert(channels: int, layers: int, heads: int) -> Any:
     expert: Any = WanTransformer3DModel(
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=12,  # a multiple of 6: rotary positions of time, height and width
         in_channels=channels,
         out_channels=channels,

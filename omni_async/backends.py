@@ -1,0 +1,73 @@
+"""Finds trainer backends by name: what each can do, known without importing torch, and the class that does it.
+
+A backend holds the model of a trainer rank and changes its weights (`omni_async.training.backends.base.TrainBackend`).
+The built-in ones are listed here; other packages add theirs through the entry-point group `omni_async.backends` (each
+entry point is a `Backend`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+import msgspec
+
+from omni_async.entry_points import load_registered
+
+GROUP = "omni_async.backends"
+
+
+class Backend(msgspec.Struct, frozen=True):
+    """A trainer backend.
+
+    train: `module:Class`, an `omni_async.training.backends.base.TrainBackend`, made with (config, objective, policy,
+        device, layout) on every rank.
+    several_ranks: whether ranks can train one model together.
+    offload: whether weights can lie in host memory between their uses (`trainer.offload`).
+    """
+
+    name: str
+    train: str
+    several_ranks: bool = True
+    offload: bool = False
+
+    def load(self) -> Any:
+        """Loads the class itself (imports torch)."""
+        module, name = self.train.split(":")
+        return getattr(import_module(module), name)
+
+
+BUILT_IN = {
+    backend.name: backend
+    for backend in (
+        Backend("fsdp2", "omni_async.training.backends.fsdp2:Fsdp2Backend", offload=True),
+        Backend("plain", "omni_async.training.backends.plain:PlainBackend", several_ranks=False),
+    )
+}
+
+
+def find_backend(name: str, *, workers: int, offload: bool, on_cpu: bool) -> Backend:
+    """Returns the backend called `name`; `auto` is plain on one CPU rank, where wrapping only costs time, and else
+    FSDP2. ValueError, one line, if there is none, or it cannot do what is asked for."""
+    backend = _named(("plain" if on_cpu and workers == 1 else "fsdp2") if name == "auto" else name)
+    if workers > 1 and not backend.several_ranks:
+        raise ValueError(
+            f"trainer.backend: {backend.name!r} is one rank, got trainer.workers = {workers}; use 'fsdp2' or 'auto'"
+        )
+    if offload and not backend.offload:
+        chosen = ", which 'auto' is on one CPU rank," if name == "auto" else ""
+        raise ValueError(
+            f"trainer.offload: the backend {backend.name!r}{chosen} leaves weights where they are used; use"
+            " trainer.backend: fsdp2, or offload: false"
+        )
+    return backend
+
+
+def _named(name: str) -> Backend:
+    if name in BUILT_IN:  # other packages cannot take a built-in name
+        return BUILT_IN[name]
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise ValueError(f"trainer.backend: expected one of {sorted({'auto', *BUILT_IN, *points})}, got {name!r}")
+    return load_registered(points[name], Backend, "trainer.backend")

@@ -1,0 +1,93 @@
+"""Defines what a trainer rank's engine asks of the backend that holds its model: velocities of rows, gradients,
+optimizer steps, checkpoints, weights to publish. How weights are spread over ranks is the backend's alone.
+
+All of it is collective: with several ranks, every rank calls the same in the same order, with rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omni_async.algorithms.registry import AuxiliaryPolicy, Objective
+from omni_async.backends import find_backend
+from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
+from omni_async.policy import Policy
+from omni_async.training.auxiliary import AuxiliaryPolicies
+from omni_async.training.micro_batches import Needs
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+    from torch import Tensor, nn
+
+
+class TrainBackend(Protocol):
+    """The model of one trainer rank, with its optimizer. Tensors that it gives may be shards (DTensor), on any device.
+
+    device: where rows are computed. dtype: that of the computation, and of published weights.
+    trainable: the parameters that the optimizer changes, as `component.name` with their diffusers names: adapters under
+    LoRA, everything otherwise.
+    auxiliary: the auxiliary policies that the objective wants, and the moving average if `trainer.ema` asks for one.
+    digest: the digest of the weights as loaded, in `dtype`, under their diffusers names (rank 0 only, else empty).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    trainable: Mapping[str, nn.Parameter]
+    auxiliary: AuxiliaryPolicies
+    digest: str
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: TensorDict, spec: Any, needs: Needs) -> Tensor:
+        """Computes the policy's velocity (B, *shape), float32, with gradient where grad mode is on."""
+
+    def auxiliary_velocity(
+        self,
+        auxiliary: AuxiliaryPolicy,
+        latents: Tensor,
+        sigma: Tensor,
+        conditioning: TensorDict,
+        spec: Any,
+        needs: Needs,
+    ) -> Tensor:
+        """Computes the velocity of an auxiliary policy, without gradient. `reference` is the policy as loaded."""
+
+    def backward(self, losses: Tensor, weight: float) -> None:
+        """Adds `weight` times the gradient of the sum of `losses` (rows,) over all ranks; a rank may pass 0."""
+
+    def gradient_norm(self) -> float:
+        """Returns the 2-norm of what was added since the last step, over all ranks. Called once before each `step`."""
+
+    def step(self, factor: float, rate: float) -> None:
+        """Multiplies the gradient by `factor` and steps the optimizer with the learning rate `rate`; the gradient is
+        forgotten."""
+
+    def discard(self) -> None:
+        """Forgets the gradient."""
+
+    def base(self) -> Mapping[str, Tensor]:
+        """Returns the model's own weights by diffusers name, without adapters, in an order that never changes."""
+
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Returns the weights of LoRA's adapters by diffusers name, in an order that never changes."""
+
+    def begin_save(self, folder: Path) -> Future[Any]:
+        """Copies out the trained parameters, auxiliary policies and the optimizer's state. The future is done when this
+        rank's part of them is in `folder`."""
+
+    def load(self, folder: Path) -> None:
+        """Reads what `begin_save` wrote, under any layout. TrainingError if it is of another model."""
+
+
+def build_backend(
+    config: Config, objective: Objective, policy: Policy, device: torch.device, layout: ParallelLayout
+) -> TrainBackend:
+    """Builds the backend that `trainer.backend` names, with its model loaded. ValueError if it cannot do what the
+    recipe asks for."""
+    trainer, on_cpu = config.trainer, device.type == "cpu"
+    backend = find_backend(trainer.backend, workers=layout.world_size, offload=trainer.offload, on_cpu=on_cpu)
+    built: TrainBackend = backend.load()(config, objective, policy, device, layout)
+    return built

@@ -1,0 +1,154 @@
+"""Loads the trained components of one rank, in one of two ways: `WholeModel`, as the policy loads them, or
+`ShardedModel`, built without weights, spread over the ranks, and then read from the checkpoint's files, each rank what
+it keeps, so that no rank ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from omni_async.policy import BuildsEmpty, Policy
+from omni_async.weights.buckets import digest_tensors
+from omni_async.weights.lora import diffusers_name, is_injected_adapter
+
+_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers call weights
+
+
+class Loading(Protocol):
+    """components: the modules by component, as they were built; they may be changed and spread before `fill`."""
+
+    components: nn.ModuleDict
+
+    def digest(self, dtype: torch.dtype) -> str:
+        """Returns the digest of the checkpoint's weights in `dtype`. To be asked first of all."""
+
+    def fill(self, device: torch.device) -> None:
+        """Gives parameters without memory their memory on `device`, and what the checkpoint says."""
+
+
+class WholeModel:
+    """Loads all weights at once, in `dtype`."""
+
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self.components = nn.ModuleDict(policy.load_components(dtype)).eval()
+
+    def digest(self, dtype: torch.dtype) -> str:
+        return digest_tensors((name, p.to(dtype)) for name, p in self.components.named_parameters())
+
+    def fill(self, device: torch.device) -> None:
+        """Does nothing: the weights were loaded."""
+
+
+class ShardedModel:
+    """Builds components without weights, and reads from the files what a rank keeps of each. Weights have `dtype`,
+    whatever the files have.
+
+    ValueError, one line, if files and model have other names or shapes, or if a tensor that no file holds has no value.
+    """
+
+    def __init__(self, policy: BuildsEmpty, dtype: torch.dtype) -> None:
+        self.components = nn.ModuleDict(policy.build_components(dtype)).eval()
+        self._dtype = dtype
+        self._stored: dict[str, dict[str, Any]] = {}
+        for name, component in self.components.items():
+            folder = Path(policy.path) / name
+            self._stored[name] = stored = _open(folder)
+            _refuse_without_value(name, component)
+            _refuse_others(folder, component, stored)
+
+    def digest(self, dtype: torch.dtype) -> str:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, _ in self.components.named_parameters():
+                component, _, weight = name.partition(".")
+                # Rounded as the weights are, on the way to `dtype`.
+                yield name, self._stored[component][weight][...].to(self._dtype).to(dtype)
+
+        return digest_tensors(tensors())
+
+    @torch.no_grad()
+    def fill(self, device: torch.device) -> None:
+        for component, module in self.components.items():
+            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+            for name, tensor in module.state_dict().items():
+                if not is_injected_adapter(f"{component}.{name}"):
+                    _read(self._stored[component][diffusers_name(name)], tensor)
+        self._stored.clear()
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """Returns every tensor of a component's safetensors files, unread, by name."""
+    for stem in _STEMS:
+        index, alone = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        elif alone.is_file():
+            files = [alone.name]
+        else:
+            continue
+        found: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened: Any = safe_open(folder / file, "pt")
+                found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"model.path: {folder / file} cannot be read: {error}") from None
+        return found
+    raise ValueError(f"model.path: {folder} has no {_STEMS[0]}.safetensors, nor an index of several")
+
+
+def _refuse_without_value(component: str, module: nn.Module) -> None:
+    """Refuses tensors on the meta device that are no parameters and that no file holds, by name."""
+    for path, part in module.named_modules():
+        unsaved = {name: part.get_buffer(name) for name in part._non_persistent_buffers_set}
+        own = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_buffers")}
+        for name, value in (unsaved | own).items():
+            if any(tensor.is_meta for tensor in _tensors_in(value)):
+                raise ValueError(
+                    f"model.path: {'.'.join(filter(None, (component, path, name)))} is on the meta device and in no"
+                    " file; the family's build_components must compute it"
+                )
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return [one for one in values if isinstance(one, Tensor)]
+
+
+def _refuse_others(folder: Path, module: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Refuses files with other names or shapes than the model has."""
+    expected = module.state_dict()
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = {name for name in stored if name not in expected and not any(re.search(key, name) for key in ignored)}
+    missing = expected.keys() - stored.keys()
+    model = type(module).__name__
+    for names, where in ((missing, f"the files lack {{}}, which {model} has"), (extra, f"{model} has no {{}}")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"model.path: {folder}: " + where.format(f"{min(names)}{more}"))
+    for name, tensor in expected.items():
+        shape = tuple(stored[name].get_shape())
+        if shape != tuple(tensor.shape):
+            raise ValueError(
+                f"model.path: {folder}: {name} has the shape {shape} in the files, and {tuple(tensor.shape)} in {model}"
+            )
+
+
+def _read(stored: Any, tensor: Tensor) -> None:
+    """Reads what this rank keeps of a tensor, and casts it."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[...])
+        return
+    local = tensor.to_local()
+    if local.numel():
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local.copy_(stored[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])
