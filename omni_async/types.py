@@ -1,7 +1,9 @@
 """Defines the messages that travel between roles: plain msgspec structs, importable without torch or Ray.
 
 Messages contain no tensors. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
-one-process runtime) which only the data plane, `omni_async.store`, opens.
+one-process runtime) which only the data plane, `omni_async.store`, opens. Those of which the control plane holds tens
+of thousands are passed over by the garbage collector (`gc=False`): frozen, and made after what they hold, they are part
+of no cycle.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
 
 
-class PromptImage(msgspec.Struct, frozen=True):
+class PromptImage(msgspec.Struct, frozen=True, gc=False):
     """An image that a prompt carries: the absolute path of its file, and the digest of the file's bytes."""
 
     path: str
@@ -34,7 +36,7 @@ class Prompt(msgspec.Struct, frozen=True):
     images: tuple[PromptImage, ...] = ()
 
 
-class SdeWindow(msgspec.Struct, frozen=True):
+class SdeWindow(msgspec.Struct, frozen=True, gc=False):
     """Denoising steps `start <= i < start + size` are taken with noise and trained; every other step is a plain Euler
     step."""
 
@@ -46,7 +48,7 @@ class SdeWindow(msgspec.Struct, frozen=True):
         return range(self.start, self.start + self.size)
 
 
-class SampleRequest(msgspec.Struct, frozen=True):
+class SampleRequest(msgspec.Struct, frozen=True, gc=False):
     """Everything an engine needs to make one sample; two equal requests make the same sample on any engine.
 
     `group` is the group's admission number (or the validation round's id for `kind="validation"`); `seed` is a 63-bit
@@ -71,7 +73,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     initial_seed: int | None = None
 
 
-class SampleResult(msgspec.Struct, frozen=True):
+class SampleResult(msgspec.Struct, frozen=True, gc=False):
     """A generated sample. `step_versions` are the policy versions that took the trained steps; `version` took step 0.
     In a training sample without a window every step counts as trained, because its final latents are trained on.
     `nbytes` are those of its trajectory and its media."""
@@ -87,7 +89,7 @@ class SampleResult(msgspec.Struct, frozen=True):
     nbytes: int = 0
 
 
-class ScoreJob(msgspec.Struct, frozen=True):
+class ScoreJob(msgspec.Struct, frozen=True, gc=False):
     """A sample to score. `attempt` is the sample's: one that was lost and generated again has other media."""
 
     sample_id: str
@@ -97,7 +99,7 @@ class ScoreJob(msgspec.Struct, frozen=True):
     attempt: int = 1
 
 
-class Score(msgspec.Struct, frozen=True):
+class Score(msgspec.Struct, frozen=True, gc=False):
     """A finite reward, its per-scorer parts (named numbers, logged as metrics) and what the scorer read, for captions.
 
     `values` are each scorer's own unweighted values, in the order of reward.scorers; a single scorer's own score leaves
@@ -110,7 +112,7 @@ class Score(msgspec.Struct, frozen=True):
     values: tuple[float, ...] = ()
 
 
-class ScoreResult(msgspec.Struct, frozen=True):
+class ScoreResult(msgspec.Struct, frozen=True, gc=False):
     """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
     `attempt` is the job's. `gone`: the media could not be fetched any more, which is not the scorer's failure.
     `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
@@ -128,7 +130,7 @@ class ScoreResult(msgspec.Struct, frozen=True):
     final: bool = False
 
 
-class ReadySample(msgspec.Struct, frozen=True):
+class ReadySample(msgspec.Struct, frozen=True, gc=False):
     sample_id: str
     trajectory: Any
     media: Any
@@ -225,15 +227,26 @@ class Span(msgspec.Struct, frozen=True):
     args: dict[str, Any] = {}
 
 
+class Piece(msgspec.Struct, frozen=True):
+    """A part of a tensor: `nbytes` bytes at `offset` of bucket number `bucket`."""
+
+    bucket: int
+    offset: int
+    nbytes: int
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
-    """The position of one tensor: `nbytes` bytes at `offset` of bucket number `bucket`."""
+    """One tensor: the bytes of `pieces`, one after the other. There are several where trainer ranks hold rows of it
+    each, and none if it is empty."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    bucket: int
-    offset: int
-    nbytes: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class WeightManifest(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise, repeat
 import msgspec
 
 
-class VersionSpans(msgspec.Struct, frozen=True):
+class VersionSpans(msgspec.Struct, frozen=True, gc=False):
     """The policy versions of consecutive steps: (version, number of steps) of each span, in the order of the steps.
     Equal lists of versions have equal spans: no span is empty, and neighbours differ. ValueError otherwise.
 

@@ -23,7 +23,7 @@ from omni_async.types import (
 
 if TYPE_CHECKING:
     from omni_async.actors.tracer import Tracer
-    from omni_async.weights.snapshot import Snapshot
+    from omni_async.weights.snapshot import SharedRows, Snapshot
 
 
 class CoordinatorApi(Protocol):
@@ -52,6 +52,9 @@ class CoordinatorApi(Protocol):
     async def scorer_lost(self, worker: str) -> None: ...
     async def scorer_leaves(self, worker: str) -> None: ...
     async def objects_lost(self, engine: str) -> None: ...
+    async def service_ready(self, worker: str, address: str) -> None: ...
+    async def service_lost(self, worker: str) -> None: ...
+    async def addresses(self, role: str) -> dict[str, str]: ...
 
 
 class ProducerApi(Protocol):
@@ -85,20 +88,28 @@ class PublisherApi(Protocol):
 class RankApi(Protocol):
     """One trainer rank. Every call is made on all ranks, in the same order: each may hold a collective.
 
-    `export` returns as soon as the weights are copied out (rank 0, which lives in the trainer's process; None
-    elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need no torch.
+    `export` returns as soon as this rank's rows of the weights are copied out (on rank 0, which lives in the trainer's
+    process; None elsewhere): the trainer waits for it and for nothing else of a publish. `Snapshot` and its digest need
+    no torch.
     """
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None: ...
-    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]: ...
+    async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
+        """Returns the drifts of the group's samples that this rank was dealt, in their order."""
+
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
-    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Reads this rank's share of a group before anything is computed with it, and keeps it for this update.
-        ObjectLost if that is gone."""
+    async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
+        """Reads this rank's share of a group before anything is computed with it, and keeps it for this update. `start`
+        is the number of samples of the update's groups before it, after which the deal goes on. ObjectLost if the share
+        is gone."""
 
     async def export(self, version: int) -> Snapshot | None: ...
+    async def share(self, version: int) -> SharedRows:
+        """Puts the rows that another rank than 0 exported as `version` into the run's store. Once for each export of a
+        rank that holds a part of the first copy of the weights; no collective, and beside everything else."""
+
     async def begin_save(self, folder: str) -> dict[str, Any]:
         """Copies out what a checkpoint holds of this rank and writes it into `folder` from then on. Returns the rest of
         the rank's state, as plain values."""

@@ -19,6 +19,7 @@ from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
 from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.performance.device import Device
@@ -29,9 +30,9 @@ from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.replay import ReplayScorer
 from omni_async.store import ObjectStore
-from omni_async.types import ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
+from omni_async.types import Piece, ReadyGroup, SampleDrift, Score, ScoreJob, ScoreResult, TensorSpec, TrainGroup
 from omni_async.weights.digest import Bucket
-from omni_async.weights.snapshot import Snapshot
+from omni_async.weights.snapshot import SharedRows, Snapshot
 
 # A version's number is written into its first bucket, so no two versions are the same bytes.
 _VERSION_BYTES = 8
@@ -76,8 +77,8 @@ class EmulatedRewarder(Rewarder):
 
 
 class EmulatedRank:
-    """The only rank of an emulated trainer, whatever `trainer.workers`: a group's samples are divided by it. See
-    `RankApi`."""
+    """The only rank of an emulated trainer, whatever `trainer.workers`: it is busy with a group for as long as the
+    rank that is dealt most of it. See `RankApi`."""
 
     def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
         self._config = config
@@ -85,7 +86,7 @@ class EmulatedRank:
         self._store = store
         self._device = Device()
         self._random = random.Random(f"{config.run.seed}/trainer")
-        self._units = config.rollout.group_size / config.trainer.workers
+        self._units = samples_per_rank(config)
         self._free: list[list[Bucket]] = []
         self._since: float | None = None  # when the group that is computed next began to be fetched
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
@@ -93,9 +94,9 @@ class EmulatedRank:
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Does nothing: there is nothing to load."""
 
-    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        """Fetches the trajectories, as part of the profile's time for the pass that follows. RuntimeError if one is not
-        of the payload's size."""
+    async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
+        """Fetches all trajectories, as part of the profile's time for the pass that follows. RuntimeError if one is
+        not of the payload's size."""
         self._since = self._device.now()
         expected = self._profile.payload.trajectory
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
@@ -134,12 +135,17 @@ class EmulatedRank:
             np.copyto(bucket, piece)
         buckets[0][:_VERSION_BYTES] = np.frombuffer(version.to_bytes(_VERSION_BYTES, "little"), np.uint8)
         specs = tuple(
-            TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), i, 0, len(bucket)) for i, bucket in enumerate(buckets)
+            TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), (Piece(i, 0, len(bucket)),))
+            for i, bucket in enumerate(buckets)
         )
         await self._device.busy(self._profile.export.sample(self._random), since)
         return Snapshot(
             version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets)
         )
+
+    async def share(self, version: int) -> SharedRows:
+        """Raises RuntimeError: rank 0, the only one that is emulated, holds every row."""
+        raise RuntimeError("emulated ranks share no rows")
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         """Returns no state: there are no weights."""
@@ -194,7 +200,7 @@ class EmulatedUpdate:
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        await self._rank.fetch(group.group, [sample.trajectory for sample in group.samples])
+        await self._rank.fetch(group.group, [sample.trajectory for sample in group.samples], 0)
         self.groups.append(group)
         if self._plan.mode != "collect":
             await self._begin_turn(first=len(self.groups) == 1)

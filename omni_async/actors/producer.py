@@ -25,7 +25,7 @@ from omni_async.rollout.base import EngineError, RolloutEngine
 from omni_async.store import ObjectStore
 from omni_async.types import SampleRequest, SampleResult, WeightManifest, WeightReport
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import TransportError, WeightReceiver
+from omni_async.weights.transport.base import TransportError, WeightReceiver, receive
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
@@ -170,7 +170,7 @@ class Producer:
         version that is being received from the former sender is given up."""
         if self._receiving is not None:
             self._receiving.cancel()
-        await self._receiver.connect(invitation)
+        await self._receiver.init(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
         """Stages in the background, then swaps at the boundary that `weights.swap` names. TransportError if the weights
@@ -178,7 +178,7 @@ class Producer:
         async with self._swapping:
             staging = self._clock.now()
             try:
-                self._receiving = asyncio.ensure_future(self._receiver.receive(manifest, parcel))
+                self._receiving = asyncio.ensure_future(receive(self._receiver, manifest, parcel))
                 manifest, buckets = await self._receiving
             except asyncio.CancelledError:
                 if is_cancelled():

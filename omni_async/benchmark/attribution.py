@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from omni_async.tracking import intervals
 from omni_async.tracking.intervals import Interval
-from omni_async.tracking.timeline import role_of
 from omni_async.types import Span
+from omni_async.worker import Worker
 
 # Category -> its name in reports.
 CATEGORIES = {
@@ -84,7 +84,7 @@ def _sort(
             switching += inside
         elif span.kind in _WEIGHTS:
             weights += inside
-        elif role_of(span.actor) == "trainer":
+        elif Worker.parse(span.actor).role == "trainer":
             trainer[span.kind] += inside
     return trainer, list(engines.values()), scoring, switching, weights
 

@@ -70,4 +70,8 @@ def _versions() -> list[tuple[str, str]]:
 def _gpus() -> tuple[str, ...]:
     import torch
 
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ()
+    name = torch.get_device_module(accelerator).get_device_name
+    return tuple(name(i) for i in range(torch.accelerator.device_count()))

@@ -17,8 +17,9 @@ from omni_async.simulation.simulate import Steady
 from omni_async.tracking import intervals
 from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import busy_fractions, read_trace, role_of
+from omni_async.tracking.timeline import busy_fractions, read_trace
 from omni_async.types import Span
+from omni_async.worker import Worker
 
 # A mean over fewer updates says little.
 _FEWEST = 4
@@ -114,7 +115,7 @@ def _stages(
     for stage, (role, kinds, profiled) in _STAGES.items():
         per_actor: dict[str, list[tuple[float, float]]] = {}
         for span in spans:
-            if span.kind in kinds and role_of(span.actor) == role:
+            if span.kind in kinds and Worker.parse(span.actor).role == role:
                 per_actor.setdefault(span.actor, []).append((span.start, span.end))
         busy = sum(intervals.length(intervals.clip(intervals.union(times), start, end)) for times in per_actor.values())
         variation = profile.stages()[profiled].variation if profile is not None else None

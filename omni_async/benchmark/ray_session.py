@@ -3,14 +3,11 @@ started leaves it running."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from omni_async.config import Config, ConfigError
-
-# For the role that has no device: the coordinator.
-_CONTROL_CPUS = 1
+from omni_async.runtime.placement import plan_placements
 
 
 @contextmanager
@@ -25,24 +22,17 @@ def ray_session(configs: Sequence[Config]) -> Iterator[None]:
 
     prepare_driver()  # before Ray is imported
 
-    from omni_async.runtime.ray_connection import StartError, connect
+    from omni_async.runtime.cluster import StartError
+    from omni_async.runtime.ray_connection import connect
 
     try:
         run = on_ray[0].run
-        connection = connect(run.ray_address, max(map(_cpus, on_ray)), run.startup_timeout_s)
+        connection = connect(
+            run.ray_address, max(1, *(plan_placements(config).cpus for config in on_ray)), run.startup_timeout_s
+        )
     except StartError as error:
         raise ConfigError(str(error)) from error
     try:
         yield
     finally:
         connection.close()
-
-
-def _cpus(config: Config) -> int:
-    """Returns the CPUs that a job asks for at most. Emulated devices are none of the machine's."""
-    if config.emulation is not None:
-        return 1
-    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": config.trainer.workers}
-    return (
-        math.ceil(sum(count * getattr(config.placement, role).cpus for role, count in workers.items())) + _CONTROL_CPUS
-    )

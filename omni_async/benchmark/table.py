@@ -16,7 +16,7 @@ from omni_async.benchmark.arms import BASELINES
 from omni_async.benchmark.attribution import CATEGORIES
 from omni_async.benchmark.comparison import ArmSummary, compare, fastest
 from omni_async.benchmark.result import Overlap
-from omni_async.tracking.timeline import ROLES
+from omni_async.role_table import WORKING
 
 _STAGES = {
     "generation": "T_g generation",
@@ -67,7 +67,7 @@ def sections(overlap: Overlap) -> list[Section]:
                 lambda s: number(s.images_per_s_per_device.median * overlap.time_scale),
             )
         )
-    roles = [role for role in ROLES if any(role in summary.busy for summary in summaries.values())]
+    roles = [role for role in WORKING if any(role in summary.busy for summary in summaries.values())]
     ages = sorted({age for summary in summaries.values() for age in summary.staleness})
     speedups = []
     for base in (base for base in BASELINES if base in summaries):

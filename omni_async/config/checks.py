@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from omni_async.backends import find_backend
 from omni_async.config.schema import Config
 from omni_async.config.sizes import size_text
 from omni_async.families import SamplingSpec
@@ -52,19 +53,16 @@ def _live_groups(c: Config) -> Iterator[str]:
 
 
 def _placement(c: Config) -> Iterator[str]:
-    for role in ("rollout", "reward", "trainer"):
-        cpus, gpus = getattr(c.placement, role).cpus, getattr(c.placement, role).gpus
+    for key, resources in c.resources.items():
+        cpus, gpus = resources.cpus, resources.gpus
         if gpus > 1 and gpus != int(gpus):
             yield (
-                f"placement.{role}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a"
+                f"{key}.gpus: Ray divides one accelerator, but no more than one: expected a part of 1 or a"
                 f" whole number, got {gpus:g}"
             )
         for kind, asked in (("cpus", cpus), ("gpus", gpus)):
             if 0 < asked < _LEAST_SHARE:
-                yield (
-                    f"placement.{role}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got"
-                    f" {asked:g}"
-                )
+                yield (f"{key}.{kind}: Ray counts in ten-thousandths, expected at least {_LEAST_SHARE}, got {asked:g}")
 
 
 def _exact(c: Config) -> Iterator[str]:
@@ -138,13 +136,25 @@ def _batches(c: Config) -> Iterator[str]:
         yield (
             f"trainer.steps_per_update: {t.steps_per_update} does not divide groups_per_update = {t.groups_per_update}"
         )
-    if t.backend == "plain" and t.workers > 1:
-        yield f"trainer.backend: 'plain' is one rank, got trainer.workers = {t.workers}; use 'fsdp2' or 'auto'"
+    if t.sequence_parallel > 1 and t.compile:
+        yield (
+            "trainer.compile: layers whose attention exchanges tokens are not compiled, and trainer.sequence_parallel ="
+            f" {t.sequence_parallel}; leave one of them out"
+        )
     if c.buffer.groups < t.groups_per_update and t.streaming == "off":
         yield (
             f"buffer.groups: {c.buffer.groups} is less than one update's groups_per_update = {t.groups_per_update},"
             " which streaming: off collects first"
         )
+
+
+def _backend(c: Config) -> Iterator[str]:
+    # Ranks without accelerators of their own compute on the CPU; in one process only the machine tells.
+    on_cpu = c.run.runtime == "ray" and c.placement.trainer.gpus == 0
+    try:
+        find_backend(c.trainer.backend, workers=c.trainer.workers, offload=c.trainer.offload, on_cpu=on_cpu)
+    except ValueError as error:
+        yield str(error)
 
 
 def _reward(c: Config) -> Iterator[str]:
@@ -198,6 +208,13 @@ def _runtime(c: Config) -> Iterator[str]:
             )
 
 
+def _roles(c: Config) -> Iterator[str]:
+    names = [role.name for role in c.roles]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            yield f"roles.{number}.name: {name!r} is there twice; raise its `workers` instead"
+
+
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _data,
     _window,
@@ -208,9 +225,11 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _publishing,
     _batching,
     _batches,
+    _backend,
     _reward,
     _algorithm,
     _runtime,
+    _roles,
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.config.checkpoint_family import family_of
 from omni_async.config.checks import check
 from omni_async.config.describe import annotation_at, describe, fields_of, reason, struct_of
 from omni_async.config.objective_section import objective_section
@@ -24,6 +25,7 @@ from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Config
 from omni_async.config.yaml_text import ConfigError, parse_yaml, to_yaml
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
+from omni_async.services import find_service
 
 # Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
 # directory. run.dir is always relative to the working directory.
@@ -271,7 +273,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(error, tree)}") from None
     _require_no_contradiction(path, config, overrides)
     try:
-        config = apply_schedule(with_settings(with_spec(config)))
+        config = apply_schedule(with_roles(with_settings(with_spec(config))))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     problem = check(config)
@@ -281,12 +283,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_spec(config: Config) -> Config:
-    """Returns the configuration with `rollout.sampling`, and each bucket's merged over it, as the family's
-    `SamplingSpec`; as it is for a family that is not installed. ConfigError names the key that the family refuses."""
+    """Returns the configuration with the name of its model family, and with `rollout.sampling`, and each bucket's
+    merged over it, as the family's `SamplingSpec`; as it is for a family that is not found, or where an emulated job
+    names none. ConfigError names the key that the family refuses."""
+    name = config.model.pipeline
+    if name is None and config.emulation is not None:
+        return config
     try:
-        family = find_family(config.model.pipeline)
+        name = family_of(Path(config.model.path)) if name is None else name
+        family = find_family(name)
     except ValueError:
         return config
+    config = replace(config, model=replace(config.model, pipeline=name))
     rollout = config.rollout
     spec = _spec(rollout.sampling, family, "rollout", "sampling")
     buckets = []
@@ -326,6 +334,29 @@ def with_settings(config: Config) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error, settings, section, prefix)) from None
     return replace(config, algorithm=replace(config.algorithm, settings=found))
+
+
+def with_roles(config: Config) -> Config:
+    """Returns the configuration with the `settings` of every role of another package as that package's section.
+    ConfigError names a role that none brings, and the key that its section refuses."""
+    roles = []
+    for number, role in enumerate(config.roles):
+        try:
+            section = find_service(role.name).settings
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if section is None:
+            if role.settings:
+                raise ConfigError(f"roles.{number}.settings: the role {role.name!r} has none; remove them")
+            roles.append(role)
+            continue
+        try:
+            settings = msgspec.convert(role.settings, section)
+        except msgspec.ValidationError as error:
+            prefix = "roles", str(number), "settings"
+            raise ConfigError(_explain(error, role.settings, section, prefix)) from None
+        roles.append(replace(role, settings=settings))
+    return replace(config, roles=tuple(roles))
 
 
 def resolved_yaml(config: Config) -> str:

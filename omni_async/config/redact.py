@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from omni_async.config import secret_forms
 
 MASK = "***"
-# A value `env:NAME` names the variable that holds a secret, and is not secret itself (omni_async.rewards.registry).
+# A value `env:NAME` names the variable that holds a secret, and is no secret itself (`secret_references`).
 REFERENCE = "env:"
 SHORTEST = 4  # a shorter secret, quoted somewhere, would mask half of any text
 _OF_KEYS = (

@@ -43,7 +43,8 @@ def reference() -> str:
         if struct is None:
             continue
         parts.append(f"## {section}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
-        parts.extend(_row(path, field, default) for path, field, default in walk(struct, f"{section}."))
+        own = (f"{section}.", f"{section}[].")
+        parts.extend(_row(path, field, default) for path, field, default in walk(Config) if path.startswith(own))
         parts.append("")
     for name in family_names():
         parts.append(f"## rollout.sampling of {name}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")

@@ -15,6 +15,7 @@ recipe.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -98,7 +99,7 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 def _on_all_devices(config: Config) -> Config:
     """Returns the configuration with as many workers of each role as fit on the devices of all roles together; of
-    ranks, as many as a group's samples can be dealt over."""
+    ranks, as many as make whole groups of those that share a sequence or a copy of the weights."""
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
@@ -107,12 +108,12 @@ def _on_all_devices(config: Config) -> Config:
         each = getattr(resources, kind)
         fitting.append(max(1, int(total / each)) if each else workers)  # a role beside the devices keeps its workers
     rollout, reward, ranks = fitting
-    trainer = max(divisor for divisor in range(1, ranks + 1) if config.rollout.group_size % divisor == 0)
+    together = math.lcm(config.trainer.sequence_parallel, config.trainer.shard or 1)
     return replace(
         config,
         rollout=replace(config.rollout, workers=rollout),
         reward=replace(config.reward, workers=reward),
-        trainer=replace(config.trainer, workers=trainer),
+        trainer=replace(config.trainer, workers=ranks - ranks % together or ranks),
     )
 
 

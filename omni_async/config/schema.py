@@ -7,7 +7,7 @@ write it as `Meta(description=...)`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,11 +19,13 @@ from omni_async.config.rollout import Rollout as Rollout
 from omni_async.config.rollout import Sde as Sde
 from omni_async.config.rollout import WindowConfig as WindowConfig
 from omni_async.config.section import (
+    A_PROCESS_EACH,
     LARGEST,
     MOST_BYTES,
     MOST_SECONDS,
     MOST_STEPS,
     MOST_UPDATES,
+    MOST_WORKERS,
     SCHEDULERS,
     Plain,
     Section,
@@ -34,6 +36,7 @@ from omni_async.config.sizes import SizeText, bytes_of
 from omni_async.config.trainer import Ema as Ema
 from omni_async.config.trainer import Optimizer as Optimizer
 from omni_async.config.trainer import Trainer as Trainer
+from omni_async.worker import Worker
 
 
 class Run(Section, kw_only=True, frozen=True):
@@ -98,9 +101,13 @@ class Lora(Section, kw_only=True, frozen=True):
 
 
 class Model(Section, kw_only=True, frozen=True):
-    pipeline: Annotated[str, _doc("Model family, a name of the entry-point group `omni_async.pipelines`.")] = (
-        "qwen_image"
-    )
+    pipeline: Annotated[
+        str | None,
+        _doc(
+            "Model family, a name of the entry-point group `omni_async.pipelines`; null: the one that takes the"
+            " checkpoint at `model.path`."
+        ),
+    ] = None
     path: Annotated[Plain, _doc("Checkpoint folder in diffusers layout; relative paths start at the recipe's folder.")]
     dtype: Annotated[
         Literal["float32", "bfloat16"], _doc("Dtype of the engines' weights, and of the trainer's compute.")
@@ -285,12 +292,32 @@ class Placement(Section, kw_only=True, frozen=True):
             " rank."
         ),
     ] = False
+    accelerator: Annotated[
+        Literal["auto", "GPU", "NPU"],
+        _doc("What `gpus` counts, by Ray's name: `NPU` is Ascend, `GPU` every other maker; `auto`: what is there."),
+    ] = "auto"
 
     @property
     def reward_in_turn(self) -> bool:
         """Tells whether reward workers wait for shared devices: not if they need none of the accelerators that the
         others share."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
+
+
+class Role(Section, kw_only=True, frozen=True):
+    name: Annotated[
+        str,
+        _doc(
+            "Name of the entry-point group `omni_async.roles`; `omni-async list` shows them.",
+            "lower-case letters and '_', at most 40",
+            pattern=r"^[a-z][a-z_]{0,39}\Z",
+        ),
+    ]
+    workers: Annotated[int, _doc("Number of its workers.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)] = 1
+    resources: Annotated[Resources, _doc("Each of its workers.")] = msgspec.field(default_factory=Resources)
+    settings: Annotated[Any, _doc("Settings of the role; the keys are its package's.")] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class Emulation(Section, kw_only=True, frozen=True):
@@ -340,6 +367,10 @@ class Config(Section, kw_only=True, frozen=True):
     placement: Annotated[Placement, _doc("CPUs and accelerators of each actor.")] = msgspec.field(
         default_factory=Placement
     )
+    roles: Annotated[
+        tuple[Role, ...],
+        _doc("Roles of installed packages: their workers start, are watched and are replaced with the run."),
+    ] = ()
 
     @property
     def correction(self) -> Correction:
@@ -351,5 +382,15 @@ class Config(Section, kw_only=True, frozen=True):
     def engine_names(self) -> tuple[str, ...]:
         """Returns the names of the actors that make samples: engines, or the one reader of a preference dataset."""
         if self.data.preferences is not None:
-            return ("reader",)
-        return tuple(f"rollout-{worker}" for worker in range(self.rollout.workers))
+            return (str(Worker("reader")),)
+        return tuple(str(Worker("rollout", index)) for index in range(self.rollout.workers))
+
+    @property
+    def resources(self) -> dict[str, Resources]:
+        """Returns what one worker of each role asks for, by the key that says so."""
+        placement = self.placement
+        built_in = {"rollout": placement.rollout, "reward": placement.reward, "trainer": placement.trainer}
+        return {
+            **{f"placement.{role}": resources for role, resources in built_in.items()},
+            **{f"roles.{number}.resources": role.resources for number, role in enumerate(self.roles)},
+        }

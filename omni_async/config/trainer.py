@@ -11,8 +11,10 @@ from omni_async.config.section import (
     A_PROCESS_EACH,
     MOST_UPDATES,
     MOST_WORKERS,
+    Plain,
     Positive,
     Section,
+    most,
 )
 from omni_async.config.section import doc as _doc
 
@@ -46,12 +48,29 @@ class Ema(Section, kw_only=True, frozen=True):
 
 class Trainer(Section, kw_only=True, frozen=True):
     backend: Annotated[
-        Literal["auto", "fsdp2", "plain"],
-        _doc("`auto`: plain on one CPU rank (wrapping only costs time there), FSDP2 otherwise."),
+        Plain,
+        _doc(
+            "How ranks hold the model: `fsdp2`, `plain` (one rank), or one of another package; `auto`: plain"
+            " on one CPU rank (wrapping only costs time there), FSDP2 otherwise."
+        ),
     ] = "auto"
     workers: Annotated[
         int, _doc("Trainer ranks; each group's samples are dealt over them.", A_PROCESS_EACH, ge=1, most=MOST_WORKERS)
     ] = 1
+    sequence_parallel: Annotated[
+        int,
+        _doc(
+            "Ranks that compute each row together, every one a part of its tokens (Ulysses).", ge=1, most=MOST_WORKERS
+        ),
+    ] = 1
+    shard: Annotated[
+        Annotated[int, most(MOST_WORKERS, ge=1)] | None,
+        _doc("Ranks that hold one copy of the weights together (HSDP); null spreads it over all of them."),
+    ] = None
+    offload: Annotated[bool, _doc("Keep weights, gradients and optimizer state in host memory between their uses.")] = (
+        False
+    )
+    compile: Annotated[bool, _doc("Compile the repeated layers of each component with torch.compile.")] = False
     updates: Annotated[int, _doc("Policy updates in this run.", ge=1, most=MOST_UPDATES)] = 100
     groups_per_update: Annotated[
         int, _doc("P: prompt groups per update.", "the groups of an update are alive at once", ge=1, most=10_000)

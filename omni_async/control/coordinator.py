@@ -8,6 +8,7 @@ results to it.
 | `next_to_score` | rewarder | a generated sample                 | `samples_done`, a retried score, its pause's end |
 | `closing`       | rewarder | the end of the run                 | its end, however it comes                        |
 | `next_groups`   | trainer  | the group that may be trained next | the group's last score                           |
+| `addresses`     | anyone   | a service's worker to be ready     | `service_ready`, the end of the run              |
 | `events`        | driver   | anything that happened             | any of the above                                 |
 
 A run ends in two steps. *Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has
@@ -26,6 +27,8 @@ from typing import Any
 import msgspec
 
 from omni_async.config import Config
+from omni_async.config.redact import redact_text
+from omni_async.control.addresses import Addresses
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import EventLog, RunEvent
 from omni_async.control.flow import SampleFlow
@@ -107,6 +110,7 @@ class Coordinator:
         )
         self._ready = Event()
         self._weights = Event()
+        self._addresses = Addresses()
         self._log = EventLog()
         self._outcome: tuple[str, str | None] | None = None
         self._ended = False
@@ -129,7 +133,8 @@ class Coordinator:
         try:
             self._sample_events.samples_done(engine, results)
         finally:
-            self._admit()  # samples may be smaller than was reserved for them
+            if self._held_bytes.bounded:
+                self._admit()  # samples may be smaller than was reserved for them
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
         """Generates the sample again with the same seed; after `rollout.retries` the group is dropped."""
@@ -322,6 +327,23 @@ class Coordinator:
         """Stops giving work to a reward worker that is not needed any more; it answers for the samples it has."""
         self._samples.scorer_leaves(worker)
 
+    async def service_ready(self, worker: str, address: str) -> None:
+        """Makes known how a service's worker is reached."""
+        self._addresses.ready(worker, address)
+        self._log.add("phase", {"text": f"{worker}: ready" + (f" at {redact_text(address)}" if address else "")})
+
+    async def service_lost(self, worker: str) -> None:
+        """Forgets the address of a service's worker that is gone, or leaves."""
+        self._addresses.lost(worker)
+
+    async def addresses(self, role: str) -> dict[str, str]:
+        """Returns how the ready workers of a service are reached, by name, once there is one; nothing if the run is
+        over before. ValueError for a role that the recipe does not name: nobody would ever be ready."""
+        named = [one.name for one in self._config.roles]
+        if role not in named:
+            raise ValueError(f"addresses: expected a role of the recipe, one of {named}, got {role!r}")
+        return await self._addresses.of(role)
+
     async def objects_lost(self, engine: str) -> None:
         """Generates again the samples that a lost process had generated and the trainer has not read: its store went
         with it."""
@@ -395,6 +417,7 @@ class Coordinator:
         self._samples.close()
         self._weights.notify()
         self._ready.notify()
+        self._addresses.close()
         if not self._groups.in_training:
             self._end()
 
@@ -485,4 +508,5 @@ class Coordinator:
             "buffers": self._buffer_statistics(),
             "conservation": self.ledger.counters(),
             "engines": self.versions.engines(),
+            "addresses": {name: redact_text(address) for name, address in self._addresses.known.items()},
         }

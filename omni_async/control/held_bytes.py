@@ -39,12 +39,16 @@ class HeldBytes:
         self._bound = bound
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
-        self._expected: dict[str, int] = {}  # samples that are to be made -> their bucket
-        self._num_expected: dict[int, int] = defaultdict(int)  # the same by bucket
-        self._made: dict[str, tuple[int, int]] = {}  # samples that are made -> their bucket and size
+        self._bucket: dict[str, int] = {}  # of every live sample
+        self._bytes: dict[str, int] = {}  # of those that are made
+        self._num_expected: dict[int, int] = defaultdict(int)  # those that are to be made, by bucket
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
         self._most = 0
+
+    @property
+    def bounded(self) -> bool:
+        return self._bound is not None
 
     @property
     def reserved(self) -> int:
@@ -58,15 +62,15 @@ class HeldBytes:
         return self._bound is None or self.reserved + count * self._size(bucket) <= self._bound
 
     def reserve(self, bucket: int, sample_ids: Iterable[str]) -> None:
-        before = len(self._expected)
-        self._expected.update(dict.fromkeys(sample_ids, bucket))
-        self._num_expected[bucket] += len(self._expected) - before
+        before = len(self._bucket)
+        self._bucket.update(dict.fromkeys(sample_ids, bucket))
+        self._num_expected[bucket] += len(self._bucket) - before
 
     def made(self, sample_id: str, size: int) -> str | None:
         """Records that the sample has `size` bytes. Returns what is wrong with the bound if it is too small."""
-        bucket = self._expected.pop(sample_id)
+        bucket = self._bucket[sample_id]
         self._num_expected[bucket] -= 1
-        self._made[sample_id] = bucket, size
+        self._bytes[sample_id] = size
         if size > self._largest.get(bucket, -1):
             self._largest[bucket] = size
         self._held += size
@@ -81,18 +85,22 @@ class HeldBytes:
 
     def make_again(self, sample_id: str) -> None:
         """Records that the sample is lost, and its group is not; it keeps its reservation."""
-        if sample_id in self._made:
-            bucket, size = self._made.pop(sample_id)
+        size = self._bytes.pop(sample_id, None)
+        if size is not None:
             self._held -= size
-            self.reserve(bucket, [sample_id])
+            self._num_expected[self._bucket[sample_id]] += 1
 
     def release(self, sample_ids: Iterable[str]) -> None:
         """Frees the bytes of samples that nobody needs any more."""
         for sample_id in sample_ids:
-            if sample_id in self._made:
-                self._held -= self._made.pop(sample_id)[1]
-            elif sample_id in self._expected:
-                self._num_expected[self._expected.pop(sample_id)] -= 1
+            bucket = self._bucket.pop(sample_id, None)
+            if bucket is None:
+                continue
+            size = self._bytes.pop(sample_id, None)
+            if size is None:
+                self._num_expected[bucket] -= 1
+            else:
+                self._held -= size
 
     def begin_update(self) -> None:
         """Begins to measure `most` anew."""

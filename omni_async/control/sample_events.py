@@ -209,9 +209,9 @@ class SampleEvents:
         scorer too, that is expected: only a repetition with the same worker is held against the sample."""
         again = worker in progress.went_down
         if outage and not again:
-            progress.went_down.add(worker)
+            progress.went_down |= {worker}
             return
-        progress.went_down = {worker}
+        progress.went_down = frozenset({worker})
         self._suspect(owner, progress, error)
 
     def _suspect(self, owner: GroupProgress | ValidationRound, progress: SampleProgress, error: str) -> None:

@@ -81,8 +81,10 @@ class FairQueue:
 
     def notify(self) -> None:
         """Wakes the first waiter if the queue is open."""
-        if self._waiters and not self._waiters[0].woken.done() and self._is_open():
-            self._waiters[0].wake()
+        if self._waiters:
+            woken = self._waiters[0].woken
+            if not woken.done() and self._is_open():
+                woken.set_result(None)
 
     def evict(self, caller: str) -> None:
         """Ends all waits of `caller`, now and later."""

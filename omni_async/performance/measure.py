@@ -22,8 +22,9 @@ Job = tuple[float, float]  # units, seconds
 _FEWEST_UPDATES_TO_SKIP_ONE = 4
 
 
-def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) -> Profile:
-    """Returns the profile of the job that left `spans`. `source` says what was measured; how is added."""
+def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, name: str, source: str) -> Profile:
+    """Returns the profile of the job that left `spans`. `samples_per_rank`: of a group, on the rank that has most.
+    `source` says what was measured; how is added."""
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -33,14 +34,13 @@ def measure(spans: Sequence[Span], config: Config, *, name: str, source: str) ->
     def of(kind: str) -> list[Span]:
         return steady.get(kind, [])
 
-    per_rank = config.rollout.group_size / config.trainer.workers
     switch = _each(of("switch"))
     swap = _swap(of("swap"))
     stages = {
         "generate": fit(_generate_jobs(by_kind["generate"], by_kind["swap"], swap, config.rollout, start)),
         "score": fit([(float(span.args.get("samples", 1)), _seconds(span)) for span in of("score")]),
-        "proximal": fit([(per_rank, _seconds(span)) for span in of("proximal")]),
-        "train": fit([(per_rank, _seconds(span)) for span in of("train") if "group" in span.args]),
+        "proximal": fit([(samples_per_rank, _seconds(span)) for span in of("proximal")]),
+        "train": fit([(samples_per_rank, _seconds(span)) for span in of("train") if "group" in span.args]),
         "step": _each([span for span in of("train") if "step" in span.args]),
         "export": _each(of("export")),
         "publish": _fixed(_publish(of("publish"), by_kind["stage"])),

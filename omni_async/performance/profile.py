@@ -35,9 +35,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     generate  one engine, a batch of samples (units: samples; at most rollout.max_batch)
     score     one reward worker, a batch of samples (units: samples; at most reward.batch)
-    proximal  the trainer, a pass that recomputes a group's log-probs (units: samples per rank); only where
-              the algorithm needs one
-    train     the trainer, forward and backward of a group (units: samples per rank)
+    proximal  the trainer, a pass that recomputes a group's log-probs (units: samples of the rank that has most); only
+              where the algorithm needs one
+    train     the trainer, forward and backward of a group (units: samples of the rank that has most)
     step      the trainer, an optimizer step
     export    the trainer, copying a version out: the part of a publish that blocks it
     publish   a version on its way to the engines, from the copy to staged on all of them (blocks no role)

@@ -15,10 +15,12 @@ from omni_async.performance.profile import Profile
 from omni_async.performance.service import ServiceTime
 
 
-def stage_times(config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool) -> StageTimes:
+def stage_times(
+    config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool, samples_per_rank: float
+) -> StageTimes:
     """Returns mean stage times, in the profile's seconds. `streams`: the trainer starts a group when it is ready.
-    `recomputes_proximal`: it recomputes log-probs."""
-    job = _Job(config, profile, streams, recomputes_proximal)
+    `recomputes_proximal`: it recomputes log-probs. `samples_per_rank`: of a group, on the rank that has most."""
+    job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
     publish = profile.export.mean() + profile.publish.mean() + swap
@@ -64,7 +66,9 @@ def engine_batch(config: Config) -> int:
 class _Job:
     """The stages of one configuration, and their combined latency."""
 
-    def __init__(self, config: Config, profile: Profile, streams: bool, recomputes_proximal: bool) -> None:
+    def __init__(
+        self, config: Config, profile: Profile, streams: bool, recomputes_proximal: bool, per_rank: float
+    ) -> None:
         rollout, reward, trainer = config.rollout, config.reward, config.trainer
         self._in_step = config.staleness.max_updates == 0
         self._scores_late = self._in_step and (not reward.streaming or config.placement.reward_in_turn)
@@ -74,7 +78,6 @@ class _Job:
         self._reward_workers, self._reward_batch = reward.workers, reward.batch
         self._group_size, self._slots = rollout.group_size, config.buffer.trajectories
         self._samples = trainer.groups_per_update * rollout.group_size
-        per_rank = rollout.group_size / trainer.workers
         self._group = profile.train.mean(per_rank) + (profile.proximal.mean(per_rank) if recomputes_proximal else 0.0)
         self._steps = trainer.steps_per_update * profile.step.mean()
         self.train = trainer.groups_per_update * self._group + self._steps

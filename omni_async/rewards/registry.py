@@ -28,7 +28,8 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from omni_async.config import schema
-from omni_async.config.redact import MASK, REFERENCE, SHORTEST, redact, redact_text, secrets_in
+from omni_async.config.redact import REFERENCE, SHORTEST, redact, redact_text, secrets_in
+from omni_async.config.secret_references import resolve_references
 from omni_async.families import PARTS, MediaShape
 from omni_async.rewards import base
 from omni_async.rewards.base import Scorer
@@ -155,7 +156,10 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
                 f"scorer {name!r} takes no parameter {key!r}; it takes {', '.join(allowed) or 'none'}"
             )
         where = f"scorer {name!r}, parameter {key!r}"
-        given = _resolved(value, where)
+        try:
+            given = resolve_references(value, where)
+        except ValueError as error:
+            raise ScorerConfigError(str(error)) from None
         try:
             converted[key] = msgspec.convert(given, allowed[key])
         except msgspec.ValidationError as error:
@@ -169,25 +173,6 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
     if missing:
         raise ScorerConfigError(f"scorer {name!r} needs the parameter {', '.join(map(repr, missing))}")
     return converted
-
-
-def _resolved(value: Any, where: str) -> Any:
-    """Returns `value` with every `env:NAME` replaced by the environment's value."""
-    if isinstance(value, dict):
-        return {key: _resolved(item, where) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_resolved(item, where) for item in value]
-    if value == MASK:
-        raise ScorerConfigError(
-            f"{where}: a masked credential, as in a run folder's config.yaml; give it again, or name it as env:NAME"
-        )
-    if not isinstance(value, str) or not value.startswith(REFERENCE):
-        return value
-    variable = value.removeprefix(REFERENCE)
-    found = os.environ.get(variable)
-    if not found:
-        raise ScorerConfigError(f"{where}: {value!r} names an environment variable that is not set; set {variable}")
-    return found
 
 
 def _referenced(value: Any) -> Iterator[str]:

@@ -39,25 +39,27 @@ class Staged:
         a LoRA payload yields `base + scale * B @ A`, made on `device`, for those it adapts. ValueError, before anything
         is yielded, if names or shapes do not fit.
         """
-        received = dict(unpack(self.manifest, self.buckets))
         version = self.manifest.version
+
+        def on_device(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().to(device)
+
         if self.manifest.payload == "lora":
+            received = dict(unpack(self.manifest, self.buckets))
             adapted = adapted_weights(received)
             if unknown := sorted(adapted - base.keys()):
                 raise ValueError(f"version {version} adapts {unknown[0]!r}, which the model does not have")
             chosen = {name: base[name] for name in sorted(adapted)}
-            return merged_weights(
-                chosen, received, lora_scale(self.manifest), lambda tensor: tensor.detach().to(device)
-            )
+            return merged_weights(chosen, received, lora_scale(self.manifest), on_device, on_device)
         expected = {name: tuple(weight.shape) for name, weight in base.items()}
-        got = {name: tuple(weight.shape) for name, weight in received.items()}
+        got = {spec.name: spec.shape for spec in self.manifest.tensors}
         if wrong := sorted(set(expected.items()) ^ set(got.items())):
             name = wrong[0][0]
             raise ValueError(
                 f"weights of version {version} do not fit the model: {name!r} is {got.get(name, 'absent')}, "
                 f"expected {expected.get(name, 'nothing of that name')}"
             )
-        return iter(received.items())
+        return unpack(self.manifest, self.buckets)
 
 
 def adapted_weights(adapters: Iterable[str]) -> set[str]:

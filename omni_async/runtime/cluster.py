@@ -11,8 +11,12 @@ from omni_async.store import ObjectStore
 
 
 class PeerLost(RuntimeError):
-    """Raised when a process of the run is gone or does not answer. Engines and reward workers are replaced; after the
-    loss of any other process the run goes on from its last checkpoint."""
+    """Raised when a process of the run is gone or does not answer. Its role's row in the table says whether it is
+    replaced, or the run goes on from its last checkpoint."""
+
+
+class StartError(RuntimeError):
+    """Raised when the cluster could not be started; the text says what to do."""
 
 
 class RunControl(CoordinatorApi, Protocol):
@@ -40,8 +44,8 @@ class Cluster(Protocol):
     async def start(self) -> None: ...
 
     def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Returns the work of engines and reward workers, which end when the coordinator says so and can be
-        replaced."""
+        """Returns the work of workers that end when the coordinator says so and can be replaced: engines, reward
+        workers, services."""
 
     def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """Returns the work of roles that end when the coordinator says so and that the run cannot do without."""

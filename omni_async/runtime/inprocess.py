@@ -3,50 +3,39 @@ as on Ray; nothing is serialised."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
-from collections.abc import Coroutine
 from typing import Any
 
+from omni_async.actors.service import ServiceHost
 from omni_async.control.clock import Clock
-from omni_async.control.coordinator import Coordinator
-from omni_async.runtime import roles
+from omni_async.runtime.cluster import StartError
 from omni_async.runtime.preflight import RunInputs
+from omni_async.runtime.role_cluster import RoleCluster
+from omni_async.runtime.sites import Site, build
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.worker import Worker
 
 
-class InProcessCluster:
+class InProcessCluster(RoleCluster):
     """A cluster of roles in this process. `clock`, the wall clock by default, stamps what happens. Emulated devices
     sleep on the event loop's time."""
 
+    stores_die = False  # what a worker stored is in the store that all roles share, and stays
+
     def __init__(self, inputs: RunInputs, run: RunDirectory, clock: Clock | None = None) -> None:
-        config = inputs.config
+        super().__init__(inputs, run)
         self.store: ObjectStore = LocalStore()
-        self.coordinator: Coordinator = roles.build_coordinator(inputs, run.run_id, str(run.ledger))
-        self._inputs = inputs
         self._clock = clock
-        self._actors: dict[str, Any] = {}
-        producers = {}
-        if config.data.preferences is not None:
-            for name in config.engine_names:
-                self._actors[name] = roles.build_reader(name, inputs, self.coordinator, self.store)
-        else:
-            producers = {
-                name: roles.build_producer(name, inputs, self.coordinator, self.store, clock)
-                for name in config.engine_names
-            }
-            names = [f"reward-{worker}" for worker in range(config.reward.workers)]
-            rewarders = {
-                name: roles.build_rewarder(name, inputs, self.coordinator, self.store, clock) for name in names
-            }
-            self._actors |= producers | rewarders
-        publisher = roles.build_publisher(
-            config, producers, self.coordinator, self.store, str(run.weights), clock=clock
-        )
-        self._trainer = roles.build_trainer(
-            inputs, [], self.coordinator, publisher, self.store, str(run.checkpoints), clock=clock
-        )
+        for worker in self._all_workers():
+            self._build(worker)
+
+    def _build(self, worker: Worker) -> Any:
+        peers = self._peers_of(worker)
+        site = Site(worker, self._inputs, self._run.path, self.store, peers, clock=self._clock)
+        self._actors[str(worker)] = role = build(self._table[worker.role].build, site)
+        return role
 
     async def connect(self) -> None:
         """Does nothing: there is only this process."""
@@ -54,63 +43,40 @@ class InProcessCluster:
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
         # process. Reward workers first: a wrong scorer is reported before models load.
-        rewarders = [actor for name, actor in self._actors.items() if name.startswith("reward")]
-        others = [actor for actor in self._actors.values() if actor not in rewarders]
-        for role in (*rewarders, self._trainer, *others):
-            await role.start()
+        working = sorted(self._at_work(), key=lambda found: found[1].starts_last)
+        for name, _ in working:
+            await self._ready(name, self._actors[name])
 
-    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {
-            name: actor.run() for name, actor in self._actors.items() if self._inputs.config.data.preferences is None
-        }
+    async def _start_late(self, name: str) -> Any:
+        worker = self._build(Worker.parse(name))
+        await self._ready(name, worker)
+        return worker
 
-    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        readers = {
-            name: actor.run()
-            for name, actor in self._actors.items()
-            if self._inputs.config.data.preferences is not None
-        }
-        return {**readers, "trainer": self._trainer.run()}
+    async def _ready(self, name: str, worker: Any) -> None:
+        timeout = self._config.run.startup_timeout_s
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                await worker.start()
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # a timeout within the role
+            raise StartError(f"{name}: not ready within run.startup_timeout_s = {timeout:g}") from None
 
-    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {"publisher": self._trainer.run_publisher()}
+    async def _end(self, name: str) -> None:
+        role = self._actors.pop(name, None)
+        if isinstance(role, ServiceHost):
+            await role.close()
 
-    async def remove_worker(self, name: str, reason: str) -> None:
-        """Removes a worker. What it stored is in the store that all roles share, and stays."""
-        del self._actors[name]
-        if name.startswith("reward"):
-            await self.coordinator.scorer_lost(name)
-        else:
-            await self._trainer.remove_engine(name)
-            await self.coordinator.engine_lost(name, reason)
-
-    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
-        build = roles.build_rewarder if name.startswith("reward") else roles.build_producer
-        worker: Any = build(name, self._inputs, self.coordinator, self.store, self._clock)
-        await worker.start()
-        self._actors[name] = worker
-        if not name.startswith("reward"):
-            await self.coordinator.engine_joins(name)
-            try:
-                await self._trainer.admit(name, worker)
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    await self.remove_worker(name, "it did not join")
-                raise
-        return worker.run()
-
-    async def drain_worker(self, name: str) -> None:
-        await self._actors[name].leave()
-
-    async def preempt(self) -> None:
-        await self._trainer.preempt()
+    async def _run_worker(self, name: str) -> None:
+        await self._actors[name].run()
 
     async def find_lost(self) -> str | None:
         return None
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        here = {"pid": os.getpid(), "node": "local"}
-        return dict.fromkeys(("coordinator", *self._actors, "trainer"), here)
+        return {name: {"pid": os.getpid(), "node": "local"} for name in self._actors}
 
     async def close(self) -> None:
-        """Does nothing: roles free what they hold when their work ends."""
+        """Clears services away, whose work may never have begun; other roles free what they hold when theirs ends."""
+        for name in [*self._actors]:
+            await self._end(name)

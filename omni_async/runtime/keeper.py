@@ -1,4 +1,5 @@
-"""Replaces engines and reward workers that fail, hang or are killed while the run goes on, and changes their number.
+"""Replaces workers that fail, hang or are killed while the run goes on, where their role allows it (engines, reward
+workers, services), and changes their number.
 
 What a lost worker had under way is leased to others, with the same seeds. Its replacement has a name of its own, so
 late messages of the old worker are not taken for the new one's, and it gets no work before it holds the current
@@ -14,16 +15,18 @@ weights. Replacements are bounded: too many in one slot within an hour end the r
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine
-from itertools import count
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
 from omni_async.control.waiting import Event, Stopped, is_cancelled, unless
+from omni_async.role_table import RoleSpec
 from omni_async.runtime.cluster import PeerLost
 from omni_async.tracking.faults import Fault
+from omni_async.worker import Worker
 
 _WINDOW_S = 3600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -38,7 +41,7 @@ class GaveUp(RuntimeError):
 
 
 class Workforce(Protocol):
-    """A cluster whose engines and reward workers are started and removed while it runs."""
+    """A cluster whose workers are started and removed while it runs."""
 
     async def remove_worker(self, name: str, reason: str) -> None:
         """Frees what is left of the worker, and notifies every role that counts on it."""
@@ -49,12 +52,6 @@ class Workforce(Protocol):
 
     async def drain_worker(self, name: str) -> None:
         """Makes the worker finish what it has, and end."""
-
-
-def place_of(name: str) -> str:
-    """Returns the slot id, a worker's name without its number: `rollout-0.2` is the second worker in slot
-    `rollout-0`."""
-    return name.partition(".")[0]
 
 
 class Restarts:
@@ -84,7 +81,7 @@ class Restarts:
 
 class Keeper:
     """The workers of a run, each replaced in its slot when it is lost. `tell` gets a line for the console about what
-    happens, `record` every fault that was mended."""
+    happens, `record` every fault that was mended. `table`: the rows of the workers' roles."""
 
     def __init__(
         self,
@@ -94,7 +91,9 @@ class Keeper:
         clock: Clock,
         tell: Callable[[str], None],
         record: Callable[[Fault], None],
+        table: Mapping[str, RoleSpec],
     ) -> None:
+        self._table = table
         self._workforce = workforce
         self._supervisor = supervisor
         self._restarts = restarts
@@ -112,7 +111,7 @@ class Keeper:
 
     def employ(self, name: str, work: Work) -> None:
         """Takes a worker that has joined, and keeps its slot filled."""
-        slot = place_of(name)
+        slot = Worker.parse(name).slot
         self._workers[slot] = name
         self._started[slot] = max(1, self._started[slot])
         self._supervisor.start(slot, self._keep(name, work))
@@ -134,7 +133,7 @@ class Keeper:
         return [
             name
             for slot, name in self._workers.items()
-            if slot.rpartition("-")[0] == role and name not in self._leaving
+            if Worker.parse(slot).role == role and name not in self._leaving
         ]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -157,16 +156,11 @@ class Keeper:
         for _ in range(count - len(workers)):
             if self._is_closing():
                 raise ValueError("the run is ending")
-            slot = next(f"{role}-{i}" for i in range(10**6) if f"{role}-{i}" not in self._workers)
+            slot = next(slot for i in itertools.count() if (slot := Worker(role, i).slot) not in self._workers)
             name = self._name(slot)
             self._workers[slot] = name
             self._started[slot] += 1
-            loads = (
-                "loading its model; it gets work once it holds the newest weights"
-                if role == "rollout"
-                else "loading its scorers"
-            )
-            tell(f"{name}: {loads}")
+            tell(f"{name}: {self._table[role].loading}")
             try:
                 work = await self._workforce.start_worker(name)
             except BaseException as error:
@@ -185,13 +179,13 @@ class Keeper:
         return self._closing
 
     def _name(self, slot: str) -> str:
-        return f"{slot}.{self._started[slot] + 1}" if self._started[slot] else slot
+        return str(Worker.parse(slot).numbered(self._started[slot] + 1))
 
     # ---- one slot ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, name: str, work: Work) -> None:
         """Keeps a slot filled until the run is over or the worker may leave. Raises GaveUp."""
-        slot = place_of(name)
+        slot = Worker.parse(name).slot
         while (reason := await self._until_lost(name, work)) is not None:
             found = self._clock.now()
             try:
@@ -238,7 +232,7 @@ class Keeper:
     async def _replaced(self, slot: str, name: str, reason: str) -> tuple[str, Work] | None:
         """Starts a replacement and returns its name and work; None if by now no worker is wanted in the slot."""
         await self._workforce.remove_worker(name, reason)
-        for tries in count(1):
+        for tries in itertools.count(1):
             if name in self._leaving:
                 return None
             if tries > _MOST_STARTS:

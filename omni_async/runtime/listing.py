@@ -11,6 +11,7 @@ from omni_async.config.schema import Rollout, Sde
 from omni_async.config.section import Section
 from omni_async.families import PipelineFamily, family_names, find_family
 from omni_async.rewards.registry import names
+from omni_async.services import service_names
 
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
@@ -22,6 +23,7 @@ def listing() -> Iterator[str]:
     yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
     yield f"{'scorers':<16}{', '.join(names())}"
+    yield f"{'roles':<16}{', '.join(service_names()) or 'none is installed'}"
     yield "algorithms"
     for name, objective in sorted(objectives().items()):
         yield f"  {name:<14}{objective.summary}"

@@ -19,6 +19,7 @@ from omni_async.config.schedule import num_existing_devices
 from omni_async.control.clock import Clock
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
+from omni_async.role_table import WORKING
 from omni_async.runtime.cluster import RunControl
 from omni_async.runtime.sample_files import SampleFiles
 from omni_async.store import ObjectStore
@@ -29,7 +30,7 @@ from omni_async.tracking.mlflow_sink import MlflowSink
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.spans import SpanLog
 from omni_async.tracking.summary import Counters, Status, Summary, ValidationPoint, is_done, summarise
-from omni_async.tracking.timeline import ROLES, busy_fractions
+from omni_async.tracking.timeline import busy_fractions
 from omni_async.tracking.vanishing import GradientWatch
 from omni_async.types import Span
 
@@ -62,6 +63,7 @@ class Observer:
         self._console = console
         self._mlflow = mlflow
         self._clock = clock
+        self._roles = (*WORKING, *(role.name for role in config.roles))
         self.owns = owns
         self.has_something = owns  # to record, even if recording it failed
         self.made = 0  # updates of this attempt, including those that were lost again
@@ -280,7 +282,7 @@ class Observer:
                         for name in ("trajectories", "replay")
                     },
                 },
-                "busy": {role: busy[role]["busy"] for role in ROLES if role in busy},
+                "busy": {role: busy[role]["busy"] for role in self._roles if role in busy},
                 "extra": {name: data["metrics"][name] for name in _SHOWN if name in data["metrics"]},
             }
         )

@@ -22,8 +22,9 @@ that is over or was cut off: what it left behind.
 """
 
 _SCALE = """\
-Change how many engines or reward workers a running job has. New engines get work once they hold the newest weights,
-and the command waits for that and says so; those that leave finish what they have. Training goes on meanwhile:
+Change how many engines, reward workers or workers of an installed role a running job has. New engines get work once
+they hold the newest weights, and the command waits for that and says so; those that leave finish what they have.
+Training goes on meanwhile:
 
   omni-async scale runs/quickstart-20260101-120000 rollout=3
   omni-async scale runs/quickstart-20260101-120000 rollout=1 reward=2
@@ -105,6 +106,7 @@ def _write(lines: Iterable[str]) -> None:
 
 
 def _workers(words: list[str]) -> dict[str, int]:
+    from omni_async.role_table import scalable_roles
     from omni_async.runtime.control_socket import MOST_WORKERS
 
     workers: dict[str, int] = {}
@@ -113,10 +115,9 @@ def _workers(words: list[str]) -> dict[str, int]:
         fits = (
             len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
         )  # Python refuses to read thousands of digits
-        if role not in ("rollout", "reward") or not equals or not fits:
-            raise ConfigError(
-                f"scale: {one_line(word, 100)!r}: expected rollout=N or reward=N with N from 1 to {MOST_WORKERS}"
-            )
+        if role not in scalable_roles() or not equals or not fits:
+            expected = " or ".join(f"{role}=N" for role in scalable_roles())
+            raise ConfigError(f"scale: {one_line(word, 100)!r}: expected {expected} with N from 1 to {MOST_WORKERS}")
         if role in workers:
             raise ConfigError(f"scale: {word!r}: {role} is there twice")
         workers[role] = int(number)

@@ -1,22 +1,28 @@
 """Plans where every actor runs: in which bundle of the job's placement group, and with which resources. Pure arithmetic
 on the configuration.
 
-An actor on its own device has a bundle of its own. With `placement.colocated` device d is one bundle, and engine d,
-reward worker d and rank d ask for a share of it each. Emulated devices are not the machine's: their actors ask for
-nothing and run anywhere.
+A bundle is one machine's. An actor on its own device has a bundle of its own; the ranks of a sequence group share one,
+because they exchange a row's tokens in every layer. With `placement.colocated` device d is one bundle, and engine d,
+reward worker d and rank d ask for a share of it each; sequence groups then keep the whole job on one machine. Emulated
+devices are not the machine's: their actors ask for nothing and run anywhere.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from omni_async.config import Config
 from omni_async.config.schema import Resources
+from omni_async.role_table import RoleSpec, roles_of
+from omni_async.worker import Worker
 
-CONTROL = Resources(cpus=0.01)
 # Ray counts resources in ten-thousandths.
 _PRECISION = 10_000
+
+Member = tuple[RoleSpec, Worker]
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,12 @@ class ActorPlacement:
 
 @dataclass(frozen=True)
 class PlacementPlan:
+    """The bundles of a job and its actors' placements by slot id. `strategy`: how the bundles are spread over
+    machines, in Ray's words."""
+
     bundles: tuple[Resources, ...]
     actors: dict[str, ActorPlacement]
+    strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
 
     @property
     def cpus(self) -> int:
@@ -44,49 +54,50 @@ class PlacementPlan:
         return sum(bundle.gpus for bundle in self.bundles)
 
 
-def role_names(config: Config) -> dict[str, list[str]]:
-    """Returns the actors of a job by role, worker 0 first."""
-    workers = 0 if config.data.preferences is not None else config.reward.workers
-    ranks = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
-    return {
-        "control": ["coordinator"],
-        "rollout": list(config.engine_names),
-        "reward": [f"reward-{worker}" for worker in range(workers)],
-        "trainer": ["trainer", *(f"trainer-{rank}" for rank in range(1, ranks))],
-    }
-
-
-def plan_placements(config: Config, roles: dict[str, list[str]]) -> PlacementPlan:
-    """Assigns every actor a bundle and its resources. `roles` are the actors' names under `control`, `rollout`,
-    `reward` and `trainer`, worker 0 first."""
-    names = [name for of_role in roles.values() for name in of_role]
-    if config.emulation is not None:
-        return PlacementPlan((), {name: ActorPlacement(None, 0.0, 0.0, 1) for name in names})
-    asked = {"control": CONTROL, **{role: getattr(config.placement, role) for role in ("rollout", "reward", "trainer")}}
+def plan_placements(config: Config) -> PlacementPlan:
+    """Assigns every actor a bundle and its resources."""
+    table = roles_of(config)
     bundles: list[Resources] = []
     actors: dict[str, ActorPlacement] = {}
-    for members in _bundles(roles, config.placement.colocated):
-        wanted = [asked[role] for role, _ in members]
-        together = Resources(cpus=max(r.cpus for r in wanted), gpus=max(r.gpus for r in wanted))
-        for (_, name), resources in zip(members, wanted, strict=True):
-            cpus = _share(resources.cpus, sum(r.cpus for r in wanted), together.cpus)
-            gpus = _share(resources.gpus, sum(r.gpus for r in wanted), together.gpus)
-            actors[name] = ActorPlacement(len(bundles), cpus, gpus, max(1, int(resources.cpus)))
-        bundles.append(together)
-    return PlacementPlan(tuple(bundles), actors)
+    for spec in table.values():
+        for worker in spec.workers(config):
+            actors[worker.slot] = ActorPlacement(None, 0.0, 0.0, 1)
+    for members, shared in _bundles(table, config):
+        wanted = [spec.resources(config) for spec, _ in members]
+        total = Resources(cpus=sum(r.cpus for r in wanted), gpus=sum(r.gpus for r in wanted))
+        bundle = Resources(cpus=max(r.cpus for r in wanted), gpus=max(r.gpus for r in wanted)) if shared else total
+        for (_, worker), resources in zip(members, wanted, strict=True):
+            cpus, gpus = resources.cpus, resources.gpus
+            if shared:
+                cpus, gpus = _share(cpus, total.cpus, bundle.cpus), _share(gpus, total.gpus, bundle.gpus)
+            actors[worker.slot] = ActorPlacement(len(bundles), cpus, gpus, max(1, int(resources.cpus)))
+        bundles.append(bundle)
+    one_machine = config.placement.colocated and config.trainer.sequence_parallel > 1 and config.emulation is None
+    return PlacementPlan(tuple(bundles), actors, "STRICT_PACK" if one_machine else "PACK")
 
 
-def _bundles(roles: dict[str, list[str]], colocated: bool) -> list[list[tuple[str, str]]]:
-    """Returns the (role, actor) pairs of each bundle."""
-    alone = [(role, name) for role, names in roles.items() for name in names if role == "control" or not colocated]
-    if not colocated:
-        return [[pair] for pair in alone]
-    sharing = {role: names for role, names in roles.items() if role != "control"}
-    devices = max(len(names) for names in sharing.values())
-    return [
-        *([pair] for pair in alone),
-        *([(r, names[d]) for r, names in sharing.items() if d < len(names)] for d in range(devices)),
-    ]
+def _bundles(table: dict[str, RoleSpec], config: Config) -> Iterator[tuple[list[Member], bool]]:
+    """Yields the members of each bundle, and whether they take turns with its devices."""
+    colocated = config.placement.colocated
+    devices: list[list[Member]] = []
+    for spec in table.values():
+        if config.emulation is not None and spec.emulated:
+            continue
+        workers = spec.workers(config)
+        if not (colocated and spec.colocated):
+            yield from (([(spec, worker) for worker in group], False) for group in _groups(spec, workers, config))
+            continue
+        devices += [[] for _ in range(len(workers) - len(devices))]
+        for device, worker in zip(devices, workers, strict=False):
+            device.append((spec, worker))
+    yield from ((members, True) for members in devices)
+
+
+def _groups(spec: RoleSpec, workers: tuple[Worker, ...], config: Config) -> Iterator[tuple[Worker, ...]]:
+    """Yields the workers that need the same machine."""
+    size = config.trainer.sequence_parallel if spec.in_sequence_groups else 1
+    for start in range(0, len(workers), size):
+        yield workers[start : start + size]
 
 
 def _share(wanted: float, of: float, available: float) -> float:

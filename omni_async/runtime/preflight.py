@@ -18,17 +18,22 @@ from msgspec.structs import replace
 
 from omni_async.accelerator import most_accelerators
 from omni_async.actors.plan import plan_updates, require_trainable
+from omni_async.backends import find_backend
 from omni_async.config import Config, ConfigError
+from omni_async.config.checkpoint_family import family_of
 from omni_async.config.schema import Emulation
+from omni_async.config.secret_references import with_secrets
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.performance.profile import Payload, Profile, load_profile, require_room
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
+from omni_async.role_table import roles_of
 from omni_async.runtime.model_files import check_checkpoint
-from omni_async.runtime.placement import plan_placements, role_names
+from omni_async.runtime.placement import plan_placements
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
+from omni_async.runtime.sequence_check import check_sequence
 from omni_async.types import Prompt
 
 # Enough that an epoch is never over within an update.
@@ -63,15 +68,17 @@ class RunInputs:
 def preflight(config: Config) -> RunInputs:
     """Checks a configuration. Raises ConfigError, one line, naming the key."""
     _check_run_dir(config.run.dir)
+    _check_secrets(config)
     if config.emulation is not None:
         require_trainable(config)
         return _from_checkpoint(_emulated(config, config.emulation))
+    require_trainable(config)
     try:
-        family = find_family(config.model.pipeline)
+        family = find_family(config.model.pipeline or family_of(Path(config.model.path)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    require_trainable(config)
     _check_placement(config)
+    _check_backend(config)
     checks = [*_check_scorers(config), _images_check(family)]
     if config.reward.hedge_s is not None and not any(map(scorers.is_concurrent, config.reward.scorers)):
         names = ", ".join(scorer.name for scorer in config.reward.scorers)
@@ -80,7 +87,9 @@ def preflight(config: Config) -> RunInputs:
             " it out"
         )
     buckets = {f"rollout.buckets.{i}.sampling": bucket.sampling for i, bucket in enumerate(config.rollout.buckets)}
-    check_checkpoint(Path(config.model.path), family, {"rollout.sampling": config.rollout.sampling, **buckets})
+    specs = {"rollout.sampling": config.rollout.sampling, **buckets}
+    check_checkpoint(Path(config.model.path), family, specs)
+    check_sequence(config.trainer.sequence_parallel, Path(config.model.path), family, specs)
     longest = config.data.max_prompt_chars
     prompts = _prompts(config, checks)
     validation = (
@@ -90,6 +99,15 @@ def preflight(config: Config) -> RunInputs:
         config
     )  # last: what is wrong with the recipe itself also shows on a machine that is too small for it
     return _from_checkpoint(RunInputs(config, family, prompts=tuple(prompts), validation_prompts=tuple(validation)))
+
+
+def _check_secrets(config: Config) -> None:
+    """Checks that the secrets which services' settings name are there; those of scorers are checked with them."""
+    for number, role in enumerate(config.roles):
+        try:
+            with_secrets(role.settings, f"roles.{number}.settings")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _check_run_dir(folder: str) -> None:
@@ -164,26 +182,41 @@ def _check_placement(config: Config) -> None:
             )
 
 
+def _check_backend(config: Config) -> None:
+    """Refuses in one process, which computes on the CPU where there is nothing else, what the trainer's backend cannot
+    do there."""
+    trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
+    if config.run.runtime != "inprocess" or found is None or found[0]:
+        return
+    try:
+        find_backend(trainer.backend, workers=trainer.workers, offload=trainer.offload, on_cpu=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _require_accelerators(config: Config) -> None:
     """Refuses a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
-    asking = {
-        role: gpus for role in ("rollout", "reward", "trainer") if (gpus := getattr(config.placement, role).gpus) > 0
-    }
+    asking = [
+        (spec, number, gpus)
+        for spec in roles_of(config).values()
+        if (gpus := spec.resources(config).gpus) > 0 and (number := len(spec.workers(config)))
+    ]
     in_process = config.run.runtime == "inprocess"
     if not asking or (not in_process and _joins_a_cluster(config)):
         return
-    found = most_accelerators()
+    found = most_accelerators(kind=config.placement.accelerator)
     # In one process all roles use the same one.
-    needed = min(1.0, *asking.values()) if in_process else plan_placements(config, role_names(config)).gpus
+    needed = min(1.0, *(gpus for _, _, gpus in asking)) if in_process else plan_placements(config).gpus
     if found is None or needed <= found[0]:
         return
     have, why = found
-    names = role_names(config)
-    asked = ", ".join(f"{role} {len(names[role])} x {gpus:g}" for role, gpus in asking.items())
+    asked = ", ".join(f"{spec.role} {number} x {gpus:g}" for spec, number, gpus in asking)
+    keys = " or ".join(f"{spec.section}.gpus" for spec, _, _ in asking)
     elsewhere = "" if in_process else ", or name a cluster that has them with run.ray_address"
     raise ConfigError(
-        f"placement.{next(iter(asking))}.gpus: accelerators are asked for ({asked}), but this machine has"
-        f" {have or 'none'} ({why}); lower placement.*.gpus (0 is the CPU) or the numbers of workers{elsewhere}"
+        f"{asking[0][0].section}.gpus: accelerators are asked for ({asked}), but this machine has"
+        f" {have or 'none'} ({why}); lower {keys} (0 is the CPU), or the numbers of"
+        f" workers{elsewhere}"
     )
 
 
@@ -215,7 +248,9 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
             rollout=replace(config.rollout, timeout_s=_NEVER_S),
             weights=replace(config.weights, timeout_s=_NEVER_S),
         ),
-        family=PipelineFamily(config.model.pipeline, policy="", sampling=SamplingSpec, model_index_class=""),
+        family=PipelineFamily(
+            config.model.pipeline or "emulated", policy="", sampling=SamplingSpec, model_index_class=""
+        ),
         prompts=tuple(Prompt(i, f"emulated prompt {i}") for i in range(_SYNTHETIC_PROMPTS)),
         validation_prompts=(),
         profile=profile,

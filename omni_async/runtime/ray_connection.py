@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from omni_async.runtime.cluster import StartError
 from omni_async.runtime.ray_local import LocalRay, StartFailed
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,6 @@ _PROBE_S = 10.0
 _PAUSE_S = 1.0
 
 T = TypeVar("T")
-
-
-class StartError(RuntimeError):
-    """Raised when the cluster could not be started; the text says what to do."""
 
 
 class Connection:

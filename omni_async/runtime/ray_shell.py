@@ -22,28 +22,11 @@ from typing import Any
 import psutil
 import ray
 
-from omni_async.runtime.cluster import PeerLost
-from omni_async.runtime.ray_connection import StartError
+from omni_async.runtime.cluster import PeerLost, StartError
 from omni_async.runtime.ray_processes import Whereabouts
 from omni_async.runtime.ray_store import RayStore
 
 __all__ = ["Proxy", "RayStore", "Shell", "actor_class"]
-
-# Calls that wait for something to happen; all others use the concurrency group `control`.
-_LONG_CALLS = frozenset(
-    {
-        "next_samples",
-        "next_to_score",
-        "closing",
-        "next_groups",
-        "events",
-        "run",
-        "run_publisher",
-        "start",
-        "receive_weights",
-        "admit",
-    }
-)
 
 
 class Shell:
@@ -97,16 +80,18 @@ _GONE = (
 
 
 class Proxy:
-    """A role in another process: `await proxy.method(*args)`. Picklable, so roles can be handed each other."""
+    """A role in another process: `await proxy.method(*args)`. Picklable, so roles can be handed each other.
+    `waiting_calls`: the methods that may wait long; all others use the concurrency group `control`."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, waiting_calls: frozenset[str]) -> None:
         self._name = name
         self._actor = actor
+        self._waiting_calls = waiting_calls
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
-        send = self._actor.long_call if method in _LONG_CALLS else self._actor.call
+        send = self._actor.long_call if method in self._waiting_calls else self._actor.call
 
         async def call(*args: Any) -> Any:
             try:
@@ -122,7 +107,7 @@ class Proxy:
         return call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Proxy, (self._name, self._actor)
+        return Proxy, (self._name, self._actor, self._waiting_calls)
 
 
 def _last_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import encode_profile, is_empty
 from omni_async.runtime.observer import Observer
@@ -79,7 +80,8 @@ class Results:
         replayed = self._inputs.profile
         how = f", on emulated devices that replayed {replayed.name}" if replayed else ""
         source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
-        profile = measure(spans, self._inputs.config, name=summary.run, source=source)
+        config = self._inputs.config
+        profile = measure(spans, config, samples_per_rank=samples_per_rank(config), name=summary.run, source=source)
         if not is_empty(profile):
             write_atomic(self._run.profile, encode_profile(profile))
 

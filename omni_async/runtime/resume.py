@@ -198,13 +198,13 @@ def _not_from(folder: Path, why: str) -> str:
 def _usable(config: Config, folder: Path) -> State:
     require_whole(folder)
     state = read_state(folder)
+    _require_same_devices(config, folder, state)
     for what, found, wanted in (
         ("model.pipeline", state.pipeline, config.model.pipeline),
         ("algorithm.name", state.algorithm, config.algorithm.name),
     ):
         if found != wanted:
             raise CheckpointError(f"{folder} is of another job: its {what} is {found!r}, the recipe's is {wanted!r}")
-    _require_same_devices(config, folder, state)
     steps, per_update = state.engine.get("optimizer_steps"), config.trainer.steps_per_update
     if (
         steps is not None and steps != state.version * per_update

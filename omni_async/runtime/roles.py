@@ -27,6 +27,7 @@ from omni_async.control.clock import Clock, WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink
+from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.runtime.preflight import RunInputs
 from omni_async.store import ObjectStore
@@ -113,7 +114,7 @@ def build_publisher(
 
 
 def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
-    world_size = inputs.config.trainer.workers
+    layout = ParallelLayout.of(inputs.config.trainer, rank)
 
     def build_engine() -> TrainEngine:
         from omni_async.training.engine import TrainEngine
@@ -125,12 +126,10 @@ def build_rank(rank: int, inputs: RunInputs, store: ObjectStore) -> Rank:
             import torch
 
             device = torch.device("cpu")
-        return TrainEngine(
-            inputs.config, load_policy(inputs.family, inputs.config.model.path), rank, world_size, device
-        )
+        return TrainEngine(inputs.config, load_policy(inputs.family, inputs.config.model.path), layout, device)
 
     paired = find_kind(find_objective(inputs.config.algorithm.name).kind).paired
-    return Rank(rank, world_size, build_engine, store, paired)
+    return Rank(layout, build_engine, store, paired)
 
 
 def build_trainer(

@@ -18,6 +18,7 @@ from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor, TaskFailed
 from omni_async.control.waiting import first_of
 from omni_async.rewards.base import WrongScorer
+from omni_async.role_table import roles_of
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import Request
 from omni_async.runtime.keeper import Keeper, Restarts
@@ -51,7 +52,8 @@ class Session:
         self._cluster = cluster
         self._observer = observer
         self._roles, self._services = Supervisor(), Supervisor()
-        self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault)
+        self._table = roles_of(config)
+        self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
         observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.close
 
     async def run(self, interrupted: asyncio.Event) -> Ending:
@@ -115,7 +117,9 @@ class Session:
         if it can't be done."""
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
-                raise ValueError(f"{role}: this run has no workers of that role; it has rollout and reward")
+                scaled = [name for name, spec in self._table.items() if spec.scales and self._keeper.workers(name)]
+                has = " and ".join(scaled) or "none that scale"
+                raise ValueError(f"{role}: this run has no workers of that role; it has {has}")
             await self._keeper.scale(role, workers, tell)
         return {
             "progress": self._observer.progress(),

@@ -26,12 +26,9 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
-    lines += [
-        "",
-        *_table(
-            ["part", "process", "weights"], [_part(name, where, status) for name, where in status["parts"].items()]
-        ),
-    ]
+    columns = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
+    parts = [_part(name, where, status)[: len(columns)] for name, where in status["parts"].items()]
+    lines += ["", *_table(columns, parts)]
     lines += [
         "",
         *_table(
@@ -65,7 +62,8 @@ def _progress(found: Mapping[str, Any]) -> list[str]:
 
 def _part(name: str, where: Mapping[str, Any], status: Mapping[str, Any]) -> list[str]:
     held = status["engines"].get(name)
-    return [name, str(where["pid"]), "" if held is None else "none yet" if held < 0 else f"version {held}"]
+    weights = "" if held is None else "none yet" if held < 0 else f"version {held}"
+    return [name, str(where["pid"]), weights, status["addresses"].get(name, "")]
 
 
 def _buffer(name: str, held: Mapping[str, int]) -> list[str]:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
-from omni_async.config import Config
+from omni_async.config import Config, ConfigError
 from omni_async.control.clock import WallClock
 from omni_async.control.waiting import Stopped, is_cancelled, unless
 from omni_async.rewards.base import WrongScorer
@@ -65,7 +65,8 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
-    """Runs to the end. Raises RunDirectoryError or MlflowUnusableError before anything is generated; every other
+    """Runs to the end. Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could
+    tell, before anything is generated; every other
     failure is in the summary's status and reason."""
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
@@ -124,7 +125,10 @@ class _Run:
                 with contextlib.suppress(MlflowUnusableError, TimeoutError):
                     self._mlflow = await asyncio.wait_for(self._opening, _SOON_S if at_once else None)
             interrupted.release_ctrl_c()
-            return self._write(ending, observer, finished, at_once)
+            summary = self._write(ending, observer, finished, at_once)
+            if isinstance(ending.cause, ConfigError):
+                raise ending.cause  # its one line is all that is said
+            return summary
 
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
         """Writes what the run leaves, and prints the last lines about it."""
@@ -136,7 +140,8 @@ class _Run:
             self._began, self._clock.now(), summary.status, summary.reason, start.version, observer.version, wall_s
         )
         summary = results.write(observer, summary, spans, command_attempt)
-        self._console.close(_farewell(self._run, observer, summary, self._mlflow))
+        refused = isinstance(ending.cause, ConfigError)
+        self._console.close(() if refused else _farewell(self._run, observer, summary, self._mlflow))
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:

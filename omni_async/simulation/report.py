@@ -10,10 +10,10 @@ from rich.table import Table
 
 from omni_async.config import Config
 from omni_async.performance.law import async_step, max_speedup, smallest_useful_budget, sync_step
+from omni_async.role_table import WORKING
 from omni_async.simulation.result import Simulated
 
 _BAR = 40
-_ROLES = ("rollout", "reward", "trainer")
 
 
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
@@ -39,9 +39,7 @@ def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) 
         "speed-up",
         "images/s",
         "each",
-        "rollout",
-        "reward",
-        "trainer",
+        *(role for role in WORKING if role in rows[0][2].busy),
         "stale",
         "most",
     )
@@ -61,7 +59,7 @@ def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) 
             f"{_ratio(rows[0][2].step_s, found.step_s):.2f}",
             _number(found.images_per_s),
             _number(found.images_per_s_per_device),
-            *(f"{found.busy[role]['busy']:.0%}" for role in _ROLES),
+            *(f"{found.busy[role]['busy']:.0%}" for role in WORKING if role in found.busy),
             f"{found.staleness_mean:.2f}",
             str(found.staleness_max),
         )
@@ -95,8 +93,7 @@ def _stages(found: Simulated) -> str:
 
 def _roles(found: Simulated) -> Table:
     table = _table("what the roles do", "", "busy", "starved", "backpressured")
-    for role in _ROLES:
-        shares = found.busy[role]
+    for role, shares in found.busy.items():
         table.add_row(role, *(f"{shares[column]:.1%}" for column in ("busy", "starved", "backpressured")))
     return table
 

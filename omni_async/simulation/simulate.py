@@ -23,6 +23,7 @@ from omni_async.control.coordinator import Coordinator
 from omni_async.performance.law import async_step
 from omni_async.performance.profile import Profile
 from omni_async.performance.unmeasured import with_estimates
+from omni_async.role_table import BUILT_IN, WORKING, roles_of
 from omni_async.simulation.bundles import choose_bundle, in_bundles
 from omni_async.simulation.engine import SimulatedEngine
 from omni_async.simulation.meters import Meters
@@ -144,7 +145,8 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
         raise TypeError("a simulation runs on a loop of virtual time")
-    workers = {"rollout": config.rollout.workers, "reward": config.reward.workers, "trainer": 1}
+    rows = {spec.role: sum(map(spec.is_at_work, spec.workers(config))) for spec in BUILT_IN if spec.role in WORKING}
+    workers = {role: number for role, number in rows.items() if number}
     capacities = {
         "slots": (config.staleness.max_updates + 1) * config.trainer.groups_per_update,
         "trajectories": config.buffer.trajectories,
@@ -187,8 +189,8 @@ async def _play(world: World, updated: Callable[[int], None]) -> None:
             tasks.create_task(SimulatedTrainer(world, publisher, updated).run(), name="trainer")
             for engine in engines:
                 tasks.create_task(engine.lease(), name=engine.name)
-            for number in range(world.config.reward.workers):
-                tasks.create_task(reward_worker(f"reward-{number}", world), name=f"reward-{number}")
+            for name in map(str, roles_of(world.config)["reward"].workers(world.config)):
+                tasks.create_task(reward_worker(name, world), name=name)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None  # one is enough to end the run, and to say why
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.control.waiting import Event
 from omni_async.simulation.engine import SimulatedEngine
 from omni_async.simulation.world import World, at_once, digest_of
@@ -61,7 +62,7 @@ class SimulatedTrainer:
         self._updated = updated
         self._draws = world.draws("trainer")
         config = world.config
-        self._units = config.rollout.group_size * world.bundle / config.trainer.workers
+        self._units = samples_per_rank(config, config.rollout.group_size * world.bundle)
 
     async def run(self) -> None:
         """Trains until all updates are made, or the run is over."""

@@ -4,6 +4,7 @@ what the profile has not measured."""
 from __future__ import annotations
 
 from omni_async.actors.plan import plan_updates
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
@@ -15,7 +16,11 @@ def times_of(config: Config, profile: Profile) -> StageTimes:
     """Returns mean seconds per update, in the profile's time."""
     plan = plan_updates(config)
     return stage_times(
-        config, with_estimates(profile, config), streams=plan.mode != "collect", recomputes_proximal=plan.proximal
+        config,
+        with_estimates(profile, config),
+        streams=plan.mode != "collect",
+        recomputes_proximal=plan.proximal,
+        samples_per_rank=samples_per_rank(config),
     )
 
 

@@ -21,7 +21,7 @@ from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.simulation.tune_explain import reasons
 from omni_async.simulation.tune_front import front
-from omni_async.simulation.tune_keys import INFLIGHT, RANKS, SPLIT, SWAP, TUNED, Value, keys_of, with_keys
+from omni_async.simulation.tune_keys import INFLIGHT, SPLIT, SWAP, TUNED, Value, keys_of, with_keys
 from omni_async.simulation.tune_search import fastest, search
 from omni_async.simulation.tune_split import (
     device_kind,
@@ -95,7 +95,7 @@ def tune(
         raise ConfigError("data.preferences: nothing is generated, so nothing overlaps and there is nothing to tune")
     if budget < SMALLEST_BUDGET:
         raise ConfigError(f"--budget: expected at least {SMALLEST_BUDGET} simulations, got {budget}")
-    _require_trainable(config, keep)
+    require_trainable(config)
     base = overlapped(config)
     shared = share_cpus(base, devices, keys_of(base, keep))
     kept = keys_of(base, {*keep, *(SPLIT if shared else ())})
@@ -139,13 +139,6 @@ def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
     point = point or trials.run(config, keys)
     trials.floor = point.images_per_s if fits else 0.0
     return point
-
-
-def _require_trainable(config: Config, keep: Collection[str]) -> None:
-    """Refuses what tuning does not change: an objective that is unknown or does not fit the rest."""
-    if RANKS not in keep and devices_each(config)[RANKS]:
-        config = replace(config, trainer=replace(config.trainer, workers=1))  # ranks are chosen
-    require_trainable(config)
 
 
 def overlapped(config: Config) -> Config:

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from omni_async.actors.plan import plan_updates
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config, ConfigError
 from omni_async.config.checks import check
+from omni_async.layout import fewest_ranks, layout_problems
 from omni_async.performance.law import StageTimes
 from omni_async.performance.profile import Profile
 from omni_async.performance.stages import stage_times
@@ -98,7 +101,13 @@ class _Law:
 
     def of(self, workers: dict[str, int]) -> Split:
         config, plan = with_keys(self.config, _roomy(self.config, workers)), self._plan
-        times = stage_times(config, self._profile, streams=plan.mode != "collect", recomputes_proximal=plan.proximal)
+        times = stage_times(
+            config,
+            self._profile,
+            streams=plan.mode != "collect",
+            recomputes_proximal=plan.proximal,
+            samples_per_rank=samples_per_rank(config),
+        )
         return Split(workers, times, times.bottleneck[1])
 
 
@@ -107,8 +116,9 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
 
 
 def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
-    """Returns the devices of each role that takes any, with the kept number of workers or one."""
-    fewest = {path: count(kept, path) if path in kept else 1 for path in SPLIT}
+    """Returns the devices of each role that takes any, with the kept number of workers or as few as can be."""
+    fewest = {ENGINES: 1, REWARDERS: 1, RANKS: fewest_ranks(config.trainer)}
+    fewest |= {path: count(kept, path) for path in SPLIT if path in kept}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
 
 
@@ -126,9 +136,7 @@ def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
     """Yields every number of ranks and of reward workers, with as many engines as then fit."""
     config = law.config
     each = devices_each(config)
-    for ranks in _counts(config.trainer.workers, each[RANKS], devices, kept.get(RANKS)):
-        if config.rollout.group_size % ranks and each[RANKS] and RANKS not in kept:
-            continue  # training refuses it: a group's samples are dealt over the ranks
+    for ranks in _useful_ranks(config, _counts(config.trainer.workers, each[RANKS], devices, kept.get(RANKS))):
         left = devices - ranks * each[RANKS]
         for rewarders in _counts(config.reward.workers, each[REWARDERS], left, kept.get(REWARDERS)):
             rest = left - rewarders * each[REWARDERS]
@@ -139,6 +147,18 @@ def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
             if not each[REWARDERS] and REWARDERS not in kept:
                 split[REWARDERS] = _enough_rewarders(law, split)
             yield split
+
+
+def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
+    """Yields the numbers of ranks that training accepts and that leave the busiest rank less than fewer do."""
+    least = math.inf
+    for ranks in counts:
+        trainer = replace(config.trainer, workers=ranks)
+        if not any(layout_problems(ranks, trainer.sequence_parallel, trainer.shard)):
+            share = samples_per_rank(replace(config, trainer=trainer))
+            if share < least:
+                yield ranks
+            least = min(least, share)
 
 
 def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> range:

@@ -4,7 +4,6 @@ finished spans."""
 from __future__ import annotations
 
 import heapq
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,20 +12,15 @@ from typing import Any
 import msgspec
 
 from omni_async.config.reading import read_file
+from omni_async.role_table import WORKING
 from omni_async.tracking import intervals
 from omni_async.tracking.files import write_atomic
 from omni_async.tracking.intervals import Interval
 from omni_async.types import Span
+from omni_async.worker import Worker
 
 WAITS = ("backpressured", "starved")
 _NOT_BUSY = (*WAITS, "outage")
-ROLES = ("rollout", "reader", "reward", "trainer")
-
-
-def role_of(actor: str) -> str:
-    """Returns the role of an actor, the name up to the first `-` or digit: `rollout-0` and `rollout0` are `rollout`."""
-    match = re.match(r"[^-\d]+", actor)
-    return match[0] if match else actor
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
@@ -72,7 +66,7 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
         event = {
             "ph": "X",
             "name": span.kind,
-            "cat": role_of(span.actor),
+            "cat": Worker.parse(span.actor).role,
             "pid": pid,
             "tid": lane,
             "ts": start,
@@ -121,7 +115,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
     """
     per_actor: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        per_actor[span.actor.partition(".")[0]].append(span)  # a replacement has the same slot id
+        per_actor[Worker.parse(span.actor).slot].append(span)  # a replacement has the same
     per_role: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     wall = end - start
     for actor, own in per_actor.items():
@@ -130,7 +124,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
         waiting = intervals.union([*blocked, *_times(own, start, end, ("starved",))])
         seconds = [intervals.length(times) for times in (busy, blocked, waiting)]
         shares = [amount / wall if wall > 0 else 0.0 for amount in seconds]
-        per_role[role_of(actor)].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
+        per_role[Worker.parse(actor).role].append((shares[0], shares[1] - shares[0], shares[2] - shares[1]))
     return {
         role: {
             name: sum(column) / len(rows)
@@ -144,5 +138,5 @@ def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
     """Returns the fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
     if end <= start:
         return 0.0
-    per_role = ([span for span in spans if role_of(span.actor) == role] for role in ROLES)
+    per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)
     return intervals.length(intervals.at_least(2, (_times(own, start, end, None) for own in per_role))) / (end - start)

@@ -1,0 +1,224 @@
+"""Lists the roles of a run: one row says all that the runtimes, the placement, the replacing and the scaling of workers
+have to know of a role. What is built is named, and imported where it is built.
+
+| role        | workers           | lost                                  | scales |
+|-------------|-------------------|---------------------------------------|--------|
+| coordinator | one               | a new attempt                         |        |
+| services    | `roles[].workers` | replaced                              | yes    |
+| rollout     | `rollout.workers` | replaced                              | yes    |
+| reader      | one, offline      | a new attempt                         |        |
+| reward      | `reward.workers`  | replaced                              | yes    |
+| trainer     | `trainer.workers` | a new attempt                         |        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from omni_async.config.schema import Config, Resources
+from omni_async.services import find_service, service_names
+from omni_async.worker import Worker
+
+CONTROL = Resources(cpus=0.01)
+
+
+class Peers(Protocol):
+    """The roles that are told of workers that join and are lost. `stores_die`: what a worker put into the store is gone
+    with its process."""
+
+    stores_die: bool
+
+    @property
+    def coordinator(self) -> Any: ...
+
+    @property
+    def trainer(self) -> Any: ...
+
+
+async def _nobody_joins(peers: Peers, name: str, worker: Any) -> None:
+    """Tells nobody of a new worker: it asks for work by itself."""
+
+
+async def _nobody_minds(peers: Peers, name: str, reason: str) -> None:
+    """Tells nobody of a lost worker."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A row of the table.
+
+    workers: its workers at the start of a run, by the recipe.
+    section: the key of its workers' resources; None: next to nothing.
+    build: `module:function`; (`omni_async.runtime.sites.Site`) -> the role, called in the worker's process.
+    on_loss: "replace": another worker takes the slot while the run goes on. "new attempt": the run starts again from
+        its last checkpoint.
+    works: which of its workers have `start` and `run`: "all"; the "first", which calls the others; "none", because it
+        only answers.
+    services: further methods of a worker that works, which run until they are cancelled, by task name.
+    long_calls: the calls that wait for something to happen; `start` and `run` always do.
+    starts_last: where roles start one after another: what loads slowly, or finds mistakes late.
+    in_sequence_groups: its workers belong together as the ranks of sequence groups do, and those of one need one
+        machine.
+    colocated: it shares devices with other roles under `placement.colocated`.
+    emulated: `emulation` replaces its devices, so that it needs none.
+    scales: `omni-async scale` changes the number of its workers; a worker that is not needed any more gets `leave`.
+    loading: what a new worker does before it is at work, for the console.
+    joins, lost: whom a worker that has started, and one that is gone, is reported to.
+    """
+
+    role: str
+    workers: Callable[[Config], tuple[Worker, ...]]
+    build: str
+    section: str | None = None
+    on_loss: Literal["replace", "new attempt"] = "new attempt"
+    works: Literal["all", "first", "none"] = "all"
+    services: Mapping[str, str] = field(default_factory=dict)
+    long_calls: frozenset[str] = frozenset()
+    starts_last: bool = False
+    in_sequence_groups: bool = False
+    colocated: bool = True
+    emulated: bool = True
+    scales: bool = False
+    loading: str = "starting"
+    joins: Callable[[Peers, str, Any], Awaitable[None]] = _nobody_joins
+    lost: Callable[[Peers, str, str], Awaitable[None]] = _nobody_minds
+
+    def resources(self, config: Config) -> Resources:
+        """Returns what one worker asks for."""
+        return CONTROL if self.section is None else config.resources[self.section]
+
+    def is_at_work(self, worker: Worker) -> bool:
+        """Returns whether this worker has a `run` of its own."""
+        return self.works == "all" or (self.works == "first" and worker.index is None)
+
+    @property
+    def waiting_calls(self) -> frozenset[str]:
+        """Returns the calls that may take long, because they wait for something to happen."""
+        return self.long_calls | {"start", "run", *self.services.values()}
+
+
+# ---- who is told of workers that come and go -----------------------------------------------------------------------
+
+
+async def _engine_joins(peers: Peers, name: str, worker: Any) -> None:
+    await peers.coordinator.engine_joins(name)
+    await peers.trainer.admit(name, worker)
+
+
+async def _engine_lost(peers: Peers, name: str, reason: str) -> None:
+    await peers.trainer.remove_engine(name)
+    await peers.coordinator.engine_lost(name, reason)
+    if peers.stores_die:
+        await peers.coordinator.objects_lost(name)
+
+
+async def _scorer_lost(peers: Peers, name: str, reason: str) -> None:
+    await peers.coordinator.scorer_lost(name)
+
+
+async def _service_lost(peers: Peers, name: str, reason: str) -> None:
+    await peers.coordinator.service_lost(name)
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _online(config: Config) -> bool:
+    return config.data.preferences is None
+
+
+def _slots(role: str, number: int) -> tuple[Worker, ...]:
+    return tuple(Worker(role, index) for index in range(number))
+
+
+def _ranks(config: Config) -> tuple[Worker, ...]:
+    number = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
+    return Worker("trainer"), *(Worker("trainer", rank) for rank in range(1, number))
+
+
+_SITES = "omni_async.runtime.sites"
+
+BUILT_IN = (
+    RoleSpec(
+        "coordinator",
+        lambda config: (Worker("coordinator"),),
+        f"{_SITES}:coordinator",
+        works="none",
+        long_calls=frozenset({"next_samples", "next_to_score", "closing", "next_groups", "events", "addresses"}),
+        colocated=False,
+    ),
+    RoleSpec(
+        "rollout",
+        lambda config: _slots("rollout", config.rollout.workers) if _online(config) else (),
+        f"{_SITES}:producer",
+        "placement.rollout",
+        "replace",
+        long_calls=frozenset({"receive_weights"}),
+        starts_last=True,
+        scales=True,
+        loading="loading its model; it gets work once it holds the newest weights",
+        joins=_engine_joins,
+        lost=_engine_lost,
+    ),
+    RoleSpec(
+        "reader",
+        lambda config: () if _online(config) else (Worker("reader"),),
+        f"{_SITES}:reader",
+        "placement.rollout",
+        starts_last=True,
+    ),
+    RoleSpec(
+        "reward",
+        lambda config: _slots("reward", config.reward.workers) if _online(config) else (),
+        f"{_SITES}:rewarder",
+        "placement.reward",
+        "replace",
+        scales=True,
+        loading="loading its scorers",
+        lost=_scorer_lost,
+    ),
+    RoleSpec(
+        "trainer",
+        _ranks,
+        f"{_SITES}:trainer",
+        "placement.trainer",
+        works="first",
+        in_sequence_groups=True,
+        services={"publisher": "run_publisher"},
+        long_calls=frozenset({"admit"}),
+    ),
+)
+
+
+def _service(number: int, name: str) -> RoleSpec:
+    return RoleSpec(
+        name,
+        lambda config: _slots(name, config.roles[number].workers),
+        f"{_SITES}:service",
+        f"roles.{number}.resources",
+        "replace",
+        colocated=False,
+        emulated=False,
+        scales=True,
+        loading=find_service(name).loading,
+        lost=_service_lost,
+    )
+
+
+# Those that do the work of a run, in the order in which they are shown.
+WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
+
+
+def roles_of(config: Config) -> dict[str, RoleSpec]:
+    """Returns the rows of a recipe's run by role: the coordinator, the services, which others may need, and the other
+    built-in roles."""
+    coordinator, *others = BUILT_IN
+    services = (_service(number, role.name) for number, role in enumerate(config.roles))
+    return {spec.role: spec for spec in (coordinator, *services, *others)}
+
+
+def scalable_roles() -> tuple[str, ...]:
+    """Returns the roles whose workers may change in number, whichever recipe it is."""
+    return *(spec.role for spec in BUILT_IN if spec.scales), *service_names()
