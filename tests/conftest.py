@@ -128,6 +128,18 @@ def slice_of(request: pytest.FixtureRequest) -> Callable[[str, int, int], range]
 
 
 @pytest.fixture(autouse=True)
+def accelerators(request: pytest.FixtureRequest) -> None:
+    """Skips a test marked `gpu`, or `gpu(devices=n)`, where torch sees fewer accelerators."""
+    marker = request.node.get_closest_marker("gpu")
+    if marker is not None:
+        import torch
+
+        wanted, found = marker.kwargs.get("devices", 1), torch.accelerator.device_count()
+        if found < wanted:
+            pytest.skip(f"needs {wanted} accelerator{'s' * (wanted > 1)}: torch {torch.__version__} sees {found} here")
+
+
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Torch in one thread, where a test file has imported it: small tensors gain nothing from more, and there are only
     two cores."""

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.sde.transitions import ode_step, take_step
 from omni_async.training.groups import GroupBatch
@@ -77,6 +78,7 @@ class TinyPolicy:
         self.path = path
 
     components: tuple[str, ...] = ("transformer",)
+    sequence_plan = None
 
     def load_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
         with torch.random.fork_rng(devices=[]):
@@ -200,6 +202,7 @@ def tiny_group(
         advantages=advantages,
         seeds=[1000 * seed + i for i in range(len(samples))],
         staleness=[[staleness] * trained for _ in samples],
+        size=len(samples),
     )
 
 
@@ -212,17 +215,20 @@ def tiny_pair(policy: TinyPolicy, config: Config, seed: int = 0) -> GroupBatch:
         advantages=[1.0, -1.0],
         seeds=group.seeds[:1] * 2,
         staleness=group.staleness[:2],
+        size=2,
     )
 
 
-def share(group: GroupBatch, rank: int, world: int) -> GroupBatch:
-    """A rank's samples of a group that is dealt over `world` ranks."""
-    mine = slice(rank, None, world)
+def share(group: GroupBatch, layout: ParallelLayout, start: int = 0) -> GroupBatch:
+    """A rank's samples of a whole group; the first sample as padding where it has none."""
+    dealt = layout.dealt(group.size, start)
+    mine = dealt or range(1)
     return replace(
         group,
-        trajectories=group.trajectories[mine],
-        advantages=group.advantages[mine],
-        seeds=group.seeds[mine],
-        staleness=group.staleness[mine],
-        weights=None if group.weights is None else group.weights[mine],
+        trajectories=[group.trajectories[i] for i in mine],
+        advantages=[group.advantages[i] for i in mine],
+        seeds=[group.seeds[i] for i in mine],
+        staleness=[group.staleness[i] for i in mine],
+        weights=None if group.weights is None else [group.weights[i] for i in mine],
+        counts=bool(dealt),
     )

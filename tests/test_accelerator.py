@@ -52,6 +52,22 @@ def test_what_only_a_driver_can_tell_is_not_guessed(tmp_path: Path, name: str) -
     assert most_accelerators(tmp_path / "nowhere", {}) is None
 
 
+@pytest.mark.parametrize(
+    ("names", "environment", "found"),
+    [
+        (("davinci0", "davinci1", "davinci_manager", "nvidia0"), {}, 2),
+        (("davinci0", "davinci1"), {"ASCEND_RT_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ""}, 1),
+        (("nvidia0", "dri"), {}, 0),
+    ],
+)
+def test_ascend_devices_are_counted_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], environment: dict[str, str], found: int
+) -> None:
+    monkeypatch.setattr(accelerator, "_torch", lambda: "2.13.0+cpu")  # torch-npu is an addition to that build
+    count = most_accelerators(devices(tmp_path, *names), environment, kind="NPU")
+    assert count is not None and count[0] == found
+
+
 def test_a_torch_for_cpus_uses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_torch", lambda: "2.13.0+cpu")
     assert most_accelerators(devices(tmp_path, "nvidia0"), {}) == (0, "torch 2.13.0+cpu is a build for CPUs")

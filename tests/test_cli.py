@@ -85,7 +85,7 @@ def test_list_names_what_a_recipe_may_say(capsys):
     assert cli.main(["list"]) == 0
     shown = capsys.readouterr().out
     lines = {line[:16].strip(): line[16:] for line in shown.splitlines() if not line.startswith(" ")}
-    assert list(lines) == ["model families", "engines", "transitions", "scorers", "algorithms"]
+    assert list(lines) == ["model families", "engines", "transitions", "scorers", "roles", "algorithms"]
     assert lines["engines"] == "vllm_omni, diffusers, emulated"
     assert lines["transitions"] == "flow, cps, dance"
     assert lines["scorers"] == "jpeg_size, motion_smoothness, ocr"

@@ -20,10 +20,12 @@ from tensordict import TensorDict
 from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
 from omni_async.control.waiting import Event
+from omni_async.layout import ParallelLayout
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import (
+    Piece,
     Prompt,
     ReadyGroup,
     ReadySample,
@@ -43,7 +45,7 @@ from omni_async.types import (
     WeightReport,
 )
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.snapshot import Snapshot
+from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
 
@@ -55,7 +57,7 @@ def make_config(**changes: Any) -> Config:
     """Makes a configuration from dotted keys over small defaults, as in `make_config(**{"rollout.max_inflight":
     3})`."""
     raw: dict[str, Any] = {
-        "model": {"path": "0"},
+        "model": {"pipeline": "qwen_image", "path": "0"},
         "data": {"prompts": "prompts.txt"},
         "rollout": {
             "group_size": 4,
@@ -169,7 +171,11 @@ def make_group(
 def make_snapshot(version: int, release: Callable[[], None] = lambda: None) -> Snapshot:
     """Makes a snapshot of one byte, the version's number."""
     return Snapshot(
-        version, "full", (TensorSpec("t", "uint8", (1,), 0, 0, 1),), [np.full(1, version, np.uint8)], release=release
+        version,
+        "full",
+        (TensorSpec("t", "uint8", (1,), (Piece(0, 0, 1),)),),
+        [np.full(1, version, np.uint8)],
+        release=release,
     )
 
 
@@ -372,10 +378,9 @@ class HandEngine:
 
 
 class AccountingRank:
-    """Rank `rank` of `world`, with a model of one number: theta, where every row's loss is -weight x advantage x theta.
-    It takes its share of each group, records all it is given, and takes numbered steps. `rows` are trained of a sample.
-    `drifts`, by trajectory, is the drift it computes for one. `metrics[n]` is returned by step n. Trajectories in
-    `lost` cannot be fetched.
+    """Rank `rank` of `world`, of which `sequence` share a sequence, with a model of one number: theta, where every
+    row's loss is -weight x advantage x theta. It takes its share of each group, records all it is given, and takes
+    numbered steps.
 
     `rows` are trained of a sample. `drifts`, by trajectory, is what it finds when it looks at one. `metrics[n]` is told
     of step n. Trajectories in `lost` cannot be fetched.
@@ -387,6 +392,7 @@ class AccountingRank:
         *,
         rank: int = 0,
         world: int = 1,
+        sequence: int = 1,
         rows: int = 2,
         drifts: Mapping[str, SampleDrift] | None = None,
         metrics: Sequence[dict[str, float]] = (),
@@ -401,9 +407,10 @@ class AccountingRank:
         self.recomputed: list[TrainGroup] = []
         self.batches: list[TrainGroup] = []
         self.fetched: dict[int, tuple[Any, ...]] = {}  # whole groups
+        self.mine: dict[int, range] = {}  # samples of each
         self.lost: set[Any] = set()
         self.setup_calls: list[tuple[str | None, str | None]] = []
-        self._share, self._rows = slice(rank, None, world), rows
+        self._layout, self._rows = ParallelLayout(rank, world, sequence), rows
         self._drifts, self._metrics = drifts or {}, metrics
 
     @property
@@ -414,15 +421,17 @@ class AccountingRank:
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         self.setup_calls.append((resume, rendezvous))
 
-    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
-        if missing := [trajectory for trajectory in trajectories[self._share] if trajectory in self.lost]:
+    async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
+        mine = self._layout.dealt(len(trajectories), start)
+        if missing := [trajectories[i] for i in mine if trajectories[i] in self.lost]:
             raise ObjectLost(f"{missing[0]} is gone")
         self.fetched[group] = tuple(trajectories)
+        self.mine[group] = mine
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         self.recomputed.append(batch)
         self.log.append("proximal")
-        return [self._drifts[trajectory] for trajectory in self.fetched[batch.group][self._share]]
+        return [self._drifts[self.fetched[batch.group][i]] for i in self.mine[batch.group]]
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         size = len(self.fetched[batch.group])
@@ -430,7 +439,7 @@ class AccountingRank:
             len(column) for column in (batch.advantages, batch.seeds, batch.step_versions, batch.weights or batch.seeds)
         } == {size}
         weights = batch.weights or ((1.0,) * self._rows,) * size
-        for row_weights, advantage in zip(weights[self._share], batch.advantages[self._share], strict=True):
+        for row_weights, advantage in ((weights[i], batch.advantages[i]) for i in self.mine[batch.group]):
             self.weight += row_weight * len(row_weights)
             self.gradient += row_weight * sum(row_weights) * advantage
         self.batches.append(batch)
@@ -452,6 +461,11 @@ class AccountingRank:
     async def export(self, version: int) -> Snapshot | None:
         self.log.append(f"export {version}")
         return make_snapshot(version) if self.writes else None
+
+    async def share(self, version: int) -> SharedRows:
+        assert f"export {version}" in self.log
+        self.log.append(f"share {version}")
+        return SharedRows((TensorSpec("t", "uint8", (1,), ()),), [])
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
         self._folder = Path(folder)

@@ -148,11 +148,11 @@ def test_a_pass_fetches_the_group_and_takes_the_profiles_time_for_a_ranks_share(
         store = Store(seconds=0.3)
         rank = EmulatedRank(make_config(**{"trainer.workers": 2}), PROFILE, store)
         await rank.setup(None, None)
-        assert await seconds(rank.fetch(3, trajectories())) == pytest.approx(0.3)
+        assert await seconds(rank.fetch(3, trajectories(), 0)) == pytest.approx(0.3)
         assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0 - 0.3), (
             "the fetch is part of the pass that follows it"
         )
-        await rank.fetch(3, trajectories())
+        await rank.fetch(3, trajectories(), 0)
         assert await seconds(rank.recompute_proximal(GROUP)) == pytest.approx(0.5 - 0.3)
         assert await seconds(rank.accumulate(GROUP, 1.0)) == pytest.approx(2.0), "and of that alone"
         assert await seconds(rank.step(1.0)) == pytest.approx(2.0)
@@ -165,7 +165,7 @@ def test_a_trajectory_of_another_size_is_an_error() -> None:
     async def main() -> None:
         rank = EmulatedRank(make_config(), PROFILE, Store())
         with pytest.raises(RuntimeError, match="group 3: a trajectory of 63 bytes arrived, expected 64"):
-            await rank.fetch(3, trajectories(1, 63))
+            await rank.fetch(3, trajectories(1, 63), 0)
 
     run(main())
 

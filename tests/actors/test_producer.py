@@ -17,7 +17,7 @@ from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import WeightManifest
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
-from omni_async.weights.transport.base import TransportError
+from omni_async.weights.transport.base import Parcel, TransportError
 
 Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[None]]
 
@@ -264,7 +264,7 @@ def test_an_emulated_engines_arrays_are_stored_as_they_are():
 
 def test_swap_step_does_not_wait_for_running_samples():
     async def scene(producer, engine, desk, run):
-        report = await producer.receive_weights(make_manifest(1), [])
+        report = await producer.receive_weights(make_manifest(1), Parcel(None))
         assert report.version == 1
         assert engine.swaps == [(1, ["g0.s0", "g0.s1", "g0.s2"])]
 
@@ -277,7 +277,7 @@ def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
             "g0.s0",
             "g0.s1",
         ]  # as many as the batch takes: the others are leased, not started
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
         await settle()
         engine.finish(0)
         await settle()
@@ -302,7 +302,7 @@ def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
 
 def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
     async def scene(producer, engine, desk, run):
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
         await settle()
         desk.offer(make_request(4), make_request(5))
         engine.finish(0)
@@ -324,7 +324,7 @@ def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
 def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
     async def scene(producer, engine, desk, run):
         engine.swap_gate = asyncio.Event()
-        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), []))
+        swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
         await settle()
         desk.offer(make_request(0))  # answers the question asked before the drain
         await settle()
@@ -344,7 +344,7 @@ def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
 def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
     async def scene(producer, engine, desk, run):
         engine.arrives = "something else"
-        error = await failure_of(producer.receive_weights(make_manifest(1), []))
+        error = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
         assert type(error) is EngineError
         assert "rollout-0: version 1 arrived with digest something else, published was digest-1" in str(error)
         assert not engine.swaps
@@ -358,7 +358,7 @@ def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
 @pytest.mark.parametrize("swap", ["step", "request", "drain"])
 def test_two_versions_that_arrive_together_are_swapped_one_after_the_other(swap):
     async def scene(producer, engine, desk, run):
-        both = asyncio.gather(*(producer.receive_weights(make_manifest(version), []) for version in (1, 2)))
+        both = asyncio.gather(*(producer.receive_weights(make_manifest(version), Parcel(None)) for version in (1, 2)))
         await settle()
         if swap != "step":
             engine.finish(0)
@@ -375,13 +375,19 @@ class Courier:
         self.joined: list[Any] = []
         self._brings = brings
 
-    async def connect(self, invitation: Any) -> None:
+    async def init(self, invitation: Any) -> None:
         self.joined.append(invitation)
 
-    async def receive(self, manifest: WeightManifest, parcel: Any) -> tuple[WeightManifest, list[Any]]:
+    async def start(self, manifest: WeightManifest, start: Any) -> None:
+        self._manifest, self._updates = manifest, [start]
+
+    async def update(self, bucket: Any) -> None:
+        self._updates.append(bucket)
+
+    async def finish(self) -> tuple[WeightManifest, list[Any]]:
         if isinstance(self._brings, Exception):
             raise self._brings
-        return manifest, [*self._brings, parcel]
+        return self._manifest, [*self._brings, *self._updates]
 
 
 def test_weights_come_from_the_receiver_it_was_given():
@@ -394,9 +400,9 @@ def test_weights_come_from_the_receiver_it_was_given():
         engine, courier = Keeper(), Courier(["bytes"])
         producer = Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier)
         await producer.join_weights("here")
-        await producer.receive_weights(make_manifest(1), "parcel")
+        await producer.receive_weights(make_manifest(1), Parcel("start", ["first", "second"]))
         assert courier.joined == ["here"]
-        assert engine.arrived == ["bytes", "parcel"]
+        assert engine.arrived == ["bytes", "start", "first", "second"]
 
     play(main())
 
@@ -409,7 +415,7 @@ def test_a_transport_that_fails_is_distinguished_from_an_engine_that_does():
         producer = Producer(
             "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
         )
-        assert await failure_of(producer.receive_weights(make_manifest(1), [])) is error
+        assert await failure_of(producer.receive_weights(make_manifest(1), Parcel(None))) is error
 
     play(main())
 
@@ -420,7 +426,7 @@ def test_weights_that_do_not_arrive_are_the_engines_failure(error):
         producer = Producer(
             "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
         )
-        failure = await failure_of(producer.receive_weights(make_manifest(1), []))
+        failure = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
         assert type(failure) is EngineError
         assert str(failure) == f"rollout-0: version 1 did not arrive: {error}"
 
@@ -431,7 +437,7 @@ def test_what_it_did_is_told_as_spans():
     async def scene(producer, engine, desk, run):
         engine.finish(0)
         await settle()
-        await producer.receive_weights(make_manifest(1), [])
+        await producer.receive_weights(make_manifest(1), Parcel(None))
         desk.close()
         await run
         assert {span.kind for span in desk.spans} == {"generate", "stage", "swap"}

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from omni_async.actors.rank import Rank
 from omni_async.checkpoint.state import State, write_state
 from omni_async.control.control_state import ControlState
+from omni_async.layout import ParallelLayout
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.groups import GroupBatch
 from omni_async.types import SampleDrift, TrainGroup
@@ -28,8 +29,9 @@ from omni_async.weights.snapshot import Snapshot
 class Engine:
     """Keeps the groups it is given, and who asked."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, spare: bool = False) -> None:
         self.rank = rank
+        self.spare = spare  # its weights are a further copy
         self.sets: list[BucketSet] = []
         self.groups: list[tuple[str, GroupBatch]] = []
         self.threads: set[str] = set()
@@ -64,7 +66,7 @@ class Engine:
 
     def snapshot(self, version: int, buckets: BucketSet) -> Snapshot | None:
         self._called(f"snapshot {version}")
-        if self.rank != 0:
+        if self.spare:
             return None
         buckets.fill([("t", torch.full((4,), float(version)))])
         return Snapshot(version, "full", buckets.specs, buckets.buckets)
@@ -92,36 +94,58 @@ def make_batch(size: int, weights: bool = False) -> TrainGroup:
     )
 
 
-async def fetched(made: Rank, size: int, weights: bool = False) -> TrainGroup:
+async def fetched(made: Rank, size: int, weights: bool = False, start: int = 0) -> TrainGroup:
     """Returns the batch of `make_batch`, once the rank has read it."""
     batch = make_batch(size, weights)
-    await made.fetch(batch.group, range(size))
+    await made.fetch(batch.group, range(size), start)
     return batch
 
 
 async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
     engine = Engine(rank)
-    made = Rank(rank, world, lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
+    made = Rank(ParallelLayout(rank, world), lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
     await made.setup(None, None)
     return made, engine
 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
-    ("rank", "world", "own"), [(0, 1, [0, 1, 2, 3, 4]), (0, 2, [0, 2, 4]), (1, 2, [1, 3]), (2, 3, [2])]
+    ("rank", "world", "start", "own"),
+    [
+        (0, 1, 0, [0, 1, 2, 3, 4]),
+        (0, 2, 0, [0, 2, 4]),
+        (1, 2, 0, [1, 3]),
+        (2, 3, 0, [2]),
+        (1, 2, 5, [0, 2, 4]),  # rank 0 had three of the group before
+        (0, 3, 10, [2]),
+    ],
 )
 def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
-    rank: int, world: int, own: list[int], weights: bool
+    rank: int, world: int, start: int, own: list[int], weights: bool
 ) -> None:
     async def main() -> None:
         made, engine = await started(rank, world)
-        await made.accumulate(await fetched(made, 5, weights), 0.25)
+        await made.accumulate(await fetched(made, 5, weights, start), 0.25)
         [(_, group)] = engine.groups
         assert group.group == 9
         assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
         assert [*group.staleness] == [(i, i + 1) for i in own]
         assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
+        assert (group.size, group.counts) == (5, True)
         assert engine.calls[-1] == "accumulate 0.25"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("rank", "start", "own"), [(1, 0, [1]), (2, 0, None), (2, 2, [0]), (1, 2, None)])
+def test_a_rank_without_a_sample_takes_one_that_does_not_count(rank: int, start: int, own: list[int] | None) -> None:
+    async def main() -> None:
+        made, engine = await started(rank, 4)
+        await made.accumulate(await fetched(made, 2, True, start), 1.0)
+        [(_, group)] = engine.groups
+        assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == (own or [0])
+        assert (len(group.staleness), len(group.weights or ()), group.size) == (1, 1, 2)
+        assert group.counts == (own is not None)
 
     asyncio.run(main())
 
@@ -130,8 +154,9 @@ def test_both_samples_of_a_pair_go_to_every_rank() -> None:
     async def main() -> None:
         for rank in range(3):
             made, engine = await started(rank, 3, paired=True)
-            await made.accumulate(await fetched(made, 2), 1.0)
+            await made.accumulate(await fetched(made, 2, start=2 * rank), 1.0)
             [(_, group)] = engine.groups
+            assert group.counts
             assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == [0, 1]
 
     asyncio.run(main())
@@ -152,9 +177,9 @@ def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
 def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
     async def main() -> None:
         store, engine = LossyStore("b"), Engine(1)  # another rank's
-        made = Rank(1, 2, lambda: engine, store)  # type: ignore[arg-type,return-value]
+        made = Rank(ParallelLayout(1, 2), lambda: engine, store)  # type: ignore[arg-type,return-value]
         await made.setup(None, None)
-        await made.fetch(9, ["b", 1, "b", 3])
+        await made.fetch(9, ["b", 1, "b", 3], 0)
         store.lost = {1, 3}
         batch = make_batch(4)
         await made.recompute_proximal(batch)
@@ -174,8 +199,8 @@ def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
     async def main() -> None:
         made, _ = await started(0, 1)
         first, second = make_batch(2), replace(make_batch(2), group=10)
-        await made.fetch(9, range(2))
-        await made.fetch(10, range(2))
+        await made.fetch(9, range(2), 0)
+        await made.fetch(10, range(2), 0)
         await made.accumulate(first, 1.0)
         await made.step(1.0)
         with pytest.raises(KeyError):
@@ -190,12 +215,12 @@ def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
 
 def test_a_group_that_was_not_read_is_an_error_and_one_that_cannot_be_is_lost() -> None:
     async def main() -> None:
-        made = Rank(0, 1, Engine, LossyStore(1))  # type: ignore[arg-type]
+        made = Rank(ParallelLayout(0, 1), Engine, LossyStore(1))  # type: ignore[arg-type]
         await made.setup(None, None)
         with pytest.raises(KeyError):
             await made.recompute_proximal(make_batch(2))
         with pytest.raises(ObjectLost, match="1 is gone"):
-            await made.fetch(9, range(2))
+            await made.fetch(9, range(2), 0)
         with pytest.raises(KeyError):
             await made.accumulate(make_batch(2), 1.0)
 
@@ -247,11 +272,72 @@ def test_released_memory_is_used_for_every_later_version() -> None:
     asyncio.run(main())
 
 
-def test_other_ranks_only_take_part_in_the_gathering() -> None:
+class CopyingStore(LocalStore):
+    """A store as other processes see it: what is put is copied."""
+
+    async def put(self, value: Any) -> Any:
+        return value.copy()
+
+
+def test_another_rank_shares_the_rows_it_exported_and_uses_their_memory_again() -> None:
     async def main() -> None:
-        made, engine = await started(1, 2)
+        engine = Engine(1)
+        made = Rank(ParallelLayout(1, 2), lambda: engine, CopyingStore())  # type: ignore[arg-type,return-value]
+        await made.setup(None, None)
+        for version in (2, 3):
+            assert await made.export(version) is None
+            shared = await made.share(version)
+            assert [spec.name for spec in shared.tensors] == ["t"]
+            assert torch.equal(torch.from_numpy(shared.references[0]).view(torch.float32), torch.full((4,), version))
+        assert len(engine.sets) == 1
+        with pytest.raises(KeyError):
+            await made.share(3)
+
+    asyncio.run(main())
+
+
+def test_another_rank_copies_no_further_version_out_while_one_is_being_shared() -> None:
+    async def main() -> None:
+        engine, opened = Engine(1), asyncio.Event()
+
+        class Slow(CopyingStore):
+            async def put(self, value: Any) -> Any:
+                await opened.wait()
+                if fails:
+                    raise OSError("the store is full")
+                return await super().put(value)
+
+        for fails in (False, True):
+            made = Rank(ParallelLayout(1, 2), lambda: engine, Slow())  # type: ignore[arg-type,return-value]
+            await made.setup(None, None)
+            await made.export(2)
+            sharing = asyncio.create_task(made.share(2))
+            following = asyncio.create_task(made.export(3))
+            await asyncio.sleep(0.01)
+            assert not following.done()
+            opened.set()
+            await following
+            if fails:
+                with pytest.raises(OSError, match="full"):
+                    await sharing
+            else:
+                assert (await sharing).tensors
+            assert len(engine.sets) == 1, "the memory is used again, also of what could not be put"
+            engine.sets.clear()
+            opened.clear()
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_holds_a_further_copy_of_the_weights_exports_nothing() -> None:
+    async def main() -> None:
+        engine = Engine(1, spare=True)
+        made = Rank(ParallelLayout(1, 2), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
+        await made.setup(None, None)
         assert await made.export(2) is None
         assert engine.calls[-1] == "snapshot 2"
+        with pytest.raises(KeyError):
+            await made.share(2)
 
     asyncio.run(main())
 
@@ -259,7 +345,7 @@ def test_other_ranks_only_take_part_in_the_gathering() -> None:
 def test_a_checkpoint_is_read_after_the_model_with_what_was_kept_beside_it(tmp_path: Path) -> None:
     async def main() -> None:
         engine = Engine()
-        made = Rank(0, 1, lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
+        made = Rank(ParallelLayout(0, 1), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
         folder = tmp_path / "update-000003"
         folder.mkdir()
         write_state(folder, State(ControlState(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))

@@ -30,6 +30,7 @@ class Publications:
 
     def __init__(self, log: list[str]) -> None:
         self.versions: list[int] = []
+        self.whole: list[asyncio.Task[Snapshot]] = []
         self._log = log
 
     def withdraw(self) -> None:
@@ -38,6 +39,7 @@ class Publications:
     def publish(self, snapshot: Snapshot) -> None:
         assert snapshot.buckets[0].tolist() == [snapshot.version]
         self.versions.append(snapshot.version)
+        self.whole.append(asyncio.ensure_future(snapshot.whole()))
         self._log.append(f"publish {snapshot.version}")
 
     async def run(self) -> None:
@@ -316,6 +318,22 @@ def test_several_ranks_meet_at_one_address(tmp_path):
     assert first == second
     assert first.startswith("tcp://127.0.0.1:")
     assert stage.ranks[0].step_weights == stage.ranks[1].step_weights == pytest.approx([0.5])
+
+
+def test_rows_of_another_rank_are_asked_for_once_per_export_and_found_by_the_publisher(tmp_path):
+    stage = Stage(tmp_path, 2, ranks=2, **{"trainer.updates": 1}).play()
+    assert [line for line in stage.ranks[1].log if line.startswith(("export", "share"))] == [
+        "export 0",
+        "share 0",
+        "export 1",
+        "share 1",
+    ]
+    assert [snapshot.result().manifest().nbytes for snapshot in stage.publications.whole] == [1, 1]
+
+
+def test_only_ranks_of_the_first_copy_of_the_weights_are_asked_for_rows(tmp_path):
+    stage = Stage(tmp_path, 2, ranks=4, **{"trainer.updates": 1, "trainer.shard": 2}).play()
+    assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
 
 
 def test_waits_for_groups_are_told_apart_from_training(tmp_path):

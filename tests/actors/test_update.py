@@ -16,6 +16,7 @@ from omni_async.actors.plan import plan_updates
 from omni_async.actors.rank import Rank
 from omni_async.actors.update import merged_metrics
 from omni_async.algorithms.history import RewardHistory
+from omni_async.layout import ParallelLayout
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.training.engine import TrainEngine
 from omni_async.types import SampleDrift
@@ -53,7 +54,8 @@ class Trained:
             with torch.no_grad():
                 for p in behaviour.parameters():
                     p.add_(0.02 * torch.randn(p.shape, generator=generator))
-        rank = Rank(0, 1, lambda: TrainEngine(config, policy, 0, 1, torch.device("cpu")), LocalStore(), plan.paired)
+        alone = ParallelLayout()
+        rank = Rank(alone, lambda: TrainEngine(config, policy, alone, torch.device("cpu")), LocalStore(), plan.paired)
         groups = [
             make_group(
                 number,

@@ -35,13 +35,13 @@ def test_every_objective_is_among_what_can_work() -> None:
 
 def test_everything_that_is_wrong_is_found() -> None:
     config = load_text(
-        MINIMAL, *DPO, "rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.clip_range=1e-4", "trainer.workers=2"
+        MINIMAL, *DPO, "rollout.group_size=1", "algorithm.kl_coef=0.1", "algorithm.clip_range=1e-4", "trainer.shard=2"
     )
     assert [problem.split(": ")[0] for problem in problems(config)] == [
         "algorithm.clip_range",
+        "trainer.shard",
         "rollout.group_size",
         "algorithm.kl_coef",
-        "algorithm.forward.draws",
     ]
 
 

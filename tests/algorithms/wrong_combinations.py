@@ -59,8 +59,12 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         "algorithm.kl_coef: dance_grpo has no KL term, got 0.04; flow_grpo is the same loss with one",
     ),
     (
-        ("trainer.workers=3", "rollout.group_size=8"),
-        "trainer.workers: 3 ranks do not divide rollout.group_size = 8; each group is dealt",
+        ("trainer.workers=6", "trainer.sequence_parallel=4"),
+        "trainer.sequence_parallel: 4 ranks share a sequence, and do not divide trainer.workers = 6; use a divisor",
+    ),
+    (
+        ("trainer.workers=6", "trainer.shard=4"),
+        "trainer.shard: 4 ranks share a copy of the weights, and do not divide trainer.workers = 6; use a divisor",
     ),
     # corrections of them
     (
@@ -138,10 +142,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         (*AWM, "algorithm.awm.ema_coef_end=0.3"),
         "algorithm.awm.ema_coef: a pull to the moving average needs one; set trainer.ema",
     ),
-    (
-        (*NFT, "trainer.workers=3", "rollout.group_size=8"),
-        "trainer.workers: 3 ranks do not divide rollout.group_size = 8",
-    ),
+    ((*NFT, "trainer.sequence_parallel=2"), "trainer.sequence_parallel: 2 ranks share a sequence, and do not divide"),
     # preferences
     (
         (*DPO, "rollout.group_size=1"),
@@ -151,11 +152,7 @@ WRONG: tuple[tuple[tuple[str, ...], str], ...] = (
         (*DPO, "algorithm.kl_coef=0.1"),
         "algorithm.kl_coef: diffusion_dpo holds on to the reference through dpo.beta, not through a KL",
     ),
-    (
-        (*DPO, "trainer.workers=2"),
-        "algorithm.forward.draws: with diffusion_dpo the draws of a pair are dealt over the ranks; set a multiple of",
-    ),
-    ((*DPO, "trainer.workers=4", "algorithm.forward.draws=6"), "set a multiple of trainer.workers = 4, got 6"),
+    ((*DPO, "trainer.workers=3", "trainer.shard=2"), "trainer.shard: 2 ranks share a copy of the weights"),
     (
         (*OFFLINE, "reward={scorers: [{name: jpeg_size}]}"),
         "reward.scorers: with data.preferences nothing is scored; remove them",
@@ -190,7 +187,9 @@ RIGHT: tuple[tuple[str, ...], ...] = (
     AWM,
     (*AWM, "algorithm.awm={ema_coef: 1, ema_coef_end: 0.3}", "trainer.ema={}"),
     DPO,
-    (*DPO, "rollout.group_size=8", "trainer.workers=3", "algorithm.forward.draws=6"),
+    ("trainer.workers=17", "rollout.group_size=16"),
+    ("trainer.workers=8", "trainer.sequence_parallel=2", "trainer.shard=4", "rollout.group_size=6"),
+    (*DPO, "rollout.group_size=8", "trainer.workers=3", "algorithm.forward.draws=7"),
     OFFLINE,
-    (*OFFLINE, "trainer.workers=4", "algorithm.forward.draws=8"),
+    (*OFFLINE, "trainer.workers=4"),
 )

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overlap_simulated
-from omni_async.actors.plan import plan_updates
 from omni_async.config import load
 from omni_async.performance.law import smallest_useful_budget
 from omni_async.performance.profile import load_profile
-from omni_async.performance.stages import stage_times
 from omni_async.simulation.simulate import simulate
+from omni_async.simulation.times import times_of
 
 RECIPES = sorted(overlap_simulated.RECIPES.glob("*.yaml"))
 
@@ -45,8 +44,8 @@ def test_wrong_arguments_simulate_nothing(arguments: list[str], said: str, capsy
 def test_the_recipes_readme_names_the_laws_smallest_useful_budget(recipe: Path) -> None:
     config = load(recipe, ["staleness.max_updates=2"])
     assert config.emulation is not None
-    profile, plan = load_profile(config.emulation.profile), plan_updates(config)
-    times = stage_times(config, profile, streams=plan.mode != "collect", recomputes_proximal=plan.proximal)
+    profile = load_profile(config.emulation.profile)
+    times = times_of(config, profile)
     (line,) = [line for line in (recipe.parent / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert float(cells[3]) == pytest.approx(times.bottleneck[1], rel=0.01)

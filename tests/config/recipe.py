@@ -10,7 +10,7 @@ import pytest
 from omni_async.config import Config, ConfigError, load
 
 MINIMAL = """\
-model: {path: checkpoints/tiny}
+model: {pipeline: qwen_image, path: checkpoints/tiny}
 data: {prompts: prompts.txt}
 reward: {scorers: [{name: ocr}]}
 """

@@ -66,6 +66,7 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
         "validation": "validation.prompts=p.txt",
         "emulation": "emulation.profile=p.json",
         "rollout.buckets": "rollout.buckets=[{}]",
+        "roles": "roles=[{name: judge}]",
     }.get(section if list_ else section.partition(".")[0])
     for absurd in ("1e300", str(2**62), ".nan", "true", "'12'"):
         value = f"[{absurd}, {absurd}]" if pair else absurd

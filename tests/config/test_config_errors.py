@@ -337,6 +337,15 @@ def test_a_missing_file_a_folder_and_binary_are_explained(tmp_path: Path) -> Non
             ["trainer.backend=plain", "trainer.workers=2"],
             "trainer.backend: 'plain' is one rank, got trainer.workers = 2",
         ),
+        (["trainer.backend=fsdp"], "trainer.backend: expected one of ['auto', 'fsdp2', 'plain'], got 'fsdp'"),
+        (
+            ["trainer.offload=true", "trainer.backend=plain"],
+            "trainer.offload: the backend 'plain' leaves weights where they are used; use trainer.backend: fsdp2",
+        ),
+        (
+            ["trainer.offload=true", "run.runtime=ray"],
+            "trainer.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves weights where they are used",
+        ),
         (
             ["trainer.streaming=off", "buffer.groups=3"],
             "buffer.groups: 3 is less than one update's groups_per_update = 4",
@@ -414,6 +423,9 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(overrides: l
         ["trainer.streaming=on"],
         ["trainer.streaming=on", "algorithm.advantage.std=group", "algorithm.kl_coef=0.1"],
         ["trainer.streaming=off", "buffer.groups=4"],
+        ["trainer.offload=true", "trainer.backend=fsdp2"],
+        ["trainer.offload=true", "trainer.workers=2"],
+        ["trainer.offload=true", "placement.trainer.gpus=1"],
         ["rollout.num_inference_steps=6"],
         ["run.runtime=inprocess", "rollout.engine=diffusers"],
         ["rollout.sde=null", "rollout.num_inference_steps=2"],

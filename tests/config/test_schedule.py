@@ -91,11 +91,19 @@ def test_colocated_roles_share_accelerators_and_leave_those_beside_them_alone(re
     assert num_devices(config) == 8
 
 
-def test_colocated_ranks_are_as_many_as_a_group_can_be_dealt_over(recipe):
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [
+        ([], 7),
+        (["trainer.sequence_parallel=2"], 6),
+        (["trainer.shard=2", "trainer.sequence_parallel=3"], 6),
+        (["trainer.shard=8"], 7),  # which the trainer refuses, as it does without the schedule
+    ],
+)
+def test_colocated_ranks_make_whole_groups_of_those_that_share_work_or_weights(recipe, degrees, ranks):
     """Checks the ranks: a baseline with ranks that no trainer accepts would be faster than it can be."""
-    config = load(recipe, ["rollout.workers=5", "schedule=sync_colocated"])
-    assert (config.rollout.workers, config.trainer.workers, config.rollout.group_size) == (7, 4, 8)
-    assert num_devices(config) == 7
+    config = load(recipe, ["rollout.workers=5", "schedule=sync_colocated", *degrees])
+    assert (config.rollout.workers, config.trainer.workers, num_devices(config)) == (7, ranks, 7)
 
 
 def test_roles_that_share_devices_cannot_overlap(recipe):

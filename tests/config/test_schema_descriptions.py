@@ -51,6 +51,7 @@ def test_required_fields_are_those_without_a_sensible_default() -> None:
         "reward.scorers[].name",
         "validation.prompts",
         "emulation.profile",
+        "roles[].name",
     }
 
 

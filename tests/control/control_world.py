@@ -68,7 +68,7 @@ def make_config(
     config = msgspec.convert(
         {
             "run": {"seed": seed},
-            "model": {"path": "model"},
+            "model": {"pipeline": "qwen_image", "path": "model"},
             "data": {"prompts": "prompts.txt"},
             "rollout": {
                 "workers": engines,

@@ -102,7 +102,7 @@ def _override(text: str) -> Callable[[Path], str]:
             id="a prompt that a scorer cannot score",
         ),
         pytest.param(_pipe, ("data.prompts", "pipe.txt", "a named pipe, not a file"), id="a pipe for prompts"),
-        pytest.param(_other_architecture, ("model.path", "FluxPipeline", "QwenImagePipeline"), id="wrong architecture"),
+        pytest.param(_other_architecture, ("model.path", "FluxPipeline", "qwen_image"), id="no family's model"),
         pytest.param(_no_checkpoint, ("model.path", "model_index.json"), id="no checkpoint"),
         pytest.param(_file_for_folder, ("run.dir", "taken"), id="run directory is a file"),
         pytest.param(_override("run.dir=/proc/runs"), ("run.dir", "/proc/runs"), id="run directory cannot be made"),
@@ -140,6 +140,11 @@ def _override(text: str) -> Callable[[Path], str]:
             _override("algorithm.name=mix_grpo"),
             ("rollout.sde.window.schedule: mix_grpo",),
             id="window that does not slide",
+        ),
+        pytest.param(
+            _override("trainer.sequence_parallel=2"),
+            ("trainer.sequence_parallel: 2 ranks", "do not divide trainer.workers = 1", "use a divisor"),
+            id="a degree that does not divide the ranks",
         ),
         pytest.param(
             _override("model.pipeline=flux"), ("model.pipeline", "qwen_image", "'flux'"), id="unknown model family"

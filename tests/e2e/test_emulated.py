@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.performance.law import async_step, sync_step
 from omni_async.performance.measure import measure
 from omni_async.performance.profile import Profile, load_profile
@@ -18,7 +19,8 @@ from omni_async.performance.service import NOTHING, ServiceTime
 from omni_async.simulation.times import times_of
 from omni_async.tracking import intervals
 from omni_async.tracking.summary import read_summary
-from omni_async.tracking.timeline import WAITS, read_trace, role_of
+from omni_async.tracking.timeline import WAITS, read_trace
+from omni_async.worker import Worker
 from tests.e2e.emulation import PROFILE, Emulated, emulate, write_recipe
 from tests.e2e.runs import COMMAND, ENVIRONMENT
 
@@ -82,7 +84,7 @@ def test_a_trainer_of_many_ranks_is_one_that_does_its_share(recipe: Path) -> Non
     )
     # Eight groups of four samples at 0.4 s each, and half of that.
     assert mean(one.steps(1, 3)) - mean(two.steps(1, 3)) == pytest.approx(8 * 4 * 0.4 / 2, rel=1e-3)
-    assert {span.actor for span in two.spans if role_of(span.actor) == "trainer"} == {"trainer"}
+    assert {span.actor for span in two.spans if Worker.parse(span.actor).role == "trainer"} == {"trainer"}
 
 
 @pytest.mark.parametrize("collected", [False, True])
@@ -117,7 +119,7 @@ def test_rewards_differ_within_every_group_and_are_the_same_in_every_run(recipe:
 def test_steps_after_a_swap_carry_the_new_version(recipe: Path) -> None:
     run = finished(emulate(recipe, "schedule=async", "staleness.max_updates=2"))
     mixed = [span for span in run.spans if span.kind == "generate" and ".." in span.args["versions"]]
-    assert mixed and {role_of(span.actor) for span in mixed} == {"rollout"}
+    assert mixed and {Worker.parse(span.actor).role for span in mixed} == {"rollout"}
 
 
 @pytest.mark.parametrize("path", ONLINE, ids=lambda path: "/".join(path.parts[-2:]))
@@ -163,8 +165,8 @@ def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, sch
             "trainer.steps_per_update=2",
         )
     )
-    found = measure(run.spans, run.config, name="found", source="a test")
-    rollout, per_rank = run.config.rollout, run.config.rollout.group_size / run.config.trainer.workers
+    rollout, per_rank = run.config.rollout, samples_per_rank(run.config)
+    found = measure(run.spans, run.config, samples_per_rank=per_rank, name="found", source="a test")
     for stage, units in {
         "generate": rollout.max_batch,
         "score": run.config.reward.batch,
@@ -181,7 +183,8 @@ def test_the_profile_of_an_emulated_run_is_the_one_it_replayed(recipe: Path, sch
 
 def test_a_profile_that_a_run_wrote_can_be_replayed(recipe: Path) -> None:
     first = finished(emulate(recipe, "schedule=async", "staleness.max_updates=2", "trainer.updates=20"))
-    found = measure(first.spans, first.config, name="found", source="a test")
+    config = first.config
+    found = measure(first.spans, config, samples_per_rank=samples_per_rank(config), name="found", source="a test")
     again = write_recipe(recipe.parent, found)
     second = finished(emulate(again, "schedule=async", "staleness.max_updates=2", "trainer.updates=20"))
     assert mean(second.steps(4, 18)) == pytest.approx(mean(first.steps(4, 18)), rel=0.05)
@@ -199,7 +202,7 @@ def check_files(run: Path, updates: int) -> Profile:
     summary = read_summary(run / "summary.json")
     assert (summary.status, summary.updates, summary.conserved) == ("done", updates, True)
     spans = read_trace(run / "trace.json")
-    assert {role_of(span.actor) for span in spans} == {"rollout", "reward", "trainer", "publisher"}
+    assert {Worker.parse(span.actor).role for span in spans} == {"rollout", "reward", "trainer", "publisher"}
     assert {span.kind for span in spans} >= {"generate", "score", "train", "export", "publish", "stage", "swap", *WAITS}
     finished = [json.loads(line)["finished"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     trained = [span.end for span in spans if span.kind == "train" and span.args.get("step") == 0]

@@ -66,7 +66,7 @@ class Disturbed:
             "emulation": {"profile": "profile.json"},
         }
         for name, section in sections.items():
-            recipe[name] = {**recipe.get(name, {}), **section}
+            recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         self._begin(folder / "recipe.yaml", ())
 

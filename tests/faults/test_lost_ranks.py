@@ -1,5 +1,5 @@
-"""Tests trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, and later
-another number of ranks goes on."""
+"""Tests trainer ranks on real Ray actors, with a real model: one is killed in the middle of an update, in every layout,
+and each layout goes on from what the one before has written."""
 
 from __future__ import annotations
 
@@ -22,29 +22,36 @@ SETTINGS = (
     "checkpoint.every=2",
     "trainer.optimizer.lr=0.1",
 )
+LAYOUTS = {
+    "two ranks": ("trainer.workers=2",),
+    "a sequence over two ranks": ("trainer.workers=2", "trainer.sequence_parallel=2"),
+    "two copies of two ranks": ("trainer.workers=4", "trainer.shard=2", "trainer.offload=true"),
+    "one rank": ("trainer.workers=1",),
+}
+_UPDATES = 9
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_rank_that_is_killed_costs_an_attempt_and_another_number_of_ranks_goes_on(
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_killed_costs_an_attempt_and_every_layout_goes_on_from_another(
     checkpoint: str, tmp_path: Path
 ) -> None:
-    recipe = write_recipe(tmp_path, checkpoint)
+    recipe, before, updates = write_recipe(tmp_path, checkpoint), "null", 0
+    for layout, keys in LAYOUTS.items():
+        begun, updates = updates, updates + _UPDATES
+        run = Disturbed.of(recipe, *SETTINGS, *keys, f"trainer.updates={updates}", f"checkpoint.resume={before}")
 
-    def kill_a_rank(run: Disturbed) -> None:
-        run.updated(3, 180)
-        run.signal("trainer-1", signal.SIGKILL)
+        def kill_a_rank(run: Disturbed, begun: int = begun) -> None:
+            run.updated(begun + 3, 180)
+            run.signal("trainer-1", signal.SIGKILL)
 
-    run = Disturbed.of(recipe, *SETTINGS, "trainer.workers=2", "trainer.updates=40")
-    summary = run.run(kill_a_rank, 200)
-    assert (summary.status, summary.faults) == ("done", 1), summary.reason
-    assert problems(run.job) == []
-    (fault,) = run.faults
-    assert "trainer" in fault.part and "again from update" in fault.replacement
-
-    further = Disturbed.of(
-        recipe, *SETTINGS, "trainer.workers=1", "trainer.updates=43", f"checkpoint.resume={run.job.run}"
-    )
-    summary = further.run(lambda _: None, 120)
-    assert (summary.status, summary.updates) == ("done", 43), summary.reason
-    assert problems(further.job) == []
+        kills = layout != "one rank"
+        summary = run.run(kill_a_rank if kills else lambda _: None, 200)
+        assert (summary.status, summary.updates) == ("done", updates), (layout, summary.reason)
+        assert problems(run.job) == [], layout
+        if kills:
+            fault = run.faults[-1]
+            assert "trainer" in fault.part and "again from update" in fault.replacement, layout
+        before = str(run.job.run)
+    assert len(run.faults) == len(LAYOUTS) - 1

@@ -1,10 +1,12 @@
-"""Tests runs with a Ray of their own: its loss, a driver that ends silently, a node that is lost, a store that is too
-small."""
+"""Tests runs with a Ray of their own: its loss, a driver that ends silently, two nodes and the loss of one, a store
+that is too small."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -20,10 +23,16 @@ import ray
 
 from benchmarks.local_ray import local_ray
 from omni_async.performance.profile import Payload, write_profile
+from omni_async.runtime.preflight import preflight
+from omni_async.runtime.ray_cluster import RayCluster
 from omni_async.runtime.ray_local import environment
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.worker import Worker
 from tests.e2e.emulation import write_recipe
 from tests.e2e.runs import start
 from tests.faults.disturbed import Disturbed, profile
+from tests.runtime.ray_roles import Echo
+from tests.runtime.runtime_world import write_world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -156,6 +165,49 @@ def node(address: str, folder: Path, head: str | None = None) -> Iterator[psutil
             for process in [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]:
                 process.kill()
         started.wait()
+
+
+def nodes_of_ranks(folder: Path, address: str) -> list[str]:
+    """Places two sequence groups of two ranks on the cluster and returns each rank's node."""
+    config = write_world(
+        folder,
+        run={"runtime": "ray", "ray_address": address},
+        rollout={"group_size": 4},
+        trainer={"workers": 4, "sequence_parallel": 2},
+        placement={"trainer": {"cpus": 1.25}, "rollout": {"cpus": 0.1}, "reward": {"cpus": 0.1}},
+    )
+    cluster = RayCluster(preflight(config), RunDirectory(folder / "run-1"))
+    ranks = [Worker("trainer"), *(Worker("trainer", rank) for rank in range(1, 4))]
+
+    async def main() -> list[str]:
+        await cluster.connect()
+        try:
+            await cluster._reserve()
+            for rank in ranks:
+                await cluster._host(rank, Echo).phase("here")
+                await cluster._locate(str(rank))
+            return [cluster.parts()[str(rank)]["node"] for rank in ranks]
+        finally:
+            await cluster.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+def test_the_ranks_of_a_sequence_group_are_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each of two nodes room for three ranks, and the run two groups of two: packed by ranks, a group would be
+    torn. The run is in a process of its own, which has known no other Ray and may end with this one."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short,
+        node("127.0.0.2", Path(short)),
+        node("127.0.0.3", Path(short), "127.0.0.2:6411"),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
+    ):
+        first, second, third, fourth = pool.submit(nodes_of_ranks, tmp_path, "127.0.0.2:6411").result(150)
+    assert first == second != third == fourth
 
 
 @pytest.mark.thorough

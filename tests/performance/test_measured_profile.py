@@ -26,7 +26,7 @@ def config(**rollout: Any) -> Config:
 
 
 def measured(spans: list[Span], **rollout: Any) -> Profile:
-    return measure(spans, config(**rollout), name="run-1", source="a test")
+    return measure(spans, config(**rollout), samples_per_rank=4.0, name="run-1", source="a test")
 
 
 def trained(*ends: float) -> list[Span]:

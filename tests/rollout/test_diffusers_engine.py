@@ -245,7 +245,6 @@ def test_cancelled_callers_do_not_disturb_the_others(policy: QwenImagePolicy) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_runs_in_bfloat16_on_an_accelerator(policy: QwenImagePolicy) -> None:
     requests = [make_request(i) for i in range(3)]
     made = with_engine(policy, lambda e: together(e, requests), dtype=torch.bfloat16, device=None)

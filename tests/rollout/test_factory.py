@@ -20,7 +20,7 @@ from tests.rollout.conftest import make_request
 
 def config(engine: str, path: str, **rollout: str) -> Config:
     sections = {
-        "model": {"path": path},
+        "model": {"pipeline": "qwen_image", "path": path},
         "data": {"prompts": "p.txt"},
         "reward": {"scorers": [{"name": "ocr"}]},
         "rollout": {"engine": engine, "emulated": {"step_s": 0.0}} | rollout,

@@ -16,7 +16,7 @@ from omni_async.performance.service import ServiceTime
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.replay_engine import ReplayEngine
 from omni_async.simulation.virtual_time import run
-from omni_async.types import Prompt, SampleRequest, SdeWindow, TensorSpec, WeightManifest
+from omni_async.types import Piece, Prompt, SampleRequest, SdeWindow, TensorSpec, WeightManifest
 from omni_async.weights.snapshot import Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 
@@ -53,7 +53,7 @@ def request(number: int) -> SampleRequest:
 
 def weights(version: int) -> tuple[WeightManifest, list[np.ndarray]]:
     bucket = np.full(100, version, np.uint8)
-    snapshot = Snapshot(version, "full", (TensorSpec("bucket.0", "uint8", (100,), 0, 0, 100),), [bucket])
+    snapshot = Snapshot(version, "full", (TensorSpec("bucket.0", "uint8", (100,), (Piece(0, 0, 100),)),), [bucket])
     return snapshot.manifest(), [bucket]
 
 

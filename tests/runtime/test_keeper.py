@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.role_table import BUILT_IN
 from omni_async.runtime.cluster import PeerLost
-from omni_async.runtime.keeper import Keeper, Restarts, Work, place_of
+from omni_async.runtime.keeper import Keeper, Restarts, Work
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.tracking.faults import Fault
 
@@ -72,7 +73,13 @@ class World:
             clock = VirtualClock()
             async with Supervisor() as supervisor:
                 self.keeper = Keeper(
-                    self.team, supervisor, Restarts(self.restarts, clock), clock, self.said.append, self.faults.append
+                    self.team,
+                    supervisor,
+                    Restarts(self.restarts, clock),
+                    clock,
+                    self.said.append,
+                    self.faults.append,
+                    {spec.role: spec for spec in BUILT_IN},
                 )
                 for name in self.workers:
                     self.keeper.employ(name, self.team.work(name))
@@ -89,10 +96,6 @@ class World:
                 await supervisor.wait()
 
         run(main())
-
-
-def test_a_slot_id_is_the_name_without_its_number() -> None:
-    assert [place_of(name) for name in ("rollout-0", "rollout-12.3")] == ["rollout-0", "rollout-12"]
 
 
 def test_a_lost_worker_is_replaced_under_another_name() -> None:

@@ -44,6 +44,7 @@ STATUS: dict[str, Any] = {
     },
     "conservation": {"admitted": 9, "trained": 6, "rejected": 1, "dropped": 0, "live": 2},
     "engines": {"rollout-0.2": 7, "rollout-1": -1},
+    "addresses": {},
 }
 
 

@@ -11,28 +11,30 @@ import torch
 
 from omni_async.config.schema import Config, Resources
 from omni_async.families import find_family
-from omni_async.runtime.placement import CONTROL, ActorPlacement, plan_placements, role_names
+from omni_async.role_table import BUILT_IN, CONTROL
+from omni_async.runtime.placement import ActorPlacement, plan_placements
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.roles import build_rank
 from omni_async.store import LocalStore
 
-ROLES = {
-    "control": ["coordinator"],
-    "rollout": ["rollout-0", "rollout-1"],
-    "reward": ["reward-0"],
-    "trainer": ["trainer", "trainer-1"],
-}
 GPUS = {"rollout": {"cpus": 2, "gpus": 1}, "reward": {"cpus": 4}, "trainer": {"cpus": 2.5, "gpus": 1}}
 
 
+TWO = {"rollout": {"workers": 2}, "trainer": {"workers": 2}}
+
+
 def config(placement: dict[str, Any], **sections: Any) -> Config:
-    return msgspec.convert(
-        {"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement} | sections, Config
-    )
+    """Returns a job of two engines, a reward worker and two ranks."""
+    raw = {"model": {"path": "m"}, "data": {"prompts": "p"}, "placement": placement} | TWO
+    return msgspec.convert(raw | sections, Config)
+
+
+def names(made: Config) -> dict[str, list[str]]:
+    return {spec.role: [str(worker) for worker in spec.workers(made)] for spec in BUILT_IN}
 
 
 def test_every_actor_has_a_bundle_of_its_own() -> None:
-    actors = plan_placements(config(GPUS), ROLES)
+    actors = plan_placements(config(GPUS))
     assert actors.bundles[0] == CONTROL
     assert actors.bundles[1:] == (
         *(Resources(cpus=2, gpus=1),) * 2,
@@ -45,7 +47,7 @@ def test_every_actor_has_a_bundle_of_its_own() -> None:
 
 
 def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() -> None:
-    actors = plan_placements(config(GPUS | {"colocated": True}), ROLES)
+    actors = plan_placements(config(GPUS | {"colocated": True}))
     assert actors.bundles == (CONTROL, Resources(cpus=4, gpus=1), Resources(cpus=2.5, gpus=1))
     assert {name: placement.bundle for name, placement in actors.actors.items()} == {
         "coordinator": 0,
@@ -64,32 +66,50 @@ def test_roles_that_share_devices_sit_in_one_bundle_and_ask_for_their_share() ->
 @pytest.mark.parametrize("cpus", [(1, 1, 1), (2, 2, 2), (0.3, 0.7, 4), (7, 11, 13)])
 def test_shares_never_exceed_their_bundle(cpus: tuple[float, float, float]) -> None:
     placement = {role: {"cpus": share} for role, share in zip(("rollout", "reward", "trainer"), cpus, strict=True)}
-    actors = plan_placements(config(placement | {"colocated": True}), ROLES)
+    actors = plan_placements(config(placement | {"colocated": True}))
     for number, bundle in enumerate(actors.bundles):
         asked = sum(placement.cpus for placement in actors.actors.values() if placement.bundle == number)
         assert bundle.cpus - 0.001 < asked <= bundle.cpus
 
 
 def test_emulated_devices_ask_for_nothing() -> None:
-    actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}), ROLES)
+    actors = plan_placements(config(GPUS, emulation={"profile": "p.json"}))
     assert actors.bundles == () and actors.cpus == 0
-    assert set(actors.actors) == {name for names in ROLES.values() for name in names}
+    assert set(actors.actors) == {"coordinator", "rollout-0", "rollout-1", "reward-0", "trainer"}
     assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
 
 
 def test_every_worker_has_a_name_and_worker_0_of_the_trainer_is_the_trainer() -> None:
-    names = role_names(config({}, rollout={"workers": 2}, trainer={"workers": 3}))
-    assert names["rollout"] == ["rollout-0", "rollout-1"] and names["reward"] == ["reward-0"]
-    assert names["trainer"] == ["trainer", "trainer-1", "trainer-2"]
+    found = names(config({}, trainer={"workers": 3}))
+    assert found["rollout"] == ["rollout-0", "rollout-1"] and found["reward"] == ["reward-0"]
+    assert found["trainer"] == ["trainer", "trainer-1", "trainer-2"] and found["coordinator"] == ["coordinator"]
 
 
 def test_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
-    names = role_names(config({}, data={"preferences": "p.parquet"}, rollout={"workers": 2}))
-    assert names["rollout"] == ["reader"] and names["reward"] == []
+    made = config({"rollout": {"cpus": 3}}, data={"preferences": "p.parquet"})
+    found = names(made)
+    assert found["reader"] == ["reader"] and found["reward"] == [] == found["rollout"]
+    assert plan_placements(made).actors["reader"].cpus == 3
 
 
 def test_one_emulated_rank_stands_for_all() -> None:
-    assert role_names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
+    assert names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
+
+
+def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine() -> None:
+    trainer = {"workers": 6, "sequence_parallel": 3}
+    plan = plan_placements(config(GPUS, trainer=trainer))
+    assert plan.strategy == "PACK"
+    ranks = ["trainer", *(f"trainer-{rank}" for rank in range(1, 6))]
+    assert [plan.actors[rank].bundle for rank in ranks] == [4, 4, 4, 5, 5, 5]
+    assert plan.bundles[4:] == (Resources(cpus=7.5, gpus=3),) * 2
+    assert {(plan.actors[rank].cpus, plan.actors[rank].gpus) for rank in ranks} == {(2.5, 1)}, "no rank has less"
+
+
+@pytest.mark.parametrize(("sequence", "strategy"), [(1, "PACK"), (2, "STRICT_PACK")])
+def test_sequence_groups_on_shared_devices_keep_the_job_on_one_machine(sequence: int, strategy: str) -> None:
+    trainer = {"workers": 2, "sequence_parallel": sequence}
+    assert plan_placements(config(GPUS | {"colocated": True}, trainer=trainer)).strategy == strategy
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")

@@ -240,9 +240,11 @@ def test_payloads_that_do_not_fit_into_memory_are_refused_with_the_way_out(tmp_p
     assert message.endswith("lower it")
 
 
-def test_emulated_ranks_divide_a_group_as_real_ones_do(tmp_path):
-    assert "3 ranks do not divide" in refusal(emulated(tmp_path, "trainer.workers=3"))
-    assert "3 ranks do not divide" in refusal(write_world(tmp_path, trainer={"workers": 3}, run={"runtime": "ray"}))
+def test_degrees_divide_emulated_ranks_as_they_do_real_ones(tmp_path):
+    said = "trainer.shard: 2 ranks share a copy of the weights, and do not divide trainer.workers = 3"
+    ranks = {"workers": 3, "shard": 2}
+    assert said in refusal(emulated(tmp_path, "trainer.workers=3", "trainer.shard=2"))
+    assert said in refusal(write_world(tmp_path, trainer=ranks, run={"runtime": "ray"}))
 
 
 def test_what_cannot_be_trained_cannot_be_emulated_either(tmp_path):
@@ -263,8 +265,17 @@ def test_accelerators_are_shared_one_at_a_time(tmp_path):
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: tuple[int, str] | None) -> None:
-    monkeypatch.setattr(module, "most_accelerators", lambda: found)
+    monkeypatch.setattr(module, "most_accelerators", lambda kind: found)
     monkeypatch.setattr(module, "_joins_a_cluster", lambda config: config.run.ray_address is not None)
+
+
+def test_in_one_process_the_machine_says_what_auto_is(tmp_path, monkeypatch):
+    config = write_world(tmp_path, run={"runtime": "inprocess"}, trainer={"offload": True})
+    monkeypatch.setattr(module, "most_accelerators", lambda kind: (0, "/dev has none"))
+    assert refusal(config).startswith("trainer.offload: the backend 'plain', which 'auto' is on one CPU rank, leaves")
+    for found in (None, (1, "/dev has so many")):
+        monkeypatch.setattr(module, "most_accelerators", lambda kind, found=found: found)
+        preflight(config)
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward", "trainer"])

@@ -16,18 +16,21 @@ from runtime_world import write_world
 from tensordict import TensorDict
 
 from benchmarks.local_ray import local_ray as start_local_ray
+from omni_async.config import ConfigError
 from omni_async.config.schema import Resources
 from omni_async.media import Media
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.performance.service import NOTHING, ServiceTime
-from omni_async.runtime import ray_cluster
+from omni_async.runtime import ray_room
 from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.placement import PlacementPlan
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
 from omni_async.runtime.ray_connection import StartError
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, SdeWindow
+from omni_async.worker import Worker
 from tests.runtime import ray_roles
 
 ray = pytest.importorskip("ray")
@@ -49,7 +52,7 @@ def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
     def start(build: Callable[[], Any]) -> Proxy:
         actor = actor_class().options(num_cpus=0).remote(build)
         actors.append(actor)
-        return Proxy("role", actor)
+        return Proxy("role", actor, frozenset({"next_groups"}))
 
     yield start
     for actor in actors:
@@ -59,7 +62,7 @@ def host(local_ray: None) -> Iterator[Callable[..., Proxy]]:
 @pytest.fixture(scope="module")
 def echo(local_ray: None) -> Iterator[Proxy]:
     actor = actor_class().options(num_cpus=0).remote(ray_roles.Echo)
-    yield Proxy("echo", actor)
+    yield Proxy("echo", actor, frozenset({"run"}))
     ray.kill(actor)
 
 
@@ -268,14 +271,15 @@ def make_cluster(folder: Path, **sections: Any) -> RayCluster:
 
 
 def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_cluster, "_PLACEMENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(ray_room, "_PLACEMENT_TIMEOUT_S", 0.2)
     cluster = make_cluster(tmp_path)
+    cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
 
     async def main() -> None:
         with pytest.raises(StartError) as failed:
-            await cluster._reserve([Resources(cpus=500, gpus=2), Resources(cpus=12)])
+            await cluster._reserve()
         message = str(failed.value)
-        assert message.startswith("placement: the run needs 512 CPUs and 2 GPUs, the cluster has 4 and ")
+        assert message.startswith("placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and ")
         assert "lower placement.* or the numbers of workers" in message
 
     asyncio.run(main())
@@ -283,15 +287,18 @@ def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray,
 
 
 def test_a_ray_of_this_machine_alone_is_not_waited_for_to_grow(local_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
+    monkeypatch.setattr(ray_room, "placement_group", lambda *_, **__: pytest.fail("nothing is reserved"))
     cluster = make_cluster(tmp_path)
     monkeypatch.setattr(RayCluster, "_has_own_ray", True)
 
-    async def main() -> None:
-        with pytest.raises(StartError, match="the run needs 1 CPUs and 99 GPUs, the cluster has 4 and"):
-            await cluster._reserve([Resources(cpus=1, gpus=99)])
+    async def main(asked: Resources, error: type[Exception], said: str) -> None:
+        cluster._placements = PlacementPlan((asked,), {})
+        with pytest.raises(error, match=said):
+            await cluster._reserve()
 
-    asyncio.run(main())
+    asyncio.run(main(Resources(cpus=99), StartError, "the run needs 99 CPUs and 0 GPUs, the cluster has 4 and"))
+    said = "placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has no accelerators"
+    asyncio.run(main(Resources(cpus=1, gpus=2), ConfigError, said))
 
 
 def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
@@ -332,8 +339,8 @@ def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
     cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
 
     async def main() -> None:
-        await cluster._reserve(cluster._placements.bundles)
-        proxies = [cluster._spawn(name, ray_roles.Echo) for name in cluster._placements.actors]
+        await cluster._reserve()
+        proxies = [cluster._host(Worker.parse(slot), ray_roles.Echo) for slot in cluster._placements.actors]
         assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
         await cluster.close()
 

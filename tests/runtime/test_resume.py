@@ -303,7 +303,7 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
         and "it holds trained weights" in passed[0]
     )
     emulated = run_of(config, "20260102-000000")
-    folder = checkpoint_of(emulated, State(ControlState(3), config.model.pipeline, "flow_grpo"), emulated=True)
+    folder = checkpoint_of(emulated, State(ControlState(3), None, "flow_grpo"), emulated=True)
     for path in (emulated, folder):
         assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(path)))
     point = find_resume_point(config)

@@ -27,6 +27,7 @@ from omni_async.rewards.guard import Failure
 from omni_async.rollout.base import Trajectory
 from omni_async.store import ObjectLost
 from omni_async.types import (
+    Piece,
     Prompt,
     SampleDrift,
     SampleRequest,
@@ -198,7 +199,7 @@ class Rank:
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
         """Loads nothing."""
 
-    async def fetch(self, group: int, trajectories: Sequence[Any]) -> None:
+    async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         self.doing.add("fetching")
         try:
             for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
@@ -240,7 +241,7 @@ class Rank:
         return Snapshot(
             version,
             "full",
-            (TensorSpec("w", "uint8", (8,), 0, 0, 8),),
+            (TensorSpec("w", "uint8", (8,), (Piece(0, 0, 8),)),),
             [bucket],
             release=lambda: self._free.append(bucket),
         )

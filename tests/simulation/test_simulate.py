@@ -309,7 +309,7 @@ def test_the_sweep_prints_a_row_per_arm_and_writes_all_numbers(
         (["--profile", "P", "--bundle", "3"], "--bundle: 3 samples do not divide rollout.group_size = 8"),
         (["--profile", "P", "--bundle", "8", "reward.batch=4"], "--bundle: 8 samples do not divide reward.batch = 4"),
         (["--profile", "P", "rollout.workers=0"], "rollout.workers: expected"),
-        (["--profile", "P", "trainer.workers=3"], "trainer.workers: 3 ranks do not divide"),
+        (["--profile", "P", "trainer.sequence_parallel=3"], "trainer.sequence_parallel: 3 ranks share a sequence"),
         (["--profile", "P", "algorithm.name=nonsense"], "algorithm.name: expected one of"),
         (["--profile", "P", "data.preferences=pairs.parquet"], "leave out data.preferences"),
         (

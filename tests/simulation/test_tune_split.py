@@ -20,11 +20,27 @@ def keys(split):
     return split.keys[ENGINES], split.keys[REWARDERS], split.keys[RANKS]
 
 
-def test_every_split_uses_all_devices_and_ranks_divide_a_group():
-    found = {keys(split) for split in ranked_splits(job(placement={"reward": GPU}), PROFILE, 7, {})}
-    assert found == {
-        (7 - ranks - rewarders, rewarders, ranks) for ranks in (1, 2, 4) for rewarders in range(1, 7 - ranks)
-    }
+@pytest.mark.parametrize(
+    ("degrees", "useful"),
+    [
+        ({}, (1, 2, 3, 4)),  # the busiest of them has 8, 4, 3 and 2 samples of a group of 8, and of five no fewer
+        ({"workers": 2, "sequence_parallel": 2}, (2, 4)),
+        ({"workers": 3, "shard": 3}, (3,)),
+    ],
+)
+def test_every_split_uses_all_devices_and_no_rank_for_nothing(degrees, useful):
+    found = {keys(split) for split in ranked_splits(job(placement={"reward": GPU}, trainer=degrees), PROFILE, 7, {})}
+    assert found == {(7 - ranks - rewarders, rewarders, ranks) for ranks in useful for rewarders in range(1, 7 - ranks)}
+
+
+def test_ranks_are_as_slow_as_the_one_that_has_most_of_a_group():
+    def train_s(workers, sequence=1):
+        config = job(trainer={"workers": workers, "sequence_parallel": sequence})
+        return split_by_law(config, PROFILE, {ENGINES: 1, REWARDERS: 1, RANKS: workers}).times.train
+
+    # Four groups of 8, half a second a sample.
+    assert [train_s(workers) for workers in (1, 3, 5, 7, 8, 9)] == pytest.approx([16, 6, 4, 4, 2, 2])
+    assert [train_s(6, sequence) for sequence in (2, 3)] == pytest.approx([3, 8 / 3])
 
 
 def test_reward_workers_beside_the_devices_are_as_many_as_stay_below_the_bottleneck():
@@ -81,6 +97,7 @@ def test_kept_workers_stay_even_if_devices_are_left_over():
         (job(placement={"reward": GPU}), 2, {}, "rollout 1 + reward 1 + trainer 1 = 3"),
         (job(placement={"rollout": Resources(gpus=4.0)}), 4, {}, "rollout 4 + trainer 1 = 5"),
         (job(), 4, {RANKS: 4}, "rollout 1 + trainer 4 = 5"),
+        (job(trainer={"workers": 6, "sequence_parallel": 2, "shard": 3}), 6, {}, "rollout 1 + trainer 6 = 7"),
     ],
 )
 def test_too_few_devices_are_refused_with_what_would_do(config, devices, kept, parts):

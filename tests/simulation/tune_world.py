@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
 from omni_async.config.algorithm import Algorithm, Correction
 from omni_async.config.schedule import num_devices
@@ -74,7 +75,9 @@ def simulate_by_law(
     """Returns a run as fast as the law says, if there are slots for as many groups; engines that may hold fewer
     samples than they compute together, or that exchange weights only when they are idle, lose a tenth each."""
     times, per_update = (
-        stage_times(config, profile, streams=True, recomputes_proximal=False),
+        stage_times(
+            config, profile, streams=True, recomputes_proximal=False, samples_per_rank=samples_per_rank(config)
+        ),
         config.trainer.groups_per_update,
     )
     ahead = min(config.staleness.max_updates + 1, config.buffer.groups / per_update)

@@ -139,10 +139,3 @@ def test_two_actors_of_one_role_are_no_overlap() -> None:
         Span("publisher", "publish", 0, 10),
     ]
     assert timeline.overlap_fraction(spans, 0, 10) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("actor", "role"), [("rollout-0", "rollout"), ("reward12", "reward"), ("trainer", "trainer"), ("0", "0")]
-)
-def test_roles(actor: str, role: str) -> None:
-    assert timeline.role_of(actor) == role

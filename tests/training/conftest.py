@@ -26,7 +26,7 @@ def make_config() -> Callable[..., Config]:
 
     def make(**changes: Any) -> Config:
         raw: dict[str, Any] = {
-            "model": {"path": "0"},
+            "model": {"pipeline": "qwen_image", "path": "0"},
             "data": {"prompts": "prompts.txt"},
             "rollout": {"group_size": 4, "sampling": {"height": 32, "width": 48}, "num_inference_steps": 5},
             "reward": {"scorers": [{"name": "ocr"}]},

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from tests.fakes import TinyPolicy
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def started(config: Config, policy: TinyPolicy | None = None) -> TrainEngine:
-    engine = TrainEngine(config, policy or TinyPolicy(), rank=0, world_size=1, device=CPU)
+    engine = TrainEngine(config, policy or TinyPolicy(), ParallelLayout(), device=CPU)
     engine.setup()
     return engine
 
@@ -23,7 +24,7 @@ def nudge(engine: TrainEngine, seed: int = 7, size: float = 0.02) -> None:
     """Moves the weights away from those that made the samples, so that ratios are not 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in engine._trainable.values():
+        for p in engine._model.trainable.values():
             p.add_(size * torch.randn(p.shape, generator=generator))
 
 
@@ -36,18 +37,18 @@ def train(engine: TrainEngine, groups: list[GroupBatch], grad_scale: float = 1.0
 
 
 def weights(engine: TrainEngine) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in engine._trainable.values()])
+    return torch.cat([p.detach().flatten() for p in engine._model.trainable.values()])
 
 
 def gradients(engine: TrainEngine) -> dict[str, Tensor]:
     """Returns gradients by diffusers name, of the parameters that have one."""
-    return {name: p.grad.clone() for name, p in engine._trainable.items() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in engine._model.trainable.items() if p.grad is not None}
 
 
 def stepped(engine: TrainEngine, grad_scale: float = 1.0) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Takes an optimizer step; returns its metrics, and the gradients that the optimizer was given."""
     seen: dict[str, Tensor] = {}
-    hook = engine._optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
+    hook = engine._model.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(engine)))
     metrics = engine.step(grad_scale)
     hook.remove()
     return metrics, seen

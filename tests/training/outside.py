@@ -16,11 +16,12 @@ from omni_async.algorithms.registry import Objective
 from omni_async.config.algorithm import Algorithm
 from omni_async.config.schema import Config
 from omni_async.config.section import Section, doc
+from omni_async.layout import ParallelLayout
+from omni_async.training.backends.base import TrainBackend
 from omni_async.training.device import largest_over_ranks
 from omni_async.training.groups import GroupBatch, check_group
 from omni_async.training.metrics import Metrics
 from omni_async.training.micro_batches import Needs, micro_batches
-from omni_async.training.model import TrainedModel
 from omni_async.types import SampleDrift
 from tests.fakes import TinyPolicy
 
@@ -45,10 +46,9 @@ class EndLoss:
         config: Config,
         objective: Objective,
         policy: TinyPolicy,
-        model: TrainedModel,
+        model: TrainBackend,
         metrics: Metrics,
-        rank: int,
-        world_size: int,
+        layout: ParallelLayout,
     ) -> None:
         self._config, self._policy, self._model, self._metrics = config, policy, model, metrics
         self._fields = objective.fields

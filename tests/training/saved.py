@@ -12,7 +12,7 @@ def save(engine: TrainEngine, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     writing, state = engine.begin_save(folder)
     writing.result()
-    if engine.rank == 0:
+    if engine.layout.rank == 0:
         (folder / "engine.json").write_text(json.dumps(state))
 
 

@@ -16,8 +16,8 @@ from omni_async.config.schema import Config
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.micro_batches import Needs
-from omni_async.training.model import whole
 from omni_async.weights.buckets import digest_tensors, unpack, verify
+from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, load_model, tiny_group
 from tests.training.engines import started
 from tests.training.saved import load, save
@@ -36,7 +36,7 @@ def update(engine: TrainEngine, seed: int) -> dict[str, float]:
 
 
 def policy(engine: TrainEngine) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in engine._trainable.items()}
+    return {name: whole(p).clone() for name, p in engine._model.trainable.items()}
 
 
 def auxiliary(engine: TrainEngine, which: str) -> dict[str, Tensor]:
@@ -183,7 +183,7 @@ def test_using_a_auxiliary_changes_neither_weights_nor_gradients(
     for e in (engine, quiet):
         e.accumulate(groups[1], 1 / 20)
     got, expected = (
-        {name: whole(p.grad) for name, p in e._trainable.items() if p.grad is not None} for e in (engine, quiet)
+        {name: whole(p.grad) for name, p in e._model.trainable.items() if p.grad is not None} for e in (engine, quiet)
     )
     assert_same(got, expected)
     assert engine.step() == quiet.step()

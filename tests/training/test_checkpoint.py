@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from tests.fakes import TinyPolicy, tiny_group
@@ -21,7 +22,7 @@ MakeConfig = Callable[..., Config]
 
 
 def started(config: Config) -> TrainEngine:
-    engine = TrainEngine(config, TinyPolicy(), rank=0, world_size=1, device=CPU)
+    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(), device=CPU)
     engine.setup()
     return engine
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from omni_async.components import compute_velocity
 from omni_async.config import load
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.micro_batches import MicroBatch, Needs, micro_batches
 from omni_async.training.proximal import sample_drifts
@@ -67,9 +68,9 @@ def test_the_optimizer_leaves_a_component_without_rows_as_it_is(
     """With AdamW: weight decay and moments move parameters whose gradient is zero, and none without one."""
     config = make_config(**{"trainer.optimizer.weight_decay": 0.1, "rollout.sde.window": {"size": 1, "range": [0, 3]}})
     engine = started(config, TwoExperts())
-    before = {name: p.detach().clone() for name, p in engine._trainable.items()}
+    before = {name: p.detach().clone() for name, p in engine._model.trainable.items()}
     train(engine, [tiny_group(TwoExperts(), config, window=window)])
-    moved = {name.partition(".")[0] for name, p in engine._trainable.items() if not torch.equal(p, before[name])}
+    moved = {name.partition(".")[0] for name, p in engine._model.trainable.items() if not torch.equal(p, before[name])}
     assert moved == {trained}
 
 
@@ -129,7 +130,7 @@ def test_the_time_reaches_a_denoiser_in_half_precision_as_engines_give_it(tmp_pa
     settings = [f"model.path={tiny.build(tmp_path)}", "model.dtype=bfloat16", "trainer.backend=fsdp2"]
     config = load(recipe, settings)
     policy, spec = StableDiffusion3Policy(config.model.path), config.rollout.sampling
-    engine = TrainEngine(config, policy, 0, 1, device=torch.device("cpu"))
+    engine = TrainEngine(config, policy, ParallelLayout(), device=torch.device("cpu"))
     engine.setup()
     seen: list[torch.Tensor] = []
     embedder = engine._model.components[HIGH].time_text_embed.time_proj

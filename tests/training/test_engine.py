@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.training.errors import TrainingError
 from omni_async.training.groups import GroupBatch
@@ -66,7 +67,9 @@ def test_the_step_is_the_optimizers(make_config: MakeConfig) -> None:
     groups = [tiny_group(TinyPolicy(), engine.config)]
     before, gradient = weights(engine), plain_gradient(engine, groups, torch.float64)
     train(engine, groups)
-    moved = torch.cat([gradient.get(n, torch.zeros_like(p)).float().flatten() for n, p in engine._trainable.items()])
+    moved = torch.cat(
+        [gradient.get(n, torch.zeros_like(p)).float().flatten() for n, p in engine._model.trainable.items()]
+    )
     torch.testing.assert_close(weights(engine), before - 1e-2 * moved, rtol=0, atol=1e-7)
 
 
@@ -144,7 +147,7 @@ def test_recomputed_log_probs_are_the_behaviours(make_config: MakeConfig) -> Non
     group = tiny_group(TinyPolicy(), engine.config)
     values = engine.log_probs(group)
     torch.testing.assert_close(values, torch.stack([t["log_probs"] for t in group.trajectories]), rtol=0, atol=1e-6)
-    assert all(p.grad is None for p in engine._trainable.values())
+    assert all(p.grad is None for p in engine._model.trainable.values())
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
@@ -197,7 +200,7 @@ def test_unusable_trajectories_are_refused_before_any_gradient(
         group.trajectories[1][field] = change(group.trajectories[1][field])
     with pytest.raises(ValueError, match=message):
         engine.accumulate(group, 1.0)
-    assert all(p.grad is None for p in engine._trainable.values())
+    assert all(p.grad is None for p in engine._model.trainable.values())
 
 
 def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
@@ -216,8 +219,8 @@ def test_sharded_on_one_rank_equals_plain(make_config: MakeConfig) -> None:
 
 
 def test_plain_refuses_several_ranks(make_config: MakeConfig) -> None:
-    engine = TrainEngine(make_config(**{"trainer.backend": "plain"}), TinyPolicy(), rank=0, world_size=2, device=CPU)
-    with pytest.raises(ValueError, match=r"trainer\.backend: plain trains on one rank only"):
+    engine = TrainEngine(make_config(**{"trainer.backend": "plain"}), TinyPolicy(), ParallelLayout(0, 2), device=CPU)
+    with pytest.raises(ValueError, match=r"trainer\.backend: 'plain' is one rank"):
         engine.setup()
 
 
@@ -227,7 +230,7 @@ def test_bfloat16_compute_keeps_float32_master_weights(make_config: MakeConfig) 
             make_config(**{"model.dtype": "bfloat16", "trainer.backend": backend, "trainer.optimizer.lr": 1e-5})
         )
         metrics = train(engine, [tiny_group(TinyPolicy(), engine.config)])
-        assert {p.dtype for p in engine._trainable.values()} == {torch.float32}
+        assert {p.dtype for p in engine._model.trainable.values()} == {torch.float32}
         assert 0 < metrics["log_ratio_nats/absmax"] < 2
         manifest, _ = engine.export(1)
         assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}

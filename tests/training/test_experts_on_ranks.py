@@ -10,53 +10,31 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tensordict import TensorDict
 from torch import Tensor
 
-from omni_async.components import compute_velocity
 from omni_async.config import Config, load
-from omni_async.rollout.stepping import InFlight, take_steps
+from omni_async.layout import ParallelLayout
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
-from omni_async.training.model import whole
 from omni_async.types import SdeWindow
+from omni_async.weights.shards import whole
 from pipelines.wan2_2 import tiny
 from pipelines.wan2_2.policy import Wan22Policy
-from tests.fakes import load_model, share
-from tests.pipelines.families import make_request
+from tests.fakes import share
+from tests.training.drawn import drawn
 
 CPU = torch.device("cpu")
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "wan22.yaml"
 SETTINGS = {"both": [], "a draw of the steps": ["algorithm.timestep_fraction=0.4"]}
 
 
-@torch.no_grad()
-def drawn(policy: Wan22Policy, config: Config) -> GroupBatch:
-    """Draws a group of three samples with a window over the boundary; two ranks share it as 2 and 1."""
-    spec, steps = config.rollout.sampling, config.rollout.num_inference_steps
-    model, codec = load_model(policy), policy.load_codec(torch.float32)
-    sigmas, shape = policy.sigmas(steps, spec), policy.latent_shape(spec)
-    window, trajectories = SdeWindow(0, 4), []
-    assert {policy.component_of(float(sigmas[i])) for i in window.steps} == set(policy.components)
-    for number in range(3):
-        sample = InFlight(make_request(spec, number, window=window, num_inference_steps=steps), sigmas, shape)
-        conditioning = codec.encode(sample.request.prompt, spec)
-        stacked = policy.stack_conditioning([conditioning])
-        while not sample.done:
-            needs, sigma = [policy.component_of(sample.sigma)], torch.tensor([sample.sigma])
-            x = sample.latents[None]
-            take_steps([sample], compute_velocity(policy, dict(model.items()), x, sigma, stacked, spec, needs), 0)
-        trajectories.append(TensorDict(sample.tensors(conditioning), batch_size=[]))
-    staleness = [[0] * window.size] * 3
-    return GroupBatch(0, spec, trajectories, advantages=[1.0, -0.5, 0.25], seeds=[1, 2, 3], staleness=staleness)
-
-
 def gradients(config: Config, group: GroupBatch, rank: int, world: int) -> dict[str, Tensor]:
-    engine = TrainEngine(config, Wan22Policy(config.model.path), rank, world, device=CPU)
+    layout = ParallelLayout(rank, world)
+    engine = TrainEngine(config, Wan22Policy(config.model.path), layout, device=CPU)
     engine.setup()
-    engine.accumulate(share(group, rank, world), 1 / 6)
-    return {name: whole(p.grad) for name, p in engine._trainable.items() if p.grad is not None}
+    engine.accumulate(share(group, layout), 1 / 6)
+    return {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
 
 
 def worker(rank: int, folder: Path, jobs: dict[str, tuple[Config, GroupBatch]]) -> None:
@@ -71,7 +49,11 @@ def test_two_ranks_have_the_gradients_of_one_for_both_experts(tmp_path: Path) ->
     path = tiny.build(tmp_path / "wan")
     common = [f"model.path={path}", "rollout.group_size=3", "trainer.micro_batch_size=2"]
     configs = {name: load(RECIPE, [*common, *settings]) for name, settings in SETTINGS.items()}
-    group = drawn(Wan22Policy(str(path)), configs["both"])
+    policy, window = Wan22Policy(str(path)), SdeWindow(0, 4)
+    group = drawn(policy, configs["both"], window)
+    assert {policy.component_of(float(group.trajectories[0]["sigmas"][i])) for i in window.steps} == set(
+        policy.components
+    )
     jobs = {name: (config, group) for name, config in configs.items()}
     mp.spawn(worker, (tmp_path, jobs), nprocs=2, join=True)
     for name, (config, _) in jobs.items():

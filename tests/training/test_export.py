@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.engine import TrainEngine
 from omni_async.types import WeightManifest
 from omni_async.weights.buckets import digest_tensors, unpack, verify
@@ -21,7 +22,7 @@ MakeConfig = Callable[..., Config]
 
 
 def trained(config: Config, updates: int = 2) -> TrainEngine:
-    engine = TrainEngine(config, TinyPolicy(), rank=0, world_size=1, device=CPU)
+    engine = TrainEngine(config, TinyPolicy(), ParallelLayout(), device=CPU)
     engine.setup()
     for seed in range(updates):
         engine.accumulate(tiny_group(TinyPolicy(), config, seed), 1 / 8)
@@ -60,7 +61,7 @@ def test_a_trained_model_loaded_from_its_export_is_the_trained_model(make_config
 @pytest.mark.parametrize("backend", ["plain", "fsdp2"])
 def test_lora_trains_adapters_only_and_a_full_payload_has_them_merged(make_config: MakeConfig, backend: str) -> None:
     engine = trained(make_config(**{"model.lora": LORA, "trainer.backend": backend}))
-    assert all(".lora_" in name for name in engine._trainable)
+    assert all(".lora_" in name for name in engine._model.trainable)
     initial = dict(load_model(TinyPolicy()).named_parameters())
     merged = exported(engine)
     changed = {name for name in initial if not torch.equal(merged[name], initial[name])}
@@ -98,7 +99,7 @@ def test_merging_a_lora_payload_gives_the_full_payload_bit_for_bit(make_config: 
 def test_adapters_start_alike_for_one_seed_and_the_model_starts_unchanged(make_config: MakeConfig) -> None:
     first, second = (trained(make_config(**{"model.lora": LORA}), updates=0) for _ in range(2))
     other = trained(make_config(**{"model.lora": LORA, "run.seed": 1}), updates=0)
-    a, b, c = (torch.cat([p.detach().flatten() for p in e._trainable.values()]) for e in (first, second, other))
+    a, b, c = (torch.cat([p.detach().flatten() for p in e._model.trainable.values()]) for e in (first, second, other))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 

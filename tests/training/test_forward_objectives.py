@@ -132,6 +132,7 @@ def test_draws_depend_on_the_samples_seed_alone(make_config: MakeConfig, name: s
             advantages=[0.0],
             seeds=group.seeds[2:3],
             staleness=group.staleness[2:3],
+            size=1,
         )
         for got, expected in zip(rows_of(engine, alone), seen[-1][6:9], strict=True):
             assert all(map(torch.equal, got, expected))
@@ -318,7 +319,7 @@ def test_under_lora_the_reference_is_the_model_without_adapters(make_config: Mak
         "model.lora": {"rank": 2, "alpha": 4.0},
     }
     engine, groups = moved(make_config, "diffusion_dpo", **changes)
-    adapters = {name: p.detach().double() for name, p in engine._trainable.items()}
+    adapters = {name: p.detach().double() for name, p in engine._model.trainable.items()}
     halves = {
         name.replace(".lora_A", ""): (p, adapters[name.replace("lora_A", "lora_B")])
         for name, p in adapters.items()

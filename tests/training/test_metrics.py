@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
+from omni_async.layout import ParallelLayout
 from omni_async.training.metrics import Metrics
 
 
 def test_each_metric_is_reduced_as_declared() -> None:
-    metrics = Metrics()
+    metrics = Metrics(ParallelLayout())
     for part in (torch.tensor([1.0, -5.0]), torch.tensor([2.0])):
-        for reduction in ("mean", "max", "absmax", "variance", "last"):
+        for reduction in ("mean", "max", "absmax", "variance"):
             metrics.record(reduction, part, reduction)
         metrics.record("ess", part, "ess")
     values = torch.tensor([1.0, -5.0, 2.0], dtype=torch.float64)
@@ -23,7 +24,6 @@ def test_each_metric_is_reduced_as_declared() -> None:
         "max": 2.0,
         "absmax": 5.0,
         "variance": float(values.var(correction=0)),
-        "last": 2.0,
         "ess": float(w.mean() ** 2 / w.square().mean()),
     }
     assert metrics.reduce(4) == pytest.approx(expected)
@@ -39,14 +39,14 @@ def test_each_metric_is_reduced_as_declared() -> None:
     ],
 )
 def test_rows_are_reduced_per_denoising_step(reduction: str, expected: dict[str, float]) -> None:
-    metrics = Metrics()
+    metrics = Metrics(ParallelLayout())
     metrics.record_by_step("v", torch.tensor([1.0, 10.0]), [0, 2], reduction)
     metrics.record_by_step("v", torch.tensor([3.0, 10.0, 5.0]), [0, 2, 3], reduction)
     assert metrics.reduce(4) == pytest.approx(expected)
 
 
 def test_one_name_may_be_reduced_over_all_rows_and_per_step() -> None:
-    metrics = Metrics()
+    metrics = Metrics(ParallelLayout())
     metrics.record("v", torch.tensor([1.0, 2.0, 6.0]))
     metrics.record_by_step("v", torch.tensor([1.0, 2.0, 6.0]), [1, 1, 0], "mean")
     assert metrics.reduce(2) == {"v": 3.0, "v/step_00": 6.0, "v/step_01": 1.5}
@@ -63,7 +63,7 @@ def test_one_name_may_be_reduced_over_all_rows_and_per_step() -> None:
     ],
 )
 def test_the_ess_of_log_ratios_of_any_size_is_that_of_their_differences(values: list[float], expected: float) -> None:
-    metrics = Metrics()
+    metrics = Metrics(ParallelLayout())
     metrics.record("ess", torch.tensor(values, dtype=torch.float64), "ess")
     metrics.record("beside", torch.tensor([2.0]), "max")
     metrics.record_by_step("ess", torch.tensor([*values, 5.0], dtype=torch.float64), [1] * len(values) + [3], "ess")

@@ -1,4 +1,5 @@
-"""Tests that two ranks are one rank: same metrics, same weights, whatever the split. Real processes over gloo."""
+"""Tests that several ranks are one rank: same gradients, metrics and weights, whatever the split. Real processes over
+gloo."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 
 from omni_async.config.schema import Config
+from omni_async.layout import ParallelLayout
 from omni_async.training.device import init_process_group
 from omni_async.training.engine import TrainEngine
 from omni_async.training.groups import GroupBatch
 from omni_async.training.metrics import Metrics
 from omni_async.weights.buckets import unpack, verify
+from omni_async.weights.shards import whole
 from tests.fakes import TinyPolicy, TwoExperts, load_model, share, tiny_group, tiny_pair
+from tests.training.exports import export
 from tests.training.saved import load, save
 
 CPU = torch.device("cpu")
@@ -95,8 +99,8 @@ def groups_of(engine: TrainEngine, number: int) -> list[GroupBatch]:
     if config.algorithm.name == "diffusion_dpo":
         return [tiny_pair(engine.policy, config, seed) for seed in seeds]
     made_by = other_weights(engine.policy)
-    whole = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in seeds]
-    return [share(group, engine.rank, engine.world_size) for group in whole]
+    groups = [tiny_group(engine.policy, config, seed, staleness=1, model=made_by) for seed in seeds]
+    return [share(group, engine.layout, start=i * group.size) for i, group in enumerate(groups)]
 
 
 def update(engine: TrainEngine, number: int) -> dict[str, Any]:
@@ -122,8 +126,8 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     first = update(engine, 0)
     save(engine, folder / "checkpoint")
     second = update(engine, 1)
-    out = engine.export(2)
-    assert (out is None) == (engine.rank > 0)
+    out = export(engine, 2)
+    assert (out is None) == (engine.layout.rank > 0)
     if out is not None:
         verify(*out)
     auxiliary = {
@@ -133,13 +137,13 @@ def run(engine: TrainEngine, folder: Path) -> dict[str, Any]:
     return {"updates": [first, second], "export": out, "auxiliary": auxiliary, "digest0": engine.digest0}
 
 
-def far_apart(rank: int) -> dict[str, float]:
+def far_apart(layout: ParallelLayout) -> dict[str, float]:
     """Returns what two ranks reduce of log-ratios that neither could exponentiate, and of a denoising step that only
     the second has rows of."""
-    values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][rank], dtype=torch.float64)
-    metrics = Metrics()
+    values = torch.tensor([[-400.0, -800.0], [-400.0 + math.log(3.0), -900.0]][layout.rank], dtype=torch.float64)
+    metrics = Metrics(layout)
     metrics.record("ess", values, "ess")
-    metrics.record_by_step("ess", values, [0, rank], "ess")
+    metrics.record_by_step("ess", values, [0, layout.rank], "ess")
     return metrics.reduce(2)
 
 
@@ -147,9 +151,9 @@ def worker(rank: int, world: int, folder: Path, configs: dict[str, Config]) -> N
     torch.set_num_threads(1)
     init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
     for name, config in configs.items():
-        result = run(TrainEngine(config, policy_of(name), rank, world, device=CPU), folder / name)
+        result = run(TrainEngine(config, policy_of(name), ParallelLayout(rank, world), device=CPU), folder / name)
         (folder / name / f"rank{rank}.pkl").write_bytes(pickle.dumps(result))
-    (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(rank)))
+    (folder / f"ess{rank}.pkl").write_bytes(pickle.dumps(far_apart(ParallelLayout(rank, world))))
     dist.destroy_process_group()
 
 
@@ -166,7 +170,7 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         found = pickle.loads((tmp_path / f"ess{rank}.pkl").read_bytes())
         assert found == pytest.approx({"ess": 16 / 40, "ess/step_00": 16 / 30, "ess/step_01": 1.0})
     for name, change in VARIANTS.items():
-        alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), rank=0, world_size=1, device=CPU)
+        alone_engine = TrainEngine(make_config(**{**BASE, **change}), policy_of(name), ParallelLayout(), device=CPU)
         alone = run(alone_engine, tmp_path / f"{name}-alone")
         ranks = [pickle.loads((tmp_path / name / f"rank{rank}.pkl").read_bytes()) for rank in (0, 1)]
 
@@ -177,8 +181,9 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
                     assert metrics == pytest.approx(of_one, rel=1e-4, abs=1e-6), name
             for what, groups in expected["seen"].items():
                 for i, rank in enumerate(got):
-                    for mine, whole in zip(rank["seen"][what], groups, strict=True):
-                        assert mine == [pytest.approx(row, abs=1e-5) for row in whole[i::2]], name
+                    for j, (mine, rows) in enumerate(zip(rank["seen"][what], groups, strict=True)):
+                        dealt = ParallelLayout(i, 2).dealt(len(rows), j * len(rows))
+                        assert mine == [pytest.approx(rows[k], abs=1e-5) for k in dealt], name
         if "correction" in str(change):
             assert 0 < alone["updates"][0]["metrics"][0]["masked"] < 1
         expected_weights = dict(unpack(*alone["export"]))
@@ -191,3 +196,69 @@ def test_two_ranks_train_what_one_trains(make_config: MakeConfig, tmp_path: Path
         load(alone_engine, tmp_path / name / "checkpoint")
         update(alone_engine, 1)
         assert_same_tensors(dict(unpack(*alone_engine.export(2))), expected_weights)
+
+
+# ---- shares of every size --------------------------------------------------------------------------------------------
+
+DEALT = [name for name in VARIANTS if "lora" not in name]
+# On three ranks: fewer samples (and draws of a pair) than ranks, and 2 + 1 + 1 of them.
+SIZES = (2, 4)
+
+
+def sized(name: str, size: int) -> dict[str, Any]:
+    change = {**BASE, **VARIANTS[name], "rollout.group_size": size, "trainer.groups_per_update": 4}
+    return {**change, "algorithm.forward": {"draws": size}} if name == "dpo" else change
+
+
+def two_groups(engine: TrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Returns the gradients of two groups, accumulated before one step, and the metrics of the step."""
+    engine.setup()
+    config, made_by = engine.config, other_weights(engine.policy)
+    if config.algorithm.name == "diffusion_dpo":
+        groups = [tiny_pair(engine.policy, config, seed) for seed in range(2)]
+    else:
+        groups = [
+            share(
+                tiny_group(engine.policy, config, seed, staleness=1, model=made_by),
+                engine.layout,
+                start=seed * config.rollout.group_size,
+            )
+            for seed in range(2)
+        ]
+    if config.trainer.steps_per_update > 1:
+        drifts = [engine.recompute_proximal(group) for group in groups]
+        assert [len(found) for found in drifts] == [len(group.seeds) * group.counts for group in groups]
+    for group in groups:
+        engine.accumulate(group, 1 / 10)
+    gradients = {name: whole(p.grad).clone() for name, p in engine._model.trainable.items() if p.grad is not None}
+    return gradients, engine.step()
+
+
+def dealing_worker(rank: int, world: int, folder: Path, configs: dict[tuple[str, int], Config]) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world, f"file://{folder}/rendezvous", timeout=60.0, device=CPU)
+    layout = ParallelLayout(rank, world)
+    found = {key: two_groups(TrainEngine(config, policy_of(key[0]), layout, CPU)) for key, config in configs.items()}
+    (folder / f"rank{rank}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shares_of_any_size_have_the_gradients_of_one_rank(make_config: MakeConfig, tmp_path: Path, world: int) -> None:
+    jobs = {(name, size): sized(name, size) for name in DEALT for size in SIZES if world == 3 or size > 2}
+    dealt = {key: make_config(**{**change, "trainer.workers": world}) for key, change in jobs.items()}
+    mp.spawn(dealing_worker, (world, tmp_path, dealt), nprocs=world, join=True)
+    ranks = [pickle.loads((tmp_path / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
+    for key, change in jobs.items():
+        alone = TrainEngine(make_config(**change), policy_of(key[0]), ParallelLayout(), CPU)
+        expected, metrics = two_groups(alone)
+        largest = max(gradient.abs().max().item() for gradient in expected.values())
+        assert largest > 1e-4, key
+        for rank in ranks:
+            gradients, found = rank[key]
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(
+                    gradients[name], gradient, rtol=3e-6, atol=3e-6 * largest, msg=f"{key} {name}"
+                )
+            assert found == pytest.approx(metrics, rel=1e-5, abs=1e-6), key

@@ -87,6 +87,7 @@ def test_a_samples_steps_do_not_depend_on_its_neighbours(make_config: MakeConfig
         advantages=[1.0],
         seeds=group.seeds[3:],
         staleness=group.staleness[3:],
+        size=1,
     )
     assert [step for rows, _ in engine._loss.batches(alone) for step in rows.steps] == chosen[3]
 

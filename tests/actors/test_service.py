@@ -1,0 +1,124 @@
+"""Tests the host of a service: when its address is known, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from omni_async.actors.service import ServiceEnded, ServiceHost, ServiceNotStarted
+from omni_async.control.addresses import Addresses
+from omni_async.services import Service
+
+
+class Desk:
+    """The part of a coordinator that a service's host calls."""
+
+    def __init__(self) -> None:
+        self.addresses = Addresses()
+        self.over = asyncio.Event()
+
+    async def service_ready(self, worker: str, address: str) -> None:
+        self.addresses.ready(worker, address)
+
+    async def service_lost(self, worker: str) -> None:
+        self.addresses.lost(worker)
+
+    async def closing(self) -> None:
+        await self.over.wait()
+
+
+class Told(Service):
+    """A service that remembers what it was told, and may be made to end or to hold on while it drains."""
+
+    def __init__(self, address: Any = "here:1") -> None:
+        self.address = address
+        self.told: list[str] = []
+        self.ends = asyncio.Event()
+        self.draining, self.drained = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> str:
+        if isinstance(self.address, Exception):
+            raise self.address
+        return self.address
+
+    async def run(self) -> None:
+        await self.ends.wait()
+
+    async def drain(self) -> None:
+        self.told.append("drain")
+        self.draining.set()
+        await self.drained.wait()
+
+    async def close(self) -> None:
+        self.told.append("close")
+        raise RuntimeError("and closing fails, too")
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(5):
+            await story
+
+    asyncio.run(main())
+
+
+def test_it_serves_until_the_run_is_over() -> None:
+    async def story() -> None:
+        desk, service = Desk(), Told()
+        host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+        await host.start()
+        assert desk.addresses.known == {"judge-0": "here:1"}
+        running = asyncio.ensure_future(host.run())
+        await asyncio.sleep(0)
+        desk.over.set()
+        await running
+        assert service.told == ["close"]
+
+    play(story())
+
+
+def test_one_that_ends_before_the_run_counts_as_lost() -> None:
+    async def story() -> None:
+        service = Told()
+        host = ServiceHost("judge-0", service, Desk())  # type: ignore[arg-type]
+        await host.start()
+        service.ends.set()
+        with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
+            await host.run()
+        assert service.told == ["close"]
+
+    play(story())
+
+
+def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to_nobody() -> None:
+    async def story() -> None:
+        desk, service = Desk(), Told()
+        host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+        await host.start()
+        running = asyncio.ensure_future(host.run())
+        await asyncio.sleep(0)
+        await host.leave()
+        assert desk.addresses.known == {}
+        await service.draining.wait()
+        assert service.told == ["drain"] and not running.done()
+        service.drained.set()
+        await running
+        assert service.told == ["drain", "close"]
+
+    play(story())
+
+
+@pytest.mark.parametrize(
+    ("address", "said"), [(OSError("no port"), "judge-0 did not start: OSError: no port"), (8080, "a text, got int")]
+)
+def test_one_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
+    async def story() -> None:
+        desk, service = Desk(), Told(address)
+        with pytest.raises((ServiceNotStarted, TypeError), match=said):
+            await ServiceHost("judge-0", service, desk).start()  # type: ignore[arg-type]
+        assert service.told == ["close"] and desk.addresses.known == {}
+
+    play(story())

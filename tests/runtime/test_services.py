@@ -1,0 +1,248 @@
+"""Tests a role that another package brings: it is named in the recipe, started, told of, replaced and scaled as
+built-in ones are, in one process and on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runtime_world import write_world
+
+from omni_async import services
+from omni_async.actors.service import ServiceHost
+from omni_async.cli import main
+from omni_async.config import ConfigError, load
+from omni_async.config.yaml_text import to_yaml
+from omni_async.role_table import BUILT_IN, roles_of, scalable_roles
+from omni_async.runtime.control_socket import Request, ask
+from omni_async.runtime.placement import plan_placements
+from omni_async.runtime.status import running_lines
+from tests.faults.disturbed import Disturbed, profile
+
+COUNTER = {"name": "counter", "workers": 2, "resources": {"cpus": 0.1}, "settings": {"first": 7}}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Installs a package whose entry points lead to `outside_role`, here and in the processes of actors."""
+    site = tmp_path / "site"
+    package = site / "outside-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[omni_async.roles]\ncounter = tests.runtime.outside_role:ROLE\ntrainer = tests.runtime.outside_role:ROLE\n"
+        "broken = tests.runtime.outside_role:CounterSettings\nnone = tests.runtime.outside_role:NONE\n"
+    )
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    services.find_service.cache_clear()
+    services.service_names.cache_clear()
+    yield
+    services.find_service.cache_clear()
+    services.service_names.cache_clear()
+
+
+def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
+    write_world(folder)
+    path = folder / "recipe.yaml"
+    path.write_text(path.read_text() + to_yaml({"roles": [*roles]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        (
+            {"name": "clock"},
+            "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which",
+        ),
+        ({"name": "trainer"}, "roles: 'trainer' is a role that every run has"),
+        ({"name": "broken"}, "is a StructMeta, not a ServiceRole"),
+        ({"name": "Counter"}, "roles.0.name: expected str of lower-case letters and '_', at most 40, got 'Counter'"),
+        (COUNTER | {"settings": {"last": 1}}, "roles.0.settings.last: unknown key; allowed: first, start"),
+        (COUNTER | {"settings": {"first": -1}}, "roles.0.settings.first: expected int >= 0, got -1"),
+        (COUNTER | {"workers": 0}, "roles.0.workers: expected int >= 1, got 0"),
+        (COUNTER | {"resources": {"gpus": 1.5}}, "roles.0.resources.gpus: Ray divides one accelerator"),
+    ],
+)
+def test_a_role_that_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: dict[str, Any], said: str
+) -> None:
+    assert main(["check", str(recipe(tmp_path, role))]) == 2
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") == 1
+
+
+def test_a_role_may_be_there_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe(tmp_path, COUNTER, COUNTER))]) == 2
+    assert "roles.1.name: 'counter' is there twice" in capsys.readouterr().err
+
+
+def test_an_installed_role_is_listed_scaled_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert "roles           broken, counter, none, trainer\n" in capsys.readouterr().out
+    assert "counter" in scalable_roles()
+    config = load(recipe(tmp_path, COUNTER | {"resources": {"cpus": 2, "gpus": 1}}))
+    plan = plan_placements(config)
+    assert [plan.bundles[plan.actors[f"counter-{i}"].bundle or 0].gpus for i in range(2)] == [1, 1]
+    row = roles_of(config)["counter"]
+    assert (row.on_loss, row.scales, row.loading) == ("replace", True, "opening its port")
+
+
+def test_no_package_can_take_the_name_of_a_built_in_role() -> None:
+    assert {spec.role for spec in BUILT_IN} <= services.TAKEN
+
+
+def asked(address: str, text: str = "") -> tuple[str, int, int]:
+    """Asks a counter and returns the name and process of the one that answered, and its number."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(f"{text}\n".encode())
+        name, pid, number = connection.makefile().read().split()
+    return name, int(pid), int(number)
+
+
+def status(run: Disturbed) -> dict[str, Any]:
+    return ask(run.job.run / "control.sock", Request(), timeout_s=30)
+
+
+def test_a_service_in_the_process_is_reached_and_replaced_when_it_fails(tmp_path: Path) -> None:
+    def disturb(run: Disturbed) -> None:
+        run.updated(2)
+        addresses = status(run)["addresses"]
+        assert [asked(addresses[name])[::2] for name in ("counter-0", "counter-1", "counter-0")] == [
+            ("counter-0", 7),
+            ("counter-1", 7),
+            ("counter-0", 8),
+        ]
+        asked(addresses["counter-1"], "break")
+        run.wait_for(lambda: len(run.faults) == 1)
+        addresses = status(run)["addresses"]
+        assert set(addresses) == {"counter-0", "counter-1.2"}
+        assert asked(addresses["counter-1.2"])[::2] == ("counter-1.2", 7)
+        run.stop()
+
+    run = Disturbed(tmp_path, profile("train", 0.02), run={"runtime": "inprocess"}, roles=[COUNTER])
+    run.require_whole(run.run(disturb))
+    assert [(fault.part, fault.reason) for fault in run.faults] == [("counter-1", "OSError: told to break")]
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        (COUNTER | {"settings": {"start": "fails"}}, "counter-0 did not start: OSError: told not to start"),
+        (COUNTER | {"settings": {"start": "never"}}, "counter-0: not ready within run.startup_timeout_s = 1"),
+        (
+            COUNTER | {"settings": {"start": "asks"}},
+            "counter-0 did not start: ValueError: addresses: expected a role of the recipe, one of ['counter'], got",
+        ),
+        ({"name": "none"}, "none-0 was not built: expected a Service, got a int"),
+    ],
+)
+def test_a_service_that_does_not_start_ends_the_run_and_is_named(
+    tmp_path: Path, role: dict[str, Any], said: str
+) -> None:
+    settings = {"runtime": "inprocess", "startup_timeout_s": 1}
+    run = Disturbed(tmp_path, profile("train", 0.02), run=settings, roles=[role])
+    summary = run.run(lambda _: None, 30)
+    assert summary.status == "failed" and said in (summary.reason or "")
+
+
+def test_a_service_is_closed_once_even_if_its_work_never_began() -> None:
+    class Closing(services.Service):
+        closed = 0
+
+        async def close(self) -> None:
+            self.closed += 1
+
+    async def main() -> None:
+        service = Closing()
+        host = ServiceHost("closing-0", service, None)  # type: ignore[arg-type]
+        await host.close()
+        await host.close()
+        assert service.closed == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_service_on_ray_is_replaced_when_it_is_killed_or_stopped_and_is_scaled(tmp_path: Path) -> None:
+    def disturb(run: Disturbed) -> None:
+        run.updated(2)
+        found = status(run)
+        assert len({found["parts"][f"counter-{i}"]["pid"] for i in range(2)}) == 2
+        for number, name, replaced in ((signal.SIGKILL, "counter-0", "0.2"), (signal.SIGSTOP, "counter-1", "1.2")):
+            faults = len(run.faults)
+            assert asked(found["addresses"][name])[:2] == (name, found["parts"][name]["pid"])
+            run.signal(name, number)
+            run.wait_for(lambda faults=faults: len(run.faults) > faults)  # type: ignore[misc]
+            found = status(run)
+            name = f"counter-{replaced}"
+            assert asked(found["addresses"][name]) == (name, found["parts"][name]["pid"], 7)
+        lines = running_lines(found)
+        (line,) = (line.split() for line in lines if line.startswith("counter-0.2"))
+        assert line == ["counter-0.2", str(found["parts"]["counter-0.2"]["pid"]), found["addresses"]["counter-0.2"]]
+        assert any(line.split() == ["part", "process", "weights", "address"] for line in lines)
+        assert "counter-2" in run.scale(counter=3)["addresses"]
+        run.scale(counter=1)
+        run.wait_for(lambda: sum("counter" in name for name in run.parts()) == 1)
+        assert set(status(run)["addresses"]) == {"counter-0.2"}
+        run.stop()
+
+    run = Disturbed(tmp_path, profile("train", 0.05), roles=[COUNTER])
+    run.require_whole(run.run(disturb))
+    assert [fault.part for fault in run.faults] == ["counter-0", "counter-1"]
+    told = "\n".join(run.console.phases + run.console.notes)
+    assert "counter-0 counts from 7" in told and "counter-0.2: ready at " in told and "counter-2 drains" in told
+    assert json.loads((run.job.run / "summary.json").read_text())["faults"] == 2
+
+
+def test_a_recipe_without_the_package_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = recipe(tmp_path, COUNTER)
+    monkeypatch.setattr(services, "entry_points", lambda **_: ())
+    services.find_service.cache_clear()
+    with pytest.raises(ConfigError, match=r"no installed package brings a role; install the one that brings .counter."):
+        load(path)
+
+
+def test_the_documented_role_is_accepted_and_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "roles.md").read_text()
+    program, entry_point, role = re.findall(r"^```(?:python|toml|yaml)\n(.*?)^```$", page, flags=re.M | re.S)
+    (tmp_path / "site" / "word_count.py").write_text(program)
+    points = tmp_path / "site" / "outside-1.0.dist-info" / "entry_points.txt"
+    points.write_text(entry_point.replace("project.entry-points.", "").replace('"', ""))
+    path = recipe(tmp_path, *yaml.safe_load(role)["roles"])
+    assert main(["check", "--no-probe", str(path)]) == 0
+    assert "longest: 50" in capsys.readouterr().out
+    name, settings = "word_count", load(path).roles[0].settings
+
+    async def words(text: str) -> int:
+        async def tell(text: str) -> None: ...
+
+        async def addresses(role: str) -> dict[str, str]:
+            return {}
+
+        site = services.ServiceSite(f"{name}-0", 0, None, settings, "127.0.0.1", tell, addresses)
+        service = services.find_service(name).load()(site)
+        host, _, port = (await service.start()).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{text}\n".encode())
+        counted = int(await reader.readline())
+        writer.close()
+        await service.close()
+        return counted
+
+    assert asyncio.run(words("a red cat")) == 3 and asyncio.run(words("cat " * 60)) == 50

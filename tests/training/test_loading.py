@@ -1,0 +1,177 @@
+"""Tests that a model built empty and read from files is the model that the policy loads whole, bit for bit, and that
+what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from omni_async.config.schema import Lora
+from omni_async.policy import BuildsEmpty
+from omni_async.training.adapters import add_adapters
+from omni_async.training.loading import ShardedModel, WholeModel
+from tests.pipelines.families import FAMILIES, Family
+
+CPU = torch.device("cpu")
+LORA = Lora(rank=4, alpha=8.0, target_modules=("to_q", "to_v"))
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns every tensor of a model: parameters, buffers and plain attributes."""
+    attributes = {
+        f"{path} {name}": value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
+    return {name: p.data for name, p in module.named_parameters()} | dict(module.named_buffers()) | attributes
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.label)
+def test_files_give_the_bits_of_the_whole_load(family: Family, tmp_path: Path) -> None:
+    policy = family.policy(family.build(tmp_path))
+    assert isinstance(policy, BuildsEmpty)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, empty = WholeModel(policy, dtype), ShardedModel(policy, dtype)
+        assert all(parameter.is_meta for parameter in empty.components.parameters())
+        assert empty.digest(torch.bfloat16) == whole.digest(torch.bfloat16)
+        for model in (whole, empty):
+            add_adapters(model.components, LORA, seed=3)
+            model.fill(CPU)
+        found, expected = tensors(empty.components), tensors(whole.components)
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        for one, other in zip(empty.components.modules(), whole.components.modules(), strict=True):
+            assert one.training == other.training
+        for (name, one), other in zip(empty.components.named_parameters(), whole.components.parameters(), strict=True):
+            assert one.requires_grad == other.requires_grad == (".lora_" in name)
+
+
+class Denoiser(nn.Module):
+    """A layer, a table in the files, one that is computed, and a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("scale", torch.tensor(1.5))
+        self.register_buffer("computed", torch.arange(3.0), persistent=False)
+        self.angles = [torch.arange(2.0)]
+
+
+class Files:
+    """A policy of two components, which are built on the meta device by `build`."""
+
+    components = ("transformer", "transformer_2")
+
+    def __init__(self, path: Path, build: Callable[[], nn.Module]) -> None:
+        self.path, self._build = str(path), build
+
+    def build_components(self, dtype: torch.dtype) -> dict[str, nn.Module]:
+        return {name: self._build().to(dtype) for name in self.components}
+
+
+def parameters_on_meta() -> nn.Module:
+    model = Denoiser()
+    model.layer.to("meta")
+    return model
+
+
+def everything_on_meta(**made_again: Callable[[], object]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = Denoiser()
+        for name, make in made_again.items():
+            setattr(model, name, make())
+        return model
+
+    return build
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Writes two components of float16, the first in two files with an index."""
+    for number, name in enumerate(Files.components):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(number)
+        state = {key: value.half() for key, value in Denoiser().state_dict().items()}
+        if number == 1:
+            save_file(state, tmp_path / name / "model.safetensors")
+            continue
+        index = {}
+        for file, keys in (("a.safetensors", ["layer.weight"]), ("b.safetensors", ["layer.bias", "table", "scale"])):
+            save_file({key: state[key] for key in keys}, tmp_path / name / file)
+            index |= dict.fromkeys(keys, file)
+        (tmp_path / name / "diffusion_pytorch_model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": index})
+        )
+        # A variant beside it, of other numbers, is not read.
+        save_file({key: value + 1 for key, value in state.items()}, tmp_path / name / "model.fp16.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        parameters_on_meta,
+        everything_on_meta(computed=lambda: torch.arange(3.0), angles=lambda: [torch.arange(2.0)]),
+    ],
+)
+def test_one_file_or_several_are_read_and_cast(checkpoint: Path, build: Callable[[], nn.Module]) -> None:
+    model = ShardedModel(Files(checkpoint, build), torch.float32)
+    model.fill(CPU)
+    for number, component in enumerate(model.components.values()):
+        torch.manual_seed(number)
+        expected = Denoiser()
+        for name, tensor in expected.state_dict().items():
+            assert torch.equal(component.state_dict()[name], tensor.half().float()), name
+        assert torch.equal(component.computed, expected.computed)
+
+
+@pytest.mark.parametrize(
+    ("made_again", "named"),
+    [
+        ({"angles": lambda: [torch.arange(2.0)]}, "transformer.computed"),
+        ({"computed": lambda: torch.arange(3.0)}, "transformer.angles"),
+    ],
+)
+def test_a_tensor_without_value_is_refused_by_name(
+    checkpoint: Path, made_again: dict[str, Callable[[], object]], named: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.path: {named} is on the meta device and in no file"):
+        ShardedModel(Files(checkpoint, everything_on_meta(**made_again)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("table"), r"transformer_2: the files lack table, which Denoiser has$"),
+        (lambda state: state.update(other=torch.ones(1), z=torch.ones(1)), r"Denoiser has no other and 1 more$"),
+        (lambda state: state.update(table=torch.ones(5)), r"table has the shape \(5,\) in the files, and \(4,\) in"),
+    ],
+)
+def test_files_of_another_model_are_refused_by_name(
+    checkpoint: Path, change: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    file = checkpoint / "transformer_2" / "model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file)
+    with pytest.raises(ValueError, match=message):
+        ShardedModel(Files(checkpoint, parameters_on_meta), torch.float32)
+
+
+def test_missing_and_broken_files_are_one_line(checkpoint: Path) -> None:
+    file = checkpoint / "transformer_2" / "model.safetensors"
+    for content, message in ((b"{}", "cannot be read"), (None, r"has no diffusion_pytorch_model\.safetensors")):
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(ValueError, match=message) as refused:
+            ShardedModel(Files(checkpoint, parameters_on_meta), torch.float32)
+        assert "\n" not in str(refused.value)

@@ -1,0 +1,76 @@
+"""Tests what a machine with Ascend NPUs would meet before its first operator: device, groups, mesh, carrier. They are
+pretended, each rank in a process of its own; an Ascend has never run any of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from omni_async.accelerator import require_accelerator
+from omni_async.benchmark.machine import describe_machine
+from omni_async.training.device import collective_backend, init_process_group, rank_device
+from omni_async.weights.transport.carriers import DeviceCarrier, current_device
+from omni_async.weights.transport.collective import Group, Invitation
+from tests.pretend_npu import pretend
+
+RANKS = 2
+TIMEOUT_S = 60.0
+
+
+def work(rank: int, folder: Path, port: int) -> None:
+    collectives = pretend(RANKS)
+    device = rank_device(rank)
+    found: dict[str, Any] = {
+        "device": str(device),
+        "current": current_device().type,  # which one, the pretended guard does not keep
+        "asked for": str(require_accelerator("placement.trainer.gpus", 1)),
+        "backend": collective_backend(device),
+        "names": describe_machine(with_gpus=True).gpus,
+    }
+    init_process_group(rank, RANKS, f"file://{folder}/rendezvous", TIMEOUT_S, device)
+    mesh = init_device_mesh(device.type, (RANKS,))
+    found["mesh"] = [mesh.device_type, mesh.size(), mesh.get_local_rank()]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    found["sum on the host"] = total.item()
+    found["groups"] = len(collectives.made)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    group = Group(Invitation("127.0.0.1", port, rank, RANKS, "device"), TIMEOUT_S, store)
+    group.meet("a test")
+    found["carrier"] = type(group._carrier).__name__
+    found["groups of the carrier"] = collectives.made[found["groups"] :]
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.all_reduce(total)  # until both are done: the store is rank 0's
+    dist.destroy_process_group()
+
+
+def test_ranks_on_npus_find_their_device_their_group_and_their_carrier(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, (tmp_path, port), nprocs=RANKS, join=True)
+    for rank in range(RANKS):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["groups"] >= 1
+        assert {key: value for key, value in found.items() if key != "groups"} == {
+            "device": f"npu:{rank}",
+            "current": "npu",
+            "asked for": "npu",
+            "backend": "cpu:gloo,npu:hccl",
+            "names": ["Ascend 910 (0)", "Ascend 910 (1)"],
+            "mesh": ["npu", RANKS, rank],
+            "sum on the host": 2.0,
+            "carrier": DeviceCarrier.__name__,
+            "groups of the carrier": [[rank, RANKS]],
+        }
+
+
+def test_pretending_stays_in_its_process() -> None:
+    assert torch.accelerator.current_accelerator() is None or torch.accelerator.current_accelerator().type != "npu"

@@ -1,0 +1,273 @@
+"""Tests that ranks which share the tokens of a row train what one rank trains: real architectures over gloo, alone and
+beside data parallelism, with guidance, masks, LoRA, recomputed activations and several denoisers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from msgspec.structs import replace
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from omni_async.config.schema import Config
+from omni_async.families import find_family
+from omni_async.layout import ParallelLayout
+from omni_async.policy import Policy, SequencePlan, load_policy
+from omni_async.training.device import init_process_group
+from omni_async.training.engine import TrainEngine
+from omni_async.training.errors import TrainingError
+from omni_async.training.groups import GroupBatch
+from omni_async.weights.shards import whole
+from tests.fakes import share
+
+CPU = torch.device("cpu")
+MakeConfig = Callable[..., Config]
+LORA = {"model.lora": {"rank": 2, "alpha": 4.0}}
+CHECKPOINTING = {"trainer.gradient_checkpointing": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training on some family's tiny checkpoint by `workers` ranks, of which `sequence` share a row."""
+
+    family: str
+    sampling: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str = ""
+    workers: int = 2
+    sequence: int = 2
+
+
+# 6 tokens of an image, and of text 109: one rank of two has a token more, of four as well. Ragged prompts of 3 to 9
+# tokens, and negative ones of 1 or 3, are odd, so that they are padded.
+QWEN = {"height": 48, "width": 32}
+SD3 = {"height": 48, "width": 32, "max_sequence_length": 32}
+WAN = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 7}
+TI2V = {**WAN, "height": 64, "guidance_scale": 3.0}
+CASES = {
+    "qwen": Case("qwen_image", QWEN),
+    "qwen guided": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, CHECKPOINTING),
+    "qwen lora": Case(
+        "qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, "algorithm.unconditional_gradient": False}
+    ),
+    "sd3": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, CHECKPOINTING),
+    "sd3 lora": Case("stable_diffusion_3", SD3, {**LORA, **CHECKPOINTING}),
+    "wan": Case("wan2_2", {**WAN, "guidance_scale": 4.0, "guidance_scale_2": 2.0}, CHECKPOINTING),
+    "wan lora": Case("wan2_2", WAN, LORA),
+    "ti2v": Case("wan2_2", TI2V, CHECKPOINTING, checkpoint="ti2v"),
+    "qwen 2 x 2": Case("qwen_image", {**QWEN, "true_cfg_scale": 3.0}, {**LORA, **CHECKPOINTING}, workers=4),
+    "sd3 2 x 2": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, {**LORA, **CHECKPOINTING}, workers=4),
+    "sd3 4": Case("stable_diffusion_3", {**SD3, "guidance_scale": 2.0}, CHECKPOINTING, workers=4, sequence=4),
+    "wan 2 x 2": Case("wan2_2", {**WAN, "guidance_scale": 2.0}, {**LORA, **CHECKPOINTING}, workers=4),
+}
+
+REFUSED = "sd3 refused"
+
+
+def policy_of(config: Config) -> Policy:
+    return load_policy(find_family(config.model.pipeline), config.model.path)
+
+
+def conditioning_of(policy: Policy, spec: Any, sample: int, generator: torch.Generator) -> TensorDict:
+    """Makes noise of the shapes of a prompt; of those that have a mask, as many tokens as the sample's number says."""
+    fields: dict[str, Tensor] = {}
+    for name, blank in sorted(policy.blank_conditioning(spec).items()):
+        length = 1 + 2 * (sample % 2) if name.startswith("negative") else 3 + 2 * sample
+        shape = blank.shape if "prompt_mask" not in policy.blank_conditioning(spec) else (length, *blank.shape[1:])
+        made = torch.randn(shape, generator=generator)
+        fields[name] = torch.ones(shape, dtype=torch.bool) if blank.dtype == torch.bool else made
+    return TensorDict(fields, [])
+
+
+def random_group(policy: Policy, config: Config) -> GroupBatch:
+    """Makes four samples of two steps, which need all of the policy's denoisers."""
+    spec, generator = config.rollout.sampling, torch.Generator().manual_seed(0)
+    shape, sigmas = policy.latent_shape(spec), policy.sigmas(config.rollout.num_inference_steps, spec)
+    needs = [policy.component_of(float(sigma)) for sigma in sigmas]
+    first = needs.index(policy.components[-1]) - 1 if len(policy.components) > 1 else 1
+    samples = []
+    for number in range(4):
+        x = torch.randn(1, *shape, generator=generator)
+        steps = [x + 0.3 * k * torch.randn(1, *shape, generator=generator) for k in range(3)]
+        tensors = {
+            "latents": torch.cat(steps),
+            "log_probs": torch.zeros(2),
+            "sigmas": sigmas,
+            "steps": torch.tensor([first, first + 1]),
+            "conditioning": conditioning_of(policy, spec, number, generator),
+        }
+        samples.append(TensorDict(tensors, []))
+    return GroupBatch(
+        group=0,
+        spec=spec,
+        trajectories=samples,
+        advantages=[1.0, -1.0, 0.5, -0.25],
+        seeds=range(4),
+        staleness=[[0, 0]] * 4,
+        size=4,
+    )
+
+
+@torch.no_grad()
+def fill_adapters(engine: TrainEngine) -> None:
+    """Draws adapters, of which one half is zero and would leave the other half without gradient."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in engine._adapters.items():
+        value = 0.1 * torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        assert parameter.requires_grad, name
+        parameter.copy_(value)
+
+
+def train(config: Config, group: GroupBatch | None, rank: int) -> dict[str, Any]:
+    """Returns log-probs of this rank's samples, and the gradients of all. Without a group a group is made."""
+    layout = ParallelLayout.of(config.trainer, rank)
+    engine = TrainEngine(config, policy_of(config), layout, device=CPU)
+    engine.setup()
+    fill_adapters(engine)
+    made = group if group is not None else random_group(engine.policy, config)
+    mine = share(made, layout)
+    log_probs = engine.log_probs(mine)
+    if group is None:
+        for sample, recorded in zip(made.trajectories, log_probs, strict=True):
+            sample["log_probs"] = recorded
+    engine.accumulate(mine, 1 / 8)
+    gradients = {name: whole(p.grad) for name, p in engine._model.trainable.items() if p.grad is not None}
+    return {"log_probs": log_probs, "gradients": gradients, "group": made}
+
+
+def refusals(config: Config, rank: int) -> list[str]:
+    """Returns what is said of Stable Diffusion 3 without a plan, and with diffusers' kind of plan, which its attention
+    does not know."""
+    sampling = replace(config.rollout.sampling, max_sequence_length=33)
+    config = replace(config, rollout=replace(config.rollout, sampling=sampling))  # diffusers cuts text into equal parts
+    from diffusers import SD3Transformer2DModel
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    tokens = ContextParallelInput(split_dim=1, expected_dims=3)
+    plan = {
+        "transformer_blocks.0": {"hidden_states": tokens, "encoder_hidden_states": tokens},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+    said = []
+    for cp_plan in (None, plan):
+        policy = policy_of(config)
+        policy.sequence_plan = SequencePlan()
+        SD3Transformer2DModel._cp_plan = cp_plan
+        engine = TrainEngine(config, policy, ParallelLayout.of(config.trainer, rank), device=CPU)
+        with pytest.raises((ValueError, TrainingError)) as refused:
+            engine.setup()
+            engine.log_probs(random_group(policy, config))
+        said.append(str(refused.value))
+    SD3Transformer2DModel._cp_plan = None
+    return said
+
+
+def worker(rank: int, folder: Path, world: int, jobs: dict[str, tuple[Config, GroupBatch]]) -> None:
+    torch.set_num_threads(1)
+    init_process_group(rank, world, f"file://{folder}/rendezvous{world}", timeout=60.0, device=CPU)
+    if REFUSED in jobs:
+        config, _ = jobs.pop(REFUSED)
+        (folder / f"{REFUSED} {rank}").write_bytes(pickle.dumps(refusals(config, rank)))
+    for name, (config, group) in jobs.items():
+        found = train(config, group, rank)
+        (folder / f"{name} {rank}").write_bytes(pickle.dumps({**found, "group": None}))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def build(family: str, **options: Any) -> str:
+        name = family + "".join(map(str, options))
+        return str(import_module(f"pipelines.{family}.tiny").build(folder / name, layers=2, **options))
+
+    return {
+        "qwen_image": build("qwen_image"),
+        "stable_diffusion_3": build("stable_diffusion_3", heads=4),
+        "wan2_2": build("wan2_2", heads=4),
+        "ti2v": build("wan2_2", heads=4, ti2v=True),
+    }
+
+
+def config_of(case: Case, checkpoints: dict[str, str], make_config: MakeConfig, alone: bool) -> Config:
+    ranks = {} if alone else {"trainer.workers": case.workers, "trainer.sequence_parallel": case.sequence}
+    changes = {
+        "model.pipeline": case.family,
+        "model.path": checkpoints[case.checkpoint or case.family],
+        "rollout.sampling": case.sampling,
+        "trainer.micro_batch_size": 4,
+        "algorithm.clip_range": None,
+        "algorithm.clip_range_nats": 100.0,
+    }
+    return make_config(**{**changes, **case.changes, **ranks})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What ranks found of each case, by rank, and what one rank finds."""
+
+    jobs: dict[str, tuple[Config, GroupBatch]]
+    alone: dict[str, dict[str, Any]]
+    folder: Path
+
+    def by(self, name: str, rank: int) -> Any:
+        return pickle.loads((self.folder / f"{name} {rank}").read_bytes())
+
+
+def trained(make_config: MakeConfig, checkpoints: dict[str, str], folder: Path, world: int) -> Trained:
+    cases = {name: case for name, case in CASES.items() if case.workers == world}
+    configs = {name: config_of(case, checkpoints, make_config, alone=False) for name, case in cases.items()}
+    alone = {
+        name: train(config_of(case, checkpoints, make_config, alone=True), None, 0) for name, case in cases.items()
+    }
+    jobs = {name: (config, alone[name]["group"]) for name, config in configs.items()}
+    asked = {REFUSED: jobs["sd3"], **jobs} if world == 2 else jobs
+    mp.spawn(worker, (folder, world, asked), nprocs=world, join=True)
+    return Trained(jobs, alone, folder)
+
+
+def assert_ranks_train_what_one_trains(ranks: Trained) -> None:
+    for name, (config, _) in ranks.jobs.items():
+        wanted, log_probs = ranks.alone[name]["gradients"], ranks.alone[name]["log_probs"]
+        largest = max(gradient.abs().max() for gradient in wanted.values())
+        assert {weight.partition(".")[0] for weight in wanted} == set(policy_of(config).components)
+        for rank in range(config.trainer.workers):
+            found, layout = ranks.by(name, rank), ParallelLayout.of(config.trainer, rank)
+            its = log_probs[layout.data_rank :: layout.data_size]
+            torch.testing.assert_close(found["log_probs"], its, rtol=0, atol=1e-5, msg=name)
+            assert found["gradients"].keys() == wanted.keys()
+            for weight, gradient in wanted.items():
+                assert (found["gradients"][weight] - gradient).abs().max() < 3e-6 * largest, f"{name}: {weight}"
+
+
+def test_two_ranks_that_share_tokens_train_what_one_trains(
+    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    ranks = trained(make_config, checkpoints, tmp_path, 2)
+    assert_ranks_train_what_one_trains(ranks)
+    for rank in (0, 1):
+        without, ignored = ranks.by(REFUSED, rank)
+        key = "trainer.sequence_parallel: "
+        assert without == f"{key}SD3Transformer2DModel has no plan of how ranks share its tokens, got 2; use 1"
+        assert ignored.startswith(
+            f"{key}3 of 3 self-attentions of SD3Transformer2DModel see the tokens of one rank only"
+        )
+
+
+def test_two_pairs_and_four_that_share_tokens_train_what_one_trains(
+    make_config: MakeConfig, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    assert_ranks_train_what_one_trains(trained(make_config, checkpoints, tmp_path, 4))
