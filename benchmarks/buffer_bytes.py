@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import benchmark_parser
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.config import Config, ConfigError, check
 from omni_async.config.sizes import SizeText, bytes_of, size_text
@@ -234,14 +235,11 @@ def parse_size(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "buffer_bytes", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser("buffer_bytes", _HELP)
     parser.add_argument("--trajectory", type=parse_size, default="64MiB", help="of a sample (default %(default)s)")
     parser.add_argument("--media", type=parse_size, default="16MiB", help="of a sample (default %(default)s)")
     parser.add_argument("--max-bytes", type=parse_size, default="1GiB", help="the bound (default %(default)s)")
     parser.add_argument("--updates", type=int, default=12, help="updates of each run (default %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/buffer_bytes"))
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:

@@ -23,6 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import benchmark_parser
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.config import Config, check
 from omni_async.control.coordinator import Coordinator
@@ -131,10 +132,8 @@ class Roles:
         while requests := await self._coordinator.next_samples(name, capacity, capacity):
             version = self._version
             await asyncio.sleep(0)
-            results = [
-                SampleResult(r.sample_id, name, None, None, version, VersionSpans.same(version, _STEPS), 0.0, 1.0)
-                for r in requests
-            ]
+            versions = VersionSpans.same(version, _STEPS)
+            results = [SampleResult(r.sample_id, name, None, None, version, versions, 0.0, 1.0) for r in requests]
             await self._coordinator.samples_done(name, results)
 
     async def _reward_worker(self, name: str) -> None:
@@ -277,15 +276,12 @@ def parse_shape(text: str) -> Shape:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "control_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser("control_plane", _HELP)
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=[parse_shape(text) for text in _SHAPES])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--samples", type=int, default=20_000, help="about how many samples a run makes (default %(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/control_plane"))
     args = parser.parse_args(argv)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     records = list(measure_all(args.shapes, args.repeats, args.samples, console.print))

@@ -13,7 +13,6 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.arguments import benchmark_parser
 from omni_async.benchmark.machine import Machine, describe_machine
 
 _HELP = """\
@@ -159,13 +159,10 @@ def format_size(nbytes: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "data_plane", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser("data_plane", _HELP)
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[parse_size(text) for text in _SIZES])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--samples", type=int, help="samples of a run, a multiple of 128 (default: by size)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench/data_plane"))
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats: expected at least 1, got {args.repeats}")

@@ -15,6 +15,7 @@ from benchmarks import data_plane_ours as ours
 from benchmarks import data_plane_transfer_queue as transfer
 from benchmarks.data_plane_queues import ActorQueue, QueueProducer, QueueTrainer, RayQueue
 from benchmarks.data_plane_work import in_flight
+from benchmarks.local_ray import WAITING_CALLS
 from omni_async.runtime.ray_shell import Proxy, actor_class
 
 
@@ -35,7 +36,7 @@ class _Actors:
     def spawn(self, name: str, build: Callable[[], Any]) -> Proxy:
         actor = actor_class().options(num_cpus=0).remote(build)
         self._actors.append(actor)
-        return Proxy(name, actor)
+        return Proxy(name, actor, WAITING_CALLS)
 
     def close(self) -> None:
         for actor in self._actors:

@@ -26,6 +26,7 @@ from omni_async.rollout.base import Trajectory
 from omni_async.runtime.ray_store import RayStore
 from omni_async.types import Prompt, SampleRequest, Score, UpdateReport, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
+from omni_async.weights.transport.base import Parcel
 
 _IMAGE_SHAPE = (3, 64, 64)
 _STEPS = 10
@@ -39,7 +40,7 @@ def make_config(nbytes: int, samples: int) -> Config:
     if samples % per_update:
         raise ValueError(f"a run has a multiple of {per_update} samples of {nbytes} bytes, got {samples}")
     raw = {
-        "model": {"path": "none"},
+        "model": {"pipeline": "qwen_image", "path": "none"},
         "data": {"prompts": "none"},
         "rollout": {"group_size": GROUP, "max_inflight": CONCURRENT_PUTS, "num_inference_steps": _STEPS},
         "reward": {"batch": CONCURRENT_PUTS, "scorers": [{"name": "none"}]},
@@ -137,7 +138,7 @@ class GroupTrainer:
 
     async def _publish(self, version: int) -> None:
         await self._coordinator.announce(version, str(version))
-        report = await self._producer.receive_weights(WeightManifest(version, "full", str(version), ()), [])
+        report = await self._producer.receive_weights(WeightManifest(version, "full", str(version), ()), Parcel(None))
         await self._coordinator.engine_holds(report)
 
 

@@ -10,13 +10,20 @@ from contextlib import contextmanager
 
 import ray
 
+from omni_async.role_table import BUILT_IN
 from omni_async.runtime.ray_connection import reread_environment
+
+# Of all roles together: the hosts here stand for several.
+WAITING_CALLS = frozenset().union(*(spec.waiting_calls for spec in BUILT_IN))
 
 
 @contextmanager
-def local_ray(cpus: int, store_bytes: int | None = None, **environment: str) -> Iterator[None]:
+def local_ray(
+    cpus: int, store_bytes: int | None = None, resources: dict[str, float] | None = None, **environment: str
+) -> Iterator[None]:
     """Starts a local Ray, whose workers take their packages from where this process does, and ends it. Does nothing
-    where this process has joined one already. `environment`: of the workers, beside this process's."""
+    where this process has joined one already. `environment`: of the workers, beside this process's.
+    `resources`: further ones that the machine is said to have."""
     if ray.is_initialized():
         yield
         return
@@ -24,6 +31,7 @@ def local_ray(cpus: int, store_bytes: int | None = None, **environment: str) -> 
     reread_environment()  # Ray keeps the token of a cluster that this process was in before
     ray.init(
         num_cpus=cpus,
+        resources=resources,
         object_store_memory=store_bytes,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}},
         include_dashboard=False,

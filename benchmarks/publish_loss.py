@@ -22,6 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import benchmark_parser
 from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.config import Config, check
@@ -234,11 +235,7 @@ def table(records: Sequence[Record], family: str) -> Table:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.publish_loss",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("publish_loss", _HELP)
     add = parser.add_argument
     add("--family", default="stable_diffusion_3", help="a family with a tiny checkpoint (default: stable_diffusion_3)")
     add(
@@ -251,12 +248,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, metavar="N", help="denoising steps of the shortest samples (default: 10)")
     add("--inflight", type=int, default=8, metavar="N", help="samples in the engine at a time (default: 8)")
     add("--publishes", type=int, default=6, metavar="N", help="in every arm (default: 6)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/bench/publish_loss"),
-        help="folder for results.json (default: runs/bench/publish_loss)",
-    )
     return parser.parse_args(arguments)
 
 

@@ -20,7 +20,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.local_ray import local_ray
+from benchmarks.arguments import benchmark_parser
+from benchmarks.local_ray import WAITING_CALLS, local_ray
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.benchmark.result import Spread, spread
 from omni_async.config import Config, ConfigError, load
@@ -130,7 +131,7 @@ def _engines(configs: dict[tuple[int, Mode], Config]) -> Iterator[dict[tuple[int
             name = f"{mode}-{batch}"
             host = partial(EngineHost, name, config, find_family(config.model.pipeline), ())
             actors.append(actor_class().options(num_cpus=0).remote(host))
-            found[batch, mode] = Proxy(name, actors[-1])
+            found[batch, mode] = Proxy(name, actors[-1], WAITING_CALLS)
         try:
             yield found
         finally:
@@ -168,23 +169,13 @@ def _text(value: Spread) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.request_batching",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("request_batching", _HELP)
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[16, 48], metavar="N", help="rollout.max_batch (default: 16 48)")
     add("--samples", type=int, default=48, metavar="N", help="of a burst (default: 48)")
     add("--repeats", type=int, default=9, metavar="N", help="of every arm, taken in turns (default: 9)")
     add("--engine", choices=("vllm_omni", "diffusers"), default="vllm_omni", help="(default: vllm_omni)")
     add("--recipe", type=Path, default=RECIPE, help="whose model generates (default: the quickstart)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/bench/request_batching"),
-        help="folder for results.json (default: runs/bench/request_batching)",
-    )
     return parser.parse_args(arguments)
 
 

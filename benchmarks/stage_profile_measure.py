@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from omni_async.algorithms.registry import find_objective
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.config import Config
+from omni_async.layout import ParallelLayout
 from omni_async.policy import Policy
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.diffusers_engine import DiffusersEngine
@@ -169,7 +170,7 @@ class Bench:
         self, samples: Sequence[Trajectory], batches: Sequence[int], payloads: Sequence[str]
     ) -> dict[str, Exported]:
         """Measures training and returns a version of each payload. The trainer is gone when this returns."""
-        engine = TrainEngine(self._config, self._policy, rank=0, world_size=1, device=self._device)
+        engine = TrainEngine(self._config, self._policy, ParallelLayout(), device=self._device)
         engine.setup()
         versions = {}
         try:
@@ -241,6 +242,7 @@ class Bench:
             advantages=[1.0 if i % 2 else -1.0 for i in range(len(samples))],
             seeds=range(len(samples)),
             staleness=[[0] * window for _ in samples],
+            size=len(samples),
         )
 
     def _full(self, stage: str, n: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from benchmarks.arguments import benchmark_parser
 from benchmarks.weights_report import Results, show, write
 from omni_async.benchmark.machine import describe_machine
 from omni_async.config import Config, ConfigError, load
@@ -60,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser("weights", _HELP)
     add = parser.add_argument
     add(
         "--sizes",
@@ -106,12 +105,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="AdamW steps before versions are compared; 0: not (default: 20)",
     )
     add("--recipe", type=Path, default=RECIPE, help="whose model generates (default: the quickstart)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/bench/weights"),
-        help="folder for results.json (default: runs/bench/weights)",
-    )
     return parser.parse_args(arguments)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import ray
 
-from benchmarks.local_ray import local_ray
+from benchmarks.local_ray import WAITING_CALLS, local_ray
 from benchmarks.weights_model import SIZED, sized_config
 from benchmarks.weights_roles import EngineHost, TrainerHost
 from omni_async.config import Config
@@ -80,7 +80,7 @@ def hosts(
 
     def spawn(name: str, build: Callable[[], Any]) -> Proxy:
         actors.append(actor_class().options(num_cpus=0).remote(build))
-        return Proxy(name, actors[-1])
+        return Proxy(name, actors[-1], WAITING_CALLS)
 
     try:
         names = [f"rollout-{i}" for i in range(engines)]

@@ -27,7 +27,7 @@ def sized_config(
     """Configures trainer and engines of a `SizedPolicy`; with `lora_rank` adapters are what is trained and
     published."""
     tree: dict[str, Any] = {
-        "model": {"path": repr(float(megabytes))},
+        "model": {"pipeline": "qwen_image", "path": repr(float(megabytes))},
         "data": {"prompts": "none"},
         "rollout": {"engine": "diffusers", "sampling": {"height": 32, "width": 32}},
         "weights": {"bucket_mb": bucket_mb, "timeout_s": timeout_s},
@@ -44,6 +44,7 @@ class SizedPolicy:
     20 MB and of 4 MB beyond. The transformer loaded last is kept, so that it can be changed from outside."""
 
     components: tuple[str, ...] = ("transformer",)
+    sequence_plan: None = None
 
     def __init__(self, path: str) -> None:
         self.path = path

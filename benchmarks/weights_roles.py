@@ -23,6 +23,7 @@ from omni_async.config import Config
 from omni_async.control.clock import WallClock
 from omni_async.control.requests import RequestFactory
 from omni_async.families import PipelineFamily
+from omni_async.layout import ParallelLayout
 from omni_async.policy import load_policy
 from omni_async.rollout.base import EngineError
 from omni_async.rollout.factory import build_engine
@@ -161,7 +162,8 @@ class TrainerHost:
         torch.set_num_threads(1)
         self._policy = load_policy(family, config.model.path)
         store = RayStore()
-        self._rank = Rank(0, 1, lambda: TrainEngine(config, self._policy, 0, 1, CPU), store)
+        alone = ParallelLayout()
+        self._rank = Rank(alone, lambda: TrainEngine(config, self._policy, alone, CPU), store)
         self._desk = Desk(len(engines))
         coordinator: Any = self._desk
         self._publishers = {
