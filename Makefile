@@ -14,13 +14,14 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 
-.PHONY: help install quickstart test test-all test-fast lint format docs clean
+.PHONY: help install quickstart test test-all test-fast test-gpu lint format docs clean
 
 help:
 	@echo "make quickstart   install and run the main job: asynchronous FlowGRPO on a small Qwen-Image"
 	@echo "make test         install and run every kind of test, with a slice of the long searches (about 7 minutes)"
 	@echo "make test-all     every test and every schedule (about 15 minutes)"
 	@echo "make test-fast    the tests that start neither Ray nor vLLM-Omni"
+	@echo "make test-gpu     the tests for a machine that has accelerators"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make format       rewrite the code in the project's format"
 	@echo "make docs         regenerate docs/configuration.md"
@@ -48,6 +49,10 @@ test-all: install
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
+
+# -rs says why a test was skipped: too few accelerators, or a torch that does not see them.
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu -rs
 
 lint: install
 	$(BIN)/ruff check .
