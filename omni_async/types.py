@@ -3,7 +3,7 @@
 Messages contain no tensors. A message carries *references* (`Any`: a Ray `ObjectRef`, or the object itself in the
 one-process runtime) which only the data plane, `omni_async.store`, opens. Those of which the control plane holds tens
 of thousands are passed over by the garbage collector (`gc=False`): frozen, and made after what they hold, they are part
-of no cycle.
+of no cycle, as long as no object behind a reference leads back to a message.
 """
 
 from __future__ import annotations

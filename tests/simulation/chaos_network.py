@@ -49,6 +49,12 @@ class Process:
         for task in self.tasks:
             task.cancel()
 
+    def forget(self) -> None:
+        """Drops its tasks, which are done. References name the process that made their object, and messages that hold
+        references are passed over by the garbage collector: the tasks of every schedule would stay."""
+        self.tasks.clear()
+        self._hanging.clear()
+
     async def pause(self, seconds: float) -> None:
         """Waits as long as a step of its work takes."""
         if self.hung or self.dead:

@@ -62,7 +62,10 @@ class World:
             self.checks.goes_on(start, self.lines)
             self._attempt = attempt = Attempt(self, start)
             dice = random.Random(f"order/{self.job.seed}/{number}") if self.temper.shuffled else None
-            status = run(attempt.play(), start=self.now, dice=dice)
+            try:
+                status = run(attempt.play(), start=self.now, dice=dice)
+            finally:
+                attempt.release()
             self.seen["a message of the dead"] += attempt.network.late
             self.seen["a message twice"] += attempt.network.duplicates
             self.seen[f"attempt ended: {status}"] += 1
@@ -168,6 +171,11 @@ class Attempt:
         self._processes.append(Process(name))
         return self._processes[-1]
 
+    def release(self) -> None:
+        """Lets go of what ran in the processes, once the attempt is over."""
+        for process in self._processes:
+            process.forget()
+
     async def play(self) -> str:
         """Returns how it ended: done, interrupted, killed, or fruitless."""
         self._loop = asyncio.get_running_loop()
@@ -200,9 +208,9 @@ class Attempt:
         held_out = [Prompt(index, f"held out {index}") for index in range(2)]
         self.coordinator = Coordinator(config, "run", world.prompts, held_out, self._record, self.start)
         self.network = Network(self, world.dice, world.message_s, temper.duplicated, temper.lost_with_caller)
-        self.keeper = Process("keeper")
+        self.keeper = self._process("keeper")
         self.keeper_proxy = self._proxy(self.keeper)
-        self.training = training = Process("trainer")
+        self.training = training = self._process("trainer")
         coordinator, store, clock = self._proxy(training), Store(training, world), VirtualClock()
         self.rank = Rank(training, world, store)
         rule: Any = EmulatedRule(config, plan_updates(config), self.rank)  # type: ignore[arg-type]
