@@ -26,7 +26,7 @@ from benchmarks.arguments import benchmark_parser
 from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.config import Config, check
-from omni_async.config.load import with_spec
+from omni_async.config import with_spec
 from omni_async.control.requests import RequestFactory
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
 from omni_async.tracking.files import write_atomic

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from msgspec import structs
 
 from omni_async.benchmark.arms import Arm, arm_config, base_config
 from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
-from omni_async.config import Config, ConfigError
-from omni_async.config.redact import redact
-from omni_async.config.yaml_text import to_yaml
+from omni_async.config import Config, ConfigError, resolved_yaml
 from omni_async.runtime.preflight import RunInputs, preflight
 from omni_async.tracking.summary import read_summary
 
@@ -108,7 +105,7 @@ def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, ste
 def finished_run(inputs: RunInputs) -> Path | None:
     """Returns the newest run folder in `run.dir` that was done by this code with exactly this configuration,
     profile, prompts and model, and left a timeline."""
-    wanted, mark = to_yaml(redact(msgspec.to_builtins(inputs.config))), fingerprint(inputs)
+    wanted, mark = resolved_yaml(inputs.config), fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted

@@ -68,11 +68,11 @@ def is_secret_key(key: str, value: Any = "") -> bool:
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Masks in `text` the `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of
     every URL, query values and assignments named like secrets, and bearer tokens."""
-    shown, at = [], 0
+    kept, at = [], 0
     for start, end in secret_forms.find(text, secrets):
-        shown += [text[at:start], MASK]
+        kept += [text[at:start], MASK]
         at = end
-    text = "".join([*shown, text[at:]])
+    text = "".join([*kept, text[at:]])
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
     return _hidden(_ASSIGNED, _hidden(_QUERY, text))
 
@@ -89,6 +89,12 @@ def redact(value: Any) -> Any:
     return value
 
 
+def shown(value: Any) -> str:
+    """Returns a value of a recipe for an error message: redacted, and not too long."""
+    text = repr(redact(value))
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def secrets_in(value: Any) -> frozenset[str]:
     """Returns every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
     return frozenset(found for found in _secrets(value, False) if len(found) >= SHORTEST)
@@ -98,9 +104,9 @@ def one_line(text: str, longest: int = 10_000) -> str:
     """Returns `text` as a terminal shows it without obeying it: line ends become spaces, other control characters their
     escapes, the end is cut off."""
     text = text.strip()
-    shown = text if len(text) <= longest else f"{text[:longest]}..."
+    text = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(
-        c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown
+        c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in text
     )
 
 
@@ -123,11 +129,11 @@ def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
 
 
 def _hidden(syntax: _Syntax, text: str) -> str:
-    shown, at = [], 0
+    kept, at = [], 0
     for secret in _found(syntax, text):
-        shown += [text[at : secret.start()], MASK]
+        kept += [text[at : secret.start()], MASK]
         at = secret.end()
-    return "".join([*shown, text[at:]])
+    return "".join([*kept, text[at:]])
 
 
 def _masked(value: Any) -> Any:

@@ -15,10 +15,8 @@ from typing import Any
 
 import msgspec
 
+from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
-from omni_async.config.redact import redact
-from omni_async.config.schema import Config
-from omni_async.config.yaml_text import to_yaml
 from omni_async.control.clock import Clock
 from omni_async.tracking.attempts import read_attempts
 from omni_async.tracking.files import read_lines, write_atomic
@@ -53,8 +51,7 @@ class RunDirectory:
             run._claim()
             for folder in (run.samples, run.checkpoints):
                 folder.mkdir()
-            content = to_yaml(redact(msgspec.to_builtins(config)))
-            write_atomic(run.config_yaml, content.encode())
+            write_atomic(run.config_yaml, resolved_yaml(config).encode())
         except OSError as error:
             reason = error.strerror or str(error)
             raise RunDirectoryError(
@@ -85,7 +82,7 @@ class RunDirectory:
         puts the summary of the attempts before aside until there is another, and writes this attempt's
         `config.yaml`."""
         try:
-            write_atomic(self.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
+            write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
             if self.summary.exists():
                 self.summary.replace(self.former_summary)
