@@ -35,8 +35,9 @@ def reference() -> str:
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     top = [row for row in rows if row[0] in sections and sections[row[0]] is None]
     parts = [_HEAD, _table("Top level", top)]
-    for name in (name for name, struct in sections.items() if struct is not None):
-        parts.append(_table(name, (row for row in rows if row[0].startswith((f"{name}.", f"{name}[].")))))
+    for name, struct in sections.items():
+        if struct is not None:
+            parts += [_table(name, (row for row in rows if row[0].startswith((f"{name}.", f"{name}[]."))))]
     for name in family_names():
         try:
             sampling = find_family(name).sampling

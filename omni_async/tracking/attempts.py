@@ -3,12 +3,11 @@ ended."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import msgspec
 
-from omni_async.tracking.files import read_lines
+from omni_async.tracking.files import read_records
 from omni_async.tracking.summary import Status
 
 
@@ -28,8 +27,4 @@ class Attempt(msgspec.Struct, frozen=True):
 def read_attempts(path: Path) -> list[Attempt]:
     """Reads the attempts in the order they ended; none if there is no file. A line that was cut off is skipped. Raises
     OSError if the path is not a file."""
-    attempts: list[Attempt] = []
-    for line in read_lines(path):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            attempts.append(msgspec.json.decode(line, type=Attempt))
-    return attempts
+    return read_records(path, Attempt)

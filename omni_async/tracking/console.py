@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO, TypedDict
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.words import validated
+from omni_async.tracking.words import indented, validated
 
 
 class UpdateView(TypedDict, total=False):
@@ -91,7 +91,7 @@ class LineConsole:
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         for line in last_words:
-            self._write(" " * (len(line) - len(line.lstrip(" "))) + one_line(line))
+            self._write(indented(line))
         self._closed = True
 
     def _line(self, text: str) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from omni_async.config.reading import open_file
+
+T = TypeVar("T")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -30,3 +36,13 @@ def read_lines(path: Path) -> list[bytes]:
             return [*file]
     except FileNotFoundError:
         return []
+
+
+def read_records(path: Path, kind: type[T]) -> list[T]:
+    """Decodes a file's JSON lines, leaving out those that were cut off; none if there is no file."""
+    records: list[T] = []
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+        for line in file:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                records.append(msgspec.json.decode(line, type=kind))
+    return records

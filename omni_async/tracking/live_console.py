@@ -15,7 +15,7 @@ from rich.text import Text
 
 from omni_async.config.redact import one_line
 from omni_async.tracking.console import UpdateView
-from omni_async.tracking.words import staleness, validated
+from omni_async.tracking.words import indented, staleness, validated
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4
@@ -64,8 +64,7 @@ class LiveConsole:
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()
         for line in last_words:
-            indent = " " * (len(line) - len(line.lstrip(" ")))
-            self._rich.print(Text(indent + one_line(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
+            self._rich.print(Text(indented(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

@@ -7,7 +7,7 @@ import fcntl
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -30,11 +30,38 @@ class RunDirectoryError(OSError):
     """A run folder that can't be made or written: says where and why."""
 
 
+@contextlib.contextmanager
+def refusing(what: str, folder: Path | None = None) -> Iterator[None]:
+    """Turns an OSError into a RunDirectoryError that says `what` cannot be done, and where if a `folder` is given."""
+    try:
+        yield
+    except RunDirectoryError:
+        raise
+    except OSError as error:
+        where = "" if folder is None else f" ({error.filename or folder})"
+        raise RunDirectoryError(f"{what}: {error.strerror or error}{where}") from error
+
+
 class RunDirectory:
     """Paths inside one run's folder; its name is the run id."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run_id = path.name
+        self.config_yaml = path / "config.yaml"
+        self.ledger = path / "ledger.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.attempts = path / "attempts.jsonl"
+        self.faults = path / "faults.jsonl"
+        self.spans = path / "spans.jsonl"  # what becomes the timeline
+        self.trace = path / "trace.json"
+        self.summary = path / "summary.json"
+        self.former_summary = path / "summary.json.void"  # of the attempts before the one that is under way
+        self.profile = path / "profile.json"
+        self.samples = path / "samples"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"  # published versions, with `weights.transport: disk`
+        self.control = path / "control.sock"  # where a running run answers
 
     @classmethod
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
@@ -45,18 +72,13 @@ class RunDirectory:
         """
         parent = Path(config.run.dir).absolute()
         stem = f"{config.run.name}-{datetime.fromtimestamp(clock.now()).astimezone():%Y%m%d-%H%M%S}"
-        try:
+        with refusing(f"run.dir: cannot make a run folder in {parent}", parent):
             parent.mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(parent, stem))
             run._claim()
             for folder in (run.samples, run.checkpoints):
                 folder.mkdir()
             write_atomic(run.config_yaml, resolved_yaml(config).encode())
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise RunDirectoryError(
-                f"run.dir: cannot make a run folder in {parent}: {reason} ({error.filename or parent})"
-            ) from error
         return run
 
     @classmethod
@@ -64,30 +86,22 @@ class RunDirectory:
         """Reopens the folder of a run that stopped, to go on in it. Nothing in it changes before `take_over`. Raises
         RunDirectoryError if another process has it, or a file that is needed of it cannot be read."""
         run = cls(path)
-        try:
+        with refusing(f"checkpoint.resume: cannot go on in {path}", path):
             run._claim()
             for lines in (run.metrics, run.attempts):
                 if lines.exists():
                     open_file(lines).close()
-        except RunDirectoryError:
-            raise
-        except OSError as error:
-            raise RunDirectoryError(
-                f"checkpoint.resume: cannot go on in {path}: {error.strerror or error} ({error.filename or path})"
-            ) from error
         return run
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
         """Prepares the reopened folder for this attempt's records: voids the metrics after `version` (`void_metrics`),
         puts the summary of the attempts before aside until there is another, and writes this attempt's
         `config.yaml`."""
-        try:
+        with refusing(f"cannot go on in {self.path}"):
             write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
             if self.summary.exists():
                 self.summary.replace(self.former_summary)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot go on in {self.path}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
         """Locks the folder until `release`, or until this process ends; its children do not hold the lock. Raises
@@ -136,70 +150,6 @@ class RunDirectory:
             with self.metrics.with_name(f"{self.metrics.name}.void").open("ab") as file:
                 file.writelines(void)
             write_atomic(self.metrics, b"".join(valid))
-
-    @property
-    def run_id(self) -> str:
-        return self.path.name
-
-    @property
-    def config_yaml(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def faults(self) -> Path:
-        return self.path / "faults.jsonl"
-
-    @property
-    def control(self) -> Path:
-        """Returns the path of the socket at which a running run answers."""
-        return self.path / "control.sock"
-
-    @property
-    def spans(self) -> Path:
-        """Returns the path of the spans that become the timeline."""
-        return self.path / "spans.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def former_summary(self) -> Path:
-        """Returns the path of the summary of the attempts before the one that is under way."""
-        return self.path / "summary.json.void"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts.jsonl"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Returns the folder of published versions, with `weights.transport: disk`."""
-        return self.path / "weights"
 
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
         """Reads all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave
@@ -255,18 +205,15 @@ def append_jsonl(path: Path, record: Any) -> None:
     """Appends one line, handed to the operating system before this returns. Raises RunDirectoryError if it can't be
     written; then no part of it is in the file."""
     line = msgspec.json.encode(record) + b"\n"
-    try:
-        with path.open("ab", buffering=0) as file:
-            end = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(end)
-                raise
-    except OSError as error:
-        raise RunDirectoryError(f"cannot append to {path}: {error.strerror or error}") from error
+    with refusing(f"cannot append to {path}"), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:

@@ -7,14 +7,14 @@ attempt's.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.files import read_records
+from omni_async.tracking.rundir import refusing
 from omni_async.types import Span
 
 
@@ -34,20 +34,14 @@ class SpanLog:
     def open(self) -> None:
         """Begins the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
-        try:
+        with refusing(f"cannot begin {self._path} anew"):
             self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot begin {self._path} anew: {error.strerror or error}") from error
         self._write(held or ())
 
     def _write(self, spans: Sequence[Span]) -> None:
-        if not spans:
-            return
-        try:
-            with self._path.open("ab") as file:
+        if spans:
+            with refusing(f"cannot append to {self._path}"), self._path.open("ab") as file:
                 file.write(self._encoder.encode_lines(spans))
-        except OSError as error:
-            raise RunDirectoryError(f"cannot append to {self._path}: {error.strerror or error}") from error
 
     def add(self, spans: Sequence[Span]) -> None:
         """Adds spans. Raises RunDirectoryError if they cannot be written."""
@@ -68,16 +62,7 @@ class SpanLog:
 
     def all(self) -> list[Span]:
         """Returns every span, in the order they came, except those whose line was cut off."""
-        if self._held is not None:
-            return [*self._held]
-        if not self._path.exists():
-            return []
-        spans: list[Span] = []
-        with self._path.open("rb") as file:
-            for line in file:
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    spans.append(msgspec.json.decode(line, type=Span))
-        return spans
+        return read_records(self._path, Span) if self._held is None else [*self._held]
 
     def close(self) -> None:
         """Removes the file, when its spans are in the timeline."""

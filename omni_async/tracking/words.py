@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from omni_async.config.redact import one_line
 from omni_async.tracking.summary import ValidationPoint
 
 
@@ -35,6 +36,11 @@ def staleness(mean: float, counts: Mapping[int, int]) -> str:
         said.append(f"{groups}{noun} {verb} {age}{unit}")
     average = f"{mean:.1f} updates on average"
     return f"{average}: {', '.join(said)}" if said else average
+
+
+def indented(line: str) -> str:
+    """Returns the line as `one_line` does, with its leading spaces."""
+    return " " * (len(line) - len(line.lstrip(" "))) + one_line(line)
 
 
 def duration(seconds: float) -> str:
