@@ -1,5 +1,4 @@
-"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures what each run
-left behind.
+"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures each.
 
 A run is complete if its own folder says so, so the same call continues after any interruption.
 """
@@ -61,7 +60,7 @@ def run_overlap(
     train: Train | None = None,
     simulator: Simulator | None = None,
 ) -> Overlap:
-    """Runs what is not complete in `out`, and writes `overlap.json`, `overlap.md` and `overlap.png` there.
+    """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
     `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the
     recipe's); with `steps` instead, each arm's runs are as long as it takes to measure that many. `train` and
@@ -97,7 +96,7 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """Writes overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
+    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
     if compare(overlap):
@@ -111,7 +110,7 @@ def _emulated_profile(config: Config) -> Profile | None:
 
 
 def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
-    """Makes one run, unless it is complete. An exception in it is recorded as that run's failure."""
+    """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
@@ -191,8 +190,10 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 
 
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
-    """Adds the law of real devices: that of the service times which the synchronous arm's median run observed, or
-    else the first arm's that has any."""
+    """Add the law of real devices, by service times measured in a run.
+
+    That is the synchronous arm's median run, or else the first arm's that has any.
+    """
     for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
         if not arm.measured:
             continue

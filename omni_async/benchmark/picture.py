@@ -32,7 +32,7 @@ _DPI = 110
 
 
 def draw(overlap: Overlap, path: Path) -> None:
-    """Draws four panels, arms side by side in each. At least one arm must have been measured."""
+    """Draw four panels, arms side by side in each. At least one arm must have been measured."""
     picture(overlap).savefig(path, dpi=_DPI)
 
 
@@ -53,7 +53,7 @@ def _name_arms(axes: Any, arms: list[ArmSummary]) -> None:
 
 
 def _legend_above(axes: Any) -> None:
-    """Puts the legend in one line under the title, where no mark can lie."""
+    """Put the legend in one line under the title, where no mark can lie."""
     axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
 
 

@@ -19,8 +19,10 @@ _REFRESH_PER_S = 2  # the display runs beside what is measured
 
 
 class Progress:
-    """The display of `total` runs, of which some may be complete already. A context manager; `run` gives the console
-    of one run."""
+    """The display of `total` runs, of which some may be complete already.
+
+    A context manager; `run` gives the console of one run.
+    """
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (
@@ -52,7 +54,7 @@ class Progress:
         self._bar.stop()
 
     def plan(self, plan: Plan, predicted: dict[str, float]) -> None:
-        """Prints the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
+        """Print the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
         for planned in plan.arms:
             name, config = f"{planned.arm.name:<15}", planned.config
             if config is None:
@@ -77,7 +79,7 @@ class Progress:
         self._bar.update(self._task, description=text)
 
     def ended(self, job: Job, record: RunRecord, seconds: float | None) -> None:
-        """Prints a finished run. `seconds`: its duration; None where it was complete before."""
+        """Print a finished run. `seconds`: its duration; None where it was complete before."""
         self._ended += 1
         if seconds is not None:
             self._seconds.append(seconds)

@@ -1,5 +1,4 @@
-"""Defines the `algorithm` section: the objective, how rewards become advantages, and how stale samples are corrected
-for.
+"""Defines the `algorithm` section: the objective, advantages, and the correction of stale samples.
 
 Objectives are pure functions of tensors and of this section, so its fields are also their settings.
 """
@@ -40,8 +39,7 @@ class Advantage(Section, kw_only=True, frozen=True):
 
 
 class Correction(Section, kw_only=True, frozen=True):
-    """The off-policy correction: the policy the ratio is taken to, and the treatment of its distance from the policy
-    that made the sample."""
+    """The off-policy correction: the policy the ratio is taken to, and what happens to samples far from it."""
 
     mode: Annotated[
         Literal["auto", "none", "bypass", "decoupled", "interpolated"],
@@ -109,8 +107,10 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def needs_update(self) -> bool:
-        """Tells whether a row's correction depends on the other rows of its update, so that all must be known before
-        the first gradient."""
+        """Tells whether a row's correction depends on the other rows of its update.
+
+        Then all must be known before the first gradient.
+        """
         return self.weights == "tempered" or self.m2 is not None
 
     @property
@@ -125,7 +125,7 @@ _BYPASS_UP_TO = 4
 
 
 def automatic_correction(max_updates: int) -> Correction:
-    """Returns the correction that mode `auto` stands for at a staleness budget of `max_updates`."""
+    """Return the correction that mode `auto` stands for at a staleness budget of `max_updates`."""
     if max_updates <= _BYPASS_UP_TO:
         return Correction(mode="bypass")
     return Correction(mode="decoupled", weights="tempered", ess_target=0.7, cap=2.0, kappa_nats=2.0)

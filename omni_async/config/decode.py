@@ -21,7 +21,7 @@ _MOVED = {
 
 
 def decode(tree: Any, section: type[T], *prefix: str) -> T:
-    """Returns `tree` as the section whose key is `prefix`; ConfigError names a wrong value's key and what it allows."""
+    """Return `tree` as the section whose key is `prefix`; ConfigError names a wrong value's key and what it allows."""
     try:
         return msgspec.convert(tree, section)
     except msgspec.ValidationError as error:
@@ -29,7 +29,7 @@ def decode(tree: Any, section: type[T], *prefix: str) -> T:
 
 
 def _explain(error: msgspec.ValidationError, tree: Any, root: type[msgspec.Struct], prefix: Sequence[str]) -> str:
-    """Turns msgspec's message into `path: expected ..., got ...`."""
+    """Turn msgspec's message into `path: expected ..., got ...`."""
     text, _, location = str(error).partition(" - at `$")
     path = re.findall(r"[^.\[\]`]+", location)
     where = ".".join([*prefix, *path])

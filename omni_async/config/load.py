@@ -31,7 +31,7 @@ from omni_async.services import find_service
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Loads the recipe at `path` with `overrides` `key.path=value`.
+    """Load the recipe at `path` with `overrides` `key.path=value`.
 
     Imports nothing heavy. Raises ConfigError, one line.
     """
@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:
-    """Refuses overrides that disagree with the schedule: it replaces keys of the recipe, not of the command line."""
+    """Refuse overrides that disagree with the schedule: it replaces keys of the recipe, not of the command line."""
     decided = SCHEDULES[config.schedule] if config.schedule else {}
     for key in (override.partition("=")[0].strip() for override in overrides):
         section, _, name = key.partition(".")
@@ -58,7 +58,7 @@ def _require_no_contradiction(config: Config, overrides: Sequence[str]) -> None:
 
 
 def with_spec(config: Config) -> Config:
-    """Returns the configuration with its model family's name, and that family's `SamplingSpec` for every sampling.
+    """Return the configuration with its model family's name, and that family's `SamplingSpec` for every sampling.
 
     A bucket's is merged over `rollout.sampling`. A family that is not found, or that an emulated job does not name,
     leaves the configuration as it is. Raises ConfigError with the key that the family refuses.
@@ -85,7 +85,7 @@ def with_spec(config: Config) -> Config:
 
 
 def _with_settings(config: Config) -> Config:
-    """Returns the configuration with `algorithm.settings` as the section of an objective of another package."""
+    """Return the configuration with `algorithm.settings` as the section of an objective of another package."""
     algorithm = config.algorithm
     section = _found(objective_section, algorithm.name)
     if section is not None:
@@ -100,7 +100,7 @@ def _with_settings(config: Config) -> Config:
 
 
 def _with_roles(config: Config) -> Config:
-    """Returns the configuration with the `settings` of every role of another package as that package's section."""
+    """Return the configuration with the `settings` of every role of another package as that package's section."""
     return replace(config, roles=tuple(_with_own_settings(number, role) for number, role in enumerate(config.roles)))
 
 
@@ -114,7 +114,7 @@ def _with_own_settings(number: int, role: Role) -> Role:
 
 
 def _found(find: Any, name: str) -> Any:
-    """Calls `find`, whose ValueError about another package says it all."""
+    """Call `find`, whose ValueError about another package says it all."""
     try:
         return find(name)
     except ValueError as error:
@@ -122,5 +122,5 @@ def _found(find: Any, name: str) -> Any:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Returns the configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
+    """Return the configuration with every default filled in and credentials masked, as YAML that `load` reads back."""
     return to_yaml(redact(msgspec.to_builtins(config)))

@@ -30,7 +30,7 @@ _HEAD = (
 
 
 def reference() -> str:
-    """Returns the whole page, in Markdown. ConfigError names a family whose package is broken."""
+    """Return the whole page, in Markdown. ConfigError names a family whose package is broken."""
     rows = list(walk(Config))
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
     top = [row for row in rows if row[0] in sections and sections[row[0]] is None]

@@ -1,5 +1,6 @@
-"""Defines the whole YAML schema: one struct per section, bounds in the types, defaults that work. Imports no torch and
-no Ray.
+"""Defines the whole YAML schema: one struct per section, bounds in the types, defaults that work.
+
+Imports no torch and no Ray.
 
 `docs/configuration.md` is generated from this file (`omni-async docs`), so every field's comment is its documentation:
 write it as `Meta(description=...)`.
@@ -276,8 +277,7 @@ class Placement(Section, kw_only=True, frozen=True):
 
     @property
     def reward_in_turn(self) -> bool:
-        """Tells whether reward workers wait for shared devices: not if they need none of the accelerators that the
-        others share."""
+        """Tells whether reward workers wait for shared devices: not if they alone need no accelerator."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
 
 

@@ -9,14 +9,17 @@ from msgspec import Meta
 
 
 def doc(text: str, why: str | None = None, *, most: float | None = None, **bounds: Any) -> Meta:
-    """Returns a field's documentation and bounds. `most` is an upper bound that messages name only if a value is above
-    it. `why` gives the reason of that bound, or the allowed values of a pattern, in words."""
+    """Return a field's documentation and bounds.
+
+    `most` is an upper bound that messages name only if a value is above it. `why` gives the reason of that bound, or
+    the allowed values of a pattern, in words.
+    """
     extra = {"why": why, "generous": most is not None}
     return Meta(description=text, extra=extra, **bounds | ({} if most is None else {"le": most}))
 
 
 def most(bound: float, why: str | None = None, **bounds: Any) -> Meta:
-    """Returns the bounds of a value inside a field, with `bound` as the `most` of `doc` and its reason."""
+    """Return the bounds of a value inside a field, with `bound` as the `most` of `doc` and its reason."""
     return Meta(le=bound, extra={"why": why, "generous": True}, **bounds)
 
 

@@ -37,7 +37,7 @@ _MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines cou
 
 
 def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Reads the recipe at `path` and sets what the overrides `a.b.c=value` say. Raises ConfigError."""
+    """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError."""
     tree = _read(path)
     for override in overrides:
         key = _set_override(tree, override)
@@ -51,7 +51,7 @@ def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def errors_of(file: Path) -> Iterator[None]:
-    """Names the file in every ConfigError that is raised inside."""
+    """Name the file in every ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -59,7 +59,7 @@ def errors_of(file: Path) -> Iterator[None]:
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads the file's tree, merged over that of the recipe it `extends`, with paths resolved."""
+    """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved."""
     asked = f" ({above[-1]} extends it)" if above else ""
     try:
         text = read_file(path, _LARGEST_FILE).decode("utf-8")
@@ -87,7 +87,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Merges `own` over `base`: sections key by key, everything else as a whole."""
+    """Merge `own` over `base`: sections key by key, everything else as a whole."""
     merged = dict(base)
     for key, value in own.items():
         below = merged.get(key)
@@ -96,7 +96,7 @@ def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_override(tree: dict[str, Any], override: str) -> str:
-    """Applies `a.b.c=value` (value in YAML) to the tree; returns the path."""
+    """Apply `a.b.c=value` (value in YAML) to the tree; return the path."""
     path, separator, value = override.partition("=")
     path = path.strip()
     if not separator or not path:
@@ -125,7 +125,7 @@ def _index(items: list[Any], key: str, override: str) -> int:
 
 
 def _quoted(override: str) -> str:
-    """Returns the override without its value if that may be or hold a credential."""
+    """Return the override without its value if that may be or hold a credential."""
     path, separator, value = override.partition("=")
     plain = (
         redact_text(value) == value
@@ -137,7 +137,7 @@ def _quoted(override: str) -> str:
 
 
 def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
-    """Makes the path that stands at the key `path` absolute, if one does; relative ones start at `folder`."""
+    """Make the path that stands at the key `path` absolute, if one does; relative ones start at `folder`."""
     name, key = path.split(".")
     section = tree.get(name)
     given = section.get(key) if isinstance(section, dict) else None
@@ -163,7 +163,7 @@ def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
 def _require_plain(
     value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None
 ) -> None:
-    """Refuses values that no field can mean, also inside a scorer's free-form options.
+    """Refuse values that no field can mean, also inside a scorer's free-form options.
 
     They are nan, infinity, YAML's rarer types, and endless structures.
     """
@@ -196,7 +196,7 @@ def _require_plain(
 
 
 def _is_encodable(text: str) -> bool:
-    """Tells whether a text can be written to a file.
+    """Tell whether a text can be written to a file.
 
     It cannot with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8.
     """

@@ -1,5 +1,4 @@
-"""Reads the attempts of a run: `attempts.jsonl` has one line per process that ended by itself, written when it
-ended."""
+"""Reads the attempts of a run: `attempts.jsonl` has a line per process that ended by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +11,11 @@ from omni_async.tracking.summary import Status
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One attempt of a run. `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt
-    continued from; `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary."""
+    """One attempt of a run.
+
+    `began` and `ended` are seconds since the epoch. `from_update`: the update that the attempt continued from;
+    `to_update`: the last one it made. `wall_s`: of the whole run up to there, as in the summary.
+    """
 
     began: float
     ended: float
@@ -25,6 +27,8 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Reads the attempts in the order they ended; none if there is no file. A line that was cut off is skipped. Raises
-    OSError if the path is not a file."""
+    """Read the attempts in the order they ended; none if there is no file.
+
+    A line that was cut off is skipped. Raises OSError if the path is not a file.
+    """
     return read_records(path, Attempt)

@@ -15,8 +15,10 @@ T = TypeVar("T")
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes next to `path`, then renames over it. Raises OSError if the bytes do not fit: a network file system
-    reports that only when they are synchronised."""
+    """Write next to `path`, then rename over it.
+
+    Raises OSError if the bytes do not fit: a network file system reports that only when they are synchronised.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -29,8 +31,10 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Reads a file's lines with their ends, which are line feeds and nothing else; none if there is no file. Raises
-    OSError if the path is not a plain file."""
+    """Read a file's lines with their ends, which are line feeds and nothing else; none if there is no file.
+
+    Raises OSError if the path is not a plain file.
+    """
     try:
         with open_file(path) as file:
             return [*file]
@@ -39,7 +43,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def read_records(path: Path, kind: type[T]) -> list[T]:
-    """Decodes a file's JSON lines, leaving out those that were cut off; none if there is no file."""
+    """Decode a file's JSON lines, leaving out those that were cut off; none if there is no file."""
     records: list[T] = []
     with contextlib.suppress(FileNotFoundError), open_file(path) as file:
         for line in file:

@@ -19,8 +19,11 @@ from omni_async.types import Span
 
 
 class SpanLog:
-    """The spans of a run. `keep_s`: how long before the newest span's end a span is kept in memory, without its
-    arguments. `held`: the file is left alone until `open`."""
+    """The spans of a run.
+
+    `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
+    left alone until `open`.
+    """
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
@@ -32,7 +35,7 @@ class SpanLog:
             self.open()
 
     def open(self) -> None:
-        """Begins the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
+        """Begin the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
         with refusing(f"cannot begin {self._path} anew"):
             self._path.unlink(missing_ok=True)
@@ -44,7 +47,7 @@ class SpanLog:
                 file.write(self._encoder.encode_lines(spans))
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Adds spans. Raises RunDirectoryError if they cannot be written."""
+        """Add spans. Raises RunDirectoryError if they cannot be written."""
         if not spans:
             return
         if self._held is None:
@@ -57,14 +60,14 @@ class SpanLog:
             self._recent.popleft()
 
     def recent(self, since: float) -> list[Span]:
-        """Returns the spans that end after `since`, as far back as they are kept, and without their arguments."""
+        """Return the spans that end after `since`, as far back as they are kept, and without their arguments."""
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
-        """Returns every span, in the order they came, except those whose line was cut off."""
+        """Return every span, in the order they came, except those whose line was cut off."""
         return read_records(self._path, Span) if self._held is None else [*self._held]
 
     def close(self) -> None:
-        """Removes the file, when its spans are in the timeline."""
+        """Remove the file, when its spans are in the timeline."""
         if self._held is None:
             self._path.unlink(missing_ok=True)
