@@ -40,7 +40,14 @@ _WEIGHTS = ("publish", "stage", "swap")
 
 
 def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> dict[str, float]:
-    """Return the seconds of [start, end) per category. `engines`: how many there are, idle ones included."""
+    """Return the seconds of [start, end) per category.
+
+    Args:
+        spans: those of the run.
+        start: in the clock's seconds, as in the spans.
+        end: likewise.
+        engines: how many there are, idle ones included.
+    """
     trainer, engine_times, scoring, switching, weights = _sort(spans, start, end)
     claimed: list[Interval] = []
 

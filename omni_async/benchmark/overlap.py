@@ -62,10 +62,22 @@ def run_overlap(
 ) -> Overlap:
     """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
-    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the
-    recipe's); with `steps` instead, each arm's runs are as long as it takes to measure that many. `train` and
-    `simulator` stand in for the real ones. Raises ConfigError before anything runs; a run that fails is recorded with
-    its reason. KeyboardInterrupt is raised after the results so far were written.
+    Args:
+        recipe: the recipe that every arm runs.
+        overrides: `key.path=value` for every arm.
+        out: the folder of runs and results.
+        profile: what emulated devices replay, whatever the recipe says; None: as it says.
+        repeats: rounds, each with one run of every arm.
+        updates: trainer.updates of every run; None: the recipe's.
+        steps: in place of `updates`, how many to measure: each arm's runs are just long enough.
+        arms: names of arms, as `parse_arms` takes them.
+        terminal: where progress is shown.
+        train: stands in for a real run.
+        simulator: stands in for the real one.
+
+    Raises:
+        ConfigError: something is wrong, and nothing has run. A run that fails is recorded with its reason instead.
+        KeyboardInterrupt: the benchmark was interrupted; the results so far are written.
     """
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
@@ -74,14 +86,14 @@ def run_overlap(
     emulated = _emulated_profile(plan.base)
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}
-        progress.plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
+        progress.print_plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         records: Records = {}
         interrupted: KeyboardInterrupt | None = None
         try:
             with ray_session([planned.config for planned in plan.arms if planned.config is not None]):
                 for job in plan.jobs():
-                    records.setdefault(job.arm.name, []).append(_run(job, out, train, progress))
+                    records.setdefault(job.arm.name, []).append(_make_run(job, out, train, progress))
         except KeyboardInterrupt as error:
             interrupted = error
         overlap = _overlap(plan, records, predictions, started)
@@ -109,13 +121,13 @@ def _emulated_profile(config: Config) -> Profile | None:
     return load_profile(config.emulation.profile) if config.emulation is not None else None
 
 
-def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
+def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
     """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
         try:
-            summary = train(job.inputs, progress.run(job))
+            summary = train(job.inputs, progress.console_of(job))
         except RunDirectoryError as error:
             raise ConfigError(f"--out: {str(error).removeprefix('run.dir: ')}") from None
         except Exception as error:  # noqa: BLE001 (reported as this run's failure; the other runs go on)
@@ -131,23 +143,23 @@ def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
     except NotMeasurableError as error:
         return _failed(job, str(error), progress, os.path.relpath(run, out))
     record = RunRecord(round=job.round, status="done", folder=os.path.relpath(run, out), load=load, measured=measured)
-    progress.ended(job, record, seconds)
+    progress.print_run(job, record, seconds)
     return record
 
 
 def _failed(job: Job, reason: str, progress: Progress, folder: str | None = None) -> RunRecord:
     record = RunRecord(round=job.round, status="failed", reason=" ".join(reason.split()), folder=folder)
-    progress.ended(job, record, None)
+    progress.print_run(job, record, None)
     return record
 
 
 def _predict(plan: Plan, profile: Profile, simulator: Simulator, progress: Progress) -> dict[str, Prediction]:
     scale = plan.base.emulation.time_scale if plan.base.emulation is not None else 1.0
     predictions = {}
-    progress.say("simulating every arm, some seconds each")
+    progress.print_line("simulating every arm, some seconds each")
     for planned in plan.arms:
         if planned.config is not None:
-            progress.doing(f"simulating {planned.arm.name}")
+            progress.show(f"simulating {planned.arm.name}")
             predictions[planned.arm.name] = predict(planned.config, profile, scale, simulator)
     return predictions
 

@@ -18,8 +18,14 @@ Simulator = Callable[[Config, Profile], float]
 def predict(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
     """Return seconds as they will be measured: the profile's, times `time_scale`.
 
-    In a schedule where nothing overlaps the law with S = 0 is the sum of all stages; streaming inside the step shortens
-    it.
+    In a schedule where nothing overlaps the law with S = 0 is the sum of all stages;
+    streaming inside the step shortens it.
+
+    Args:
+        config: the arm's configuration.
+        profile: service times in seconds.
+        time_scale: measured seconds per second of the profile.
+        simulator: returns the mean seconds of a step, in the profile's time; if it fails, the reason is reported.
     """
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)

@@ -50,7 +50,7 @@ class MemorySampler:
         self._pids = {os.getpid(), *pids}
         self._interval_s = interval_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+        self._thread = threading.Thread(target=self._measure_until_stopped, name="memory-sampler", daemon=True)
         self.peak_bytes = 0
 
     def start(self) -> None:
@@ -64,7 +64,7 @@ class MemorySampler:
         self._measure()
         return self.peak_bytes
 
-    def _run(self) -> None:
+    def _measure_until_stopped(self) -> None:
         self._measure()
         while not self._stopping.wait(self._interval_s):
             self._measure()

@@ -16,7 +16,7 @@ class _Cell:
     value: float
     weight: float
 
-    def add(self, value: float, weight: float) -> None:
+    def include(self, value: float, weight: float) -> None:
         """Add a number. For `mean`, `value` is the weighted sum so far."""
         match self.reduction:
             case "mean" | "sum":
@@ -45,12 +45,12 @@ class Metrics:
         """
         if weight <= 0:
             raise ValueError(f"metric {name!r}: weight must be positive, got {weight}")
-        self._add(name, value * weight if reduction == "mean" else value, reduction, weight)
+        self._include(name, value * weight if reduction == "mean" else value, reduction, weight)
 
     def merge(self, other: Metrics) -> None:
         """Add everything `other` holds, as if it had been recorded here, last."""
         for name, cell in other._cells.items():
-            self._add(name, cell.value, cell.reduction, cell.weight)
+            self._include(name, cell.value, cell.reduction, cell.weight)
 
     def flush(self) -> dict[str, float]:
         """Return the reduced numbers since the last flush, by name, and clear them."""
@@ -58,14 +58,14 @@ class Metrics:
         self._cells.clear()
         return reduced
 
-    def _add(self, name: str, value: float, reduction: Reduction, weight: float) -> None:
+    def _include(self, name: str, value: float, reduction: Reduction, weight: float) -> None:
         cell = self._cells.get(name)
         if cell is None:
             self._cells[name] = _Cell(reduction, value, weight)
         elif cell.reduction != reduction:
             raise ValueError(f"metric {name!r} is reduced by {cell.reduction}, cannot record it as {reduction}")
         else:
-            cell.add(value, weight)
+            cell.include(value, weight)
 
 
 def histogram(values: Iterable[int]) -> dict[int, int]:

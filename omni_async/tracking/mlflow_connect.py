@@ -75,10 +75,16 @@ class Connection:
 
 
 def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
-    """Connect to `config.experiment`, which is made if it doesn't exist.
+    """Connect to `config.experiment`, which is made if it does not exist.
 
-    Without `tracking_uri`: `<run_dir>/mlflow.db`, with artifacts in `<run_dir>/mlartifacts`. `goes_on`: looks for the
-    run of that name, which stays as it is. Raises MlflowUnusableError if that can't be done.
+    Args:
+        config: without `tracking_uri` the store is `<run_dir>/mlflow.db`, with artifacts in `<run_dir>/mlartifacts`.
+        run_dir: the folder of all runs.
+        run_name: MLflow's name of the run.
+        goes_on: whether to look for the run of that name, which stays as it is.
+
+    Raises:
+        MlflowUnusableError: the store cannot be used.
     """
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"

@@ -98,10 +98,24 @@ def summarise(
 ) -> Summary:
     """Summarise a run.
 
-    `started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean reward of each update;
-    `staleness` one number per trained group; `devices` counts every accelerator of the job, or every CPU where there is
-    none. `wall_before`: seconds of earlier attempts. `untimed_images`: of `images`, those of earlier attempts whose
-    time was not recorded.
+    Args:
+        run: the run's id.
+        status: how it ended.
+        started: when the first sample was asked for, in the clock's seconds, as in the spans.
+        finished: when the run ended, likewise.
+        images: training samples that were generated, those of earlier attempts included.
+        rewards: the mean reward of each update.
+        staleness: one number of updates per trained group.
+        counters: the groups by how they ended.
+        spans: those of this attempt.
+        devices: every accelerator of the job, or every CPU where there is none.
+        reason: why it ended, if it is not done; credentials are masked.
+        reject_reasons: groups by the reason for which they were rejected.
+        validation: the finished rounds, in any order.
+        peak_memory_bytes: the most that all processes held at once.
+        wall_before: seconds of earlier attempts.
+        untimed_images: of `images`, those of earlier attempts whose time was not recorded.
+        faults: parts that were lost and came back.
     """
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0

@@ -30,3 +30,8 @@ def complaint(text: str, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message and len(message) < 700, message
     return message
+
+
+def with_key(said: str, override: str) -> str:
+    """Returns `said` with the override's key for a `~` that it begins with."""
+    return override.partition("=")[0].strip() + said[1:] if said.startswith("~") else said

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
-from recipe import MINIMAL, complaint, load_text
+from recipe import MINIMAL, complaint, load_text, with_key
 
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.describe import walk
@@ -87,14 +87,14 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
             "rollout.num_inference_steps=5000",
             "expected int >= 2, <= 1000 (the schedulers of diffusion models know 1000 timesteps), got 5000",
         ),
-        ("rollout.workers=20000", "rollout.workers: expected int >= 1, <= 10000 (each is a process), got 20000"),
-        ("rollout.timeout_s=1e9", "rollout.timeout_s: expected float > 0, <= 1000000, got 1000000000.0"),
-        ("algorithm.kl_coef=1e13", "algorithm.kl_coef: expected float >= 0, <= 1e12, got 10000000000000.0"),
-        ("reward.scorers.0.weight=1e30", "reward.scorers.0.weight: expected float >= -1000000, <= 1000000, got 1e+30"),
+        ("rollout.workers=20000", "~: expected int >= 1, <= 10000 (each is a process), got 20000"),
+        ("rollout.timeout_s=1e9", "~: expected float > 0, <= 1000000, got 1000000000.0"),
+        ("algorithm.kl_coef=1e13", "~: expected float >= 0, <= 1e12, got 10000000000000.0"),
+        ("reward.scorers.0.weight=1e30", "~: expected float >= -1000000, <= 1000000, got 1e+30"),
     ],
 )
 def test_the_bound_and_its_reason_are_named_for_a_value_above_it(override: str, said: str) -> None:
-    assert said in complaint(MINIMAL, override)
+    assert with_key(said, override) in complaint(MINIMAL, override)
 
 
 def test_groups_that_may_be_alive_at_once_are_bounded_by_their_product() -> None:
