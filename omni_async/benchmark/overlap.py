@@ -112,7 +112,7 @@ def write_report(out: Path, overlap: Overlap) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
     if compare(overlap):
-        from omni_async.benchmark.picture import draw
+        from omni_async.benchmark.figure import draw
 
         draw(overlap, out / "overlap.png")
 

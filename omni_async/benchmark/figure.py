@@ -33,10 +33,10 @@ _DPI = 110
 
 def draw(overlap: Overlap, path: Path) -> None:
     """Draw four panels, arms side by side in each. At least one arm must have been measured."""
-    picture(overlap).savefig(path, dpi=_DPI)
+    figure_of(overlap).savefig(path, dpi=_DPI)
 
 
-def picture(overlap: Overlap) -> Figure:
+def figure_of(overlap: Overlap) -> Figure:
     arms = list(compare(overlap).values())
     width = max(5.5, 2.0 + _INCHES_PER_ARM * len(arms))
     figure = Figure(figsize=(2 * width, 9.0), layout="constrained")
