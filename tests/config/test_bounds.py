@@ -145,6 +145,7 @@ def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> N
 def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_text(MINIMAL, "run.dir=~/runs").run.dir == str(tmp_path / "runs")
+    assert load_text(MINIMAL, "model.path=~/models/q").model.path == str(tmp_path / "models/q")
     (tmp_path / "recipe.yaml").write_text(MINIMAL + "run: {dir: ~/runs}\n")
     assert load(tmp_path / "recipe.yaml").run.dir == str(tmp_path / "runs")
     assert load_text(MINIMAL, "run.dir=elsewhere/runs").run.dir == "elsewhere/runs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -12,6 +13,8 @@ from recipe import MINIMAL, complaint, load_text
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text, secrets_in
+from omni_async.config.secret_references import resolve_references, with_secrets
+from omni_async.config.section import Section
 
 
 @pytest.mark.parametrize(
@@ -227,3 +230,28 @@ def test_check_shows_no_credentials() -> None:
 )  # fmt: skip
 def test_a_complaint_shows_no_credentials(override: str) -> None:
     assert "hunter2" not in complaint(MINIMAL, override)
+
+
+# ---- references to secrets, replaced where a part is built ----
+
+
+class Settings(Section, kw_only=True, frozen=True):
+    api_key: str
+    hosts: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
+def test_references_are_replaced_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    settings = Settings(api_key="env:JUDGE_KEY", hosts={"a": ["env:JUDGE_KEY", "b"]})
+    found = with_secrets(settings, "roles.0.settings")
+    assert found == Settings(api_key="hunter2", hosts={"a": ["hunter2", "b"]})
+    assert with_secrets({}, "roles.0.settings") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("***", "roles.0: a masked credential"), ({"key": ["env:NOT_THERE"]}, "roles.0: 'env:NOT_THERE' names an env")],
+)
+def test_what_cannot_be_replaced_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("*", r"\*")):
+        resolve_references(value, "roles.0")
