@@ -74,13 +74,11 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
     That is the user and password of a URL, query values and assignments named like secrets, and bearer tokens.
     """
-    kept, at = [], 0
-    for start, end in secret_forms.find(text, secrets):
-        kept += [text[at:start], MASK]
-        at = end
-    text = "".join([*kept, text[at:]])
+    text = _mask(text, secret_forms.find(text, secrets))
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
-    return _hidden(_ASSIGNED, _hidden(_QUERY, text))
+    for syntax in (_QUERY, _ASSIGNED):
+        text = _mask(text, (value.span() for value in _found(syntax, text)))
+    return text
 
 
 def redact(value: Any) -> Any:
@@ -137,11 +135,12 @@ def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
                 yield value
 
 
-def _hidden(syntax: _Syntax, text: str) -> str:
+def _mask(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return the text with `MASK` in place of each of these ranges, which come in order."""
     kept, at = [], 0
-    for secret in _found(syntax, text):
-        kept += [text[at : secret.start()], MASK]
-        at = secret.end()
+    for start, end in spans:
+        kept += [text[at:start], MASK]
+        at = end
     return "".join([*kept, text[at:]])
 
 
