@@ -53,7 +53,7 @@ class Media:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the names of the parts that are there."""
+        """The names of the parts that are there."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     @property
@@ -74,17 +74,17 @@ class Media:
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """Returns the image, uint8 (height, width, 3)."""
+        """The image, uint8 (height, width, 3)."""
         return _moved(self, "image", (1, 2, 0))
 
     @property
     def frames(self) -> NDArray[np.uint8]:
-        """Returns the video, uint8 (frames, height, width, 3)."""
+        """The video, uint8 (frames, height, width, 3)."""
         return _moved(self, "video", (0, 2, 3, 1))
 
     @property
     def waveform(self) -> NDArray[np.float32]:
-        """Returns the audio, float32 (n, channels)."""
+        """The audio, float32 (n, channels)."""
         return _moved(self, "audio", (1, 0))
 
 

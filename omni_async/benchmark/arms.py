@@ -55,7 +55,7 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """Returns the name in a form that file systems and run names take."""
+        """The name in a form that file systems and run names take."""
         return self.name.replace(":", "-")
 
 

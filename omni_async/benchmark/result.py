@@ -101,7 +101,7 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> dict[int, Measured]:
-        """Returns the measured runs by round."""
+        """The measured runs by round."""
         return {run.round: run.measured for run in self.runs if run.measured is not None}
 
     @property

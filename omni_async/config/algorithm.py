@@ -107,7 +107,7 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def needs_update(self) -> bool:
-        """Tells whether a row's correction depends on the other rows of its update.
+        """Whether a row's correction depends on the other rows of its update.
 
         Then all must be known before the first gradient.
         """
@@ -115,7 +115,7 @@ class Correction(Section, kw_only=True, frozen=True):
 
     @property
     def masks(self) -> bool:
-        """Tells whether any rule may mask rows."""
+        """Whether any rule may mask rows."""
         return any(rule is not None for rule in (self.kappa_nats, self.m2, self.k1, self.k2, self.k3, self.band))
 
 

@@ -121,5 +121,5 @@ class Rollout(Section, kw_only=True, frozen=True):
 
     @property
     def specs(self) -> tuple[Any, ...]:
-        """Returns the `SamplingSpec` of every bucket; the one of `sampling` where there are none."""
+        """The `SamplingSpec` of every bucket; the one of `sampling` where there are none."""
         return tuple(bucket.sampling for bucket in self.buckets) or (self.sampling,)

@@ -277,7 +277,7 @@ class Placement(Section, kw_only=True, frozen=True):
 
     @property
     def reward_in_turn(self) -> bool:
-        """Tells whether reward workers wait for shared devices: not if they alone need no accelerator."""
+        """Whether reward workers wait for shared devices: not if they alone need no accelerator."""
         return self.colocated and not (self.rollout.gpus > 0 and self.reward.gpus == 0)
 
 
@@ -351,14 +351,14 @@ class Config(Section, kw_only=True, frozen=True):
 
     @property
     def engine_names(self) -> tuple[str, ...]:
-        """Returns the names of the actors that make samples: engines, or the one reader of a preference dataset."""
+        """The names of the actors that make samples: engines, or the one reader of a preference dataset."""
         if self.data.preferences is not None:
             return (str(Worker("reader")),)
         return tuple(str(Worker("rollout", index)) for index in range(self.rollout.workers))
 
     @property
     def resources(self) -> dict[str, Resources]:
-        """Returns what one worker of each role asks for, by the key that says so."""
+        """What one worker of each role asks for, by the key that says so."""
         placement = self.placement
         built_in = {"rollout": placement.rollout, "reward": placement.reward, "trainer": placement.trainer}
         return {

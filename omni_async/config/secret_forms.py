@@ -118,7 +118,7 @@ def _unquoted(match: re.Match[bytes]) -> bytes:
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
-    """Undoe an escape of HTML."""
+    """Undo an escape of HTML."""
     if found := match["decimal"]:
         return _character(int(found))
     if found := match["hex"]:
@@ -127,7 +127,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _as_bytes(match: re.Match[bytes]) -> bytes:
-    r"""Undoe an escape of JSON, or of the repr of bytes, where `\xe9` is one byte."""
+    r"""Undo an escape of JSON, or of the repr of bytes, where `\xe9` is one byte."""
     if found := match["byte"]:
         return bytes([int(found, 16)])
     if found := match["octal"]:
@@ -140,7 +140,7 @@ def _as_bytes(match: re.Match[bytes]) -> bytes:
 
 
 def _as_text(match: re.Match[bytes]) -> bytes:
-    r"""Undoe an escape of the repr of a text, where `\xe9` is a character."""
+    r"""Undo an escape of the repr of a text, where `\xe9` is a character."""
     return _character(int(match["byte"], 16)) if match["byte"] else _as_bytes(match)
 
 

@@ -44,7 +44,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
     @property
     def bottleneck(self) -> tuple[str, float]:
-        """Returns the stage that an asynchronous job with enough staleness waits for, and its seconds."""
+        """The stage that an asynchronous job with enough staleness waits for, and its seconds."""
         stages = {"rollout": self.generate + self.pause, "reward": self.score, "trainer": self.train + self.blocked}
         name = max(stages, key=lambda stage: stages[stage])
         return name, stages[name]

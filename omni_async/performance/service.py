@@ -57,7 +57,7 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def variation(self) -> float:
-        """Returns the coefficient of variation of f (std / mean)."""
+        """The coefficient of variation of f (std / mean)."""
         if not self.quantiles:
             return self.cv
         mean = sum(self.quantiles) / len(self.quantiles)

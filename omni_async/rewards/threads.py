@@ -57,7 +57,7 @@ class Threads:
 
     @property
     def busy(self) -> int:
-        """Returns the number of calls that have not returned."""
+        """The number of calls that have not returned."""
         return len(self._busy)
 
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:

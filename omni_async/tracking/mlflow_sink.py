@@ -79,17 +79,17 @@ class MlflowSink:
 
     @property
     def run_id(self) -> str:
-        """Returns the run's id, empty as long as there is none."""
+        """The run's id, empty as long as there is none."""
         return self._run_id
 
     @property
     def ui_command(self) -> str:
-        """Returns the shell command that shows the run, or the address to open if it is on a server."""
+        """The shell command that shows the run, or the address to open if it is on a server."""
         return self._connection.ui_command(self._run_id)
 
     @property
     def run_url(self) -> str:
-        """Returns the address of the run, once the user interface is up."""
+        """The address of the run, once the user interface is up."""
         return self._connection.run_url(self._run_id)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:

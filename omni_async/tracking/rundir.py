@@ -141,7 +141,7 @@ class RunDirectory:
 
     @property
     def began(self) -> tuple[str, int]:
-        """Returns when the run began, by the folder's name: the second, and the number among the runs that began in it.
+        """When the run began, by the folder's name: the second, and the number among the runs that began in it.
 
         For a folder that a run made.
         """

@@ -24,7 +24,7 @@ class GradientWatch:
         self._warned = False
 
     def take(self, version: int, metrics: Mapping[str, float]) -> str | None:
-        """Add an update; returns the warning, a sentence, if this update causes one."""
+        """Add an update; return the warning, a sentence, if this update causes one."""
         if "grad_norm" not in metrics:
             return None
         norm = metrics["grad_norm"]
