@@ -39,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     with errors_of(Path(path)):
         config = decode(tree, Config)
         _require_no_contradiction(config, overrides)
-        config = apply_schedule(_with_roles(_with_settings(with_spec(config))))
+        config = apply_schedule(_with_roles(with_settings(with_spec(config))))
         if problem := check(config):
             raise ConfigError(problem)
     return config
@@ -84,7 +84,7 @@ def with_spec(config: Config) -> Config:
     return replace(config, model=replace(config.model, pipeline=name), rollout=rollout)
 
 
-def _with_settings(config: Config) -> Config:
+def with_settings(config: Config) -> Config:
     """Return the configuration with `algorithm.settings` as the section of an objective of another package."""
     algorithm = config.algorithm
     section = _found(objective_section, algorithm.name)
