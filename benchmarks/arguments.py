@@ -1,18 +1,67 @@
-"""Makes the command lines of benchmarks alike."""
+"""Makes the command lines of benchmarks alike, and what they write."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omni_async.tracking.files import write_atomic
+
+EMULATED = Path(__file__).parents[1] / "recipes" / "emulated"
 
 
-def benchmark_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """Returns a parser for `python -m benchmarks.<name>` with the option `--out`; `description` is shown as it is."""
-    parser = argparse.ArgumentParser(
+def command_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Returns a parser for `python -m benchmarks.<name>`; `description` is shown as it is."""
+    return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def benchmark_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Returns a `command_parser` with the option `--out`."""
+    parser = command_parser(name, description)
     folder = Path("runs/bench") / name
     parser.add_argument("--out", type=Path, default=folder, help=f"folder for results.json (default: {folder})")
     return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds `key.path=value ...`."""
+    text = "override a value of the recipe in every run (values are YAML)"
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+
+
+def add_emulated(parser: argparse.ArgumentParser) -> None:
+    """Adds the names of emulated recipes, all of them by default."""
+    names = ", ".join(emulated_names())
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {names} (default: all)")
+
+
+def parse_emulated(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses arguments, with `add_emulated`; ends the process as the parser does for a recipe that there is not."""
+    options, known = parser.parse_args(arguments), emulated_names()
+    if unknown := [name for name in options.recipes if name not in known]:
+        parser.error(f"no emulated recipe is called {unknown[0]!r}; there are {', '.join(known)}")
+    options.recipes = options.recipes or known
+    return options
+
+
+def emulated_names() -> list[str]:
+    return sorted(path.stem for path in EMULATED.glob("*.yaml"))
+
+
+def asked(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options as plain values, for the results."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+
+
+def write_json(path: Path, results: Any) -> Path:
+    """Writes results in a form that people can read, too, whole or not at all; returns the path."""
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return path

@@ -3,7 +3,6 @@ group once, and what did each fault cost?"""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.arguments import command_parser
 from benchmarks.kill_everything import Job, end_job, problems
 from omni_async.config import ConfigError
 from omni_async.runtime.control_socket import ControlError, Request, ask
@@ -154,9 +154,7 @@ def report(calm: Run | None, run: Run) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.chaos", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("chaos", _HELP)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--every", type=float, default=15.0, help="seconds between two kills (default 15)")
     parser.add_argument("--seconds", type=float, default=300.0, help="for how long parts are killed (default 300)")

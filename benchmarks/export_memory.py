@@ -29,10 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.arguments import benchmark_parser
+from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.weights_model import SizedPolicy
 from omni_async.benchmark.machine import Machine, describe_machine
-from omni_async.tracking.files import write_atomic
 from omni_async.training.device import init_process_group
 from omni_async.training.export import copy_out
 from omni_async.weights.buckets import BucketSet
@@ -90,10 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for arm in get_args(Arm)
         for record in measure(arm, options.megabytes, options.ranks, dtype, lora_rank)
     ]
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    results = Results(describe_machine(), asked, records)
-    path = options.out / "results.json"
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    results = Results(describe_machine(), asked(options), records)
+    path = write_json(options.out / "results.json", results)
     console.print(str(results.machine), markup=False, highlight=False)
     console.print(table(records))
     console.print(f"written: {path}", markup=False, highlight=False)

@@ -3,7 +3,6 @@ every group once, and what did it cost?"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.arguments import command_parser
 from omni_async.checkpoint.folders import newest_first
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config, ConfigError, load
@@ -161,11 +161,7 @@ def problems(job: Job) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kill_everything",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("kill_everything", _HELP)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--recipe", type=Path, help="default: an emulated one, quick and in one process")
     parser.add_argument("--kills", type=int, default=20, help="(default: 20)")

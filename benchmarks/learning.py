@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.arguments import add_overrides, command_parser, write_json
 from benchmarks.learning_plot import draw
 from omni_async.benchmark.overlap import run_overlap
 from omni_async.benchmark.result import Overlap
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     text = table(found)
     write_atomic(options.out / "learning.md", text.encode())
-    write_atomic(options.out / "learning.json", msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    write_json(options.out / "learning.json", found)
     draw(found, options.out / "learning.png")
     sys.stdout.write(f"\n{text}\nwrote learning.md, learning.json and learning.png in {options.out}\n")
     return 1 if overlap.failed else 0
@@ -152,16 +153,9 @@ def _validation(recipe: Path) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learning", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("learning", _HELP)
+    add_overrides(parser)
     add = parser.add_argument
-    add(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="override a value of the recipe in every run (values are YAML)",
-    )
     add("--recipe", type=Path, default=RECIPE, help="recipe to train (default: the quickstart)")
     add(
         "--out",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.arguments import command_parser
 from omni_async.algorithms.registry import find_objective
 from omni_async.config.schema import Config
 from omni_async.layout import ParallelLayout
@@ -132,7 +132,7 @@ def measure(policy: Whole, ranks: int, folder: str) -> list[tuple[int, int, floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("load_peak", _HELP)
     parser.add_argument("--layers", type=int, default=8, help="layers of 19 MB (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="trainer ranks (default: %(default)s)")
     options = parser.parse_args(argv)

@@ -3,7 +3,6 @@ at every update."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.arguments import command_parser
 from benchmarks.kill_everything import end_job
 from omni_async.runtime.control_socket import ControlError, Request, ask
 
@@ -88,9 +88,7 @@ def measure(command: Sequence[str], log: Path) -> tuple[int, dict[str, list[floa
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("memory", _HELP)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/memory"), help="where the run goes (default runs/memory)"

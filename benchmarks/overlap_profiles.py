@@ -6,18 +6,17 @@ Real Ray actors, buffers and payloads; the devices replay the profile.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.arguments import EMULATED, add_emulated, command_parser, parse_emulated
 from omni_async.benchmark.comparison import ArmSummary, compare
 from omni_async.benchmark.overlap import run_overlap
 from omni_async.benchmark.result import Overlap, Spread
 from omni_async.config import ConfigError
 from omni_async.tracking.files import write_atomic
 
-RECIPES = Path(__file__).parents[1] / "recipes" / "emulated"
 _BASELINE, _ASYNC = "sync", "async:2"
 _HELP = """\
 Every emulated recipe in step and with S = 2, in turns on a local Ray: measured against the law, and against the
@@ -48,26 +47,19 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap_profiles",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(known)} (default: all)")
+    parser = command_parser("overlap_profiles", _HELP)
+    add_emulated(parser)
     parser.add_argument("--repeats", type=int, default=5, help="rounds, each with one run of either arm (default: 5)")
     parser.add_argument("--steps", type=int, default=6, help="updates measured in a run (default: 6)")
     parser.add_argument("--out", type=Path, default=Path("runs/overlap-profiles"))
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.recipes if name not in known]:
-        parser.error(f"no emulated recipe is called {unknown[0]!r}; there are {', '.join(known)}")
+    options = parse_emulated(parser, arguments)
     if min(options.repeats, options.steps) < 1:
         parser.error("--repeats and --steps: expected at least 1")
     found: dict[str, Overlap] = {}
     try:
-        for name in options.recipes or known:
+        for name in options.recipes:
             found[name] = run_overlap(
-                RECIPES / f"{name}.yaml",
+                EMULATED / f"{name}.yaml",
                 out=options.out / name,
                 repeats=options.repeats,
                 steps=options.steps,

@@ -3,12 +3,11 @@ step, and with staleness budgets."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.overlap_profiles import RECIPES
+from benchmarks.arguments import EMULATED, add_emulated, command_parser, parse_emulated
 from omni_async.config import Config, load
 from omni_async.performance.profile import Profile, load_profile
 from omni_async.simulation.result import Simulated
@@ -30,17 +29,10 @@ _COLUMNS = ("profile", "in step: law s", "simulated s", "law / simulated")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    known = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap_simulated",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(known)} (default: all)")
+    parser = command_parser("overlap_simulated", _HELP)
+    add_emulated(parser)
     parser.add_argument("--seeds", type=int, default=5, help="of the service times (default: 5)")
-    options = parser.parse_args(arguments)
-    if unknown := [name for name in options.recipes if name not in known]:
-        parser.error(f"no emulated recipe is called {unknown[0]!r}; there are {', '.join(known)}")
+    options = parse_emulated(parser, arguments)
     if options.seeds < 1:
         parser.error("--seeds: expected at least 1")
     columns = [*_COLUMNS]
@@ -48,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         columns += [f"S = {budget}: law s", "simulated s", "bound fraction", "mean staleness"]
     print_row(columns)
     print_row(["---", *("---:" for _ in columns[1:])])
-    for name in options.recipes or known:
+    for name in options.recipes:
         print_row(row(name, options.seeds))
     return 0
 
@@ -59,7 +51,7 @@ def print_row(cells: Sequence[str]) -> None:
 
 
 def row(name: str, seeds: int) -> list[str]:
-    config = load(RECIPES / f"{name}.yaml")
+    config = load(EMULATED / f"{name}.yaml")
     assert config.emulation is not None, "a recipe of the folder has a profile"
     profile = load_profile(config.emulation.profile)
     in_step = _simulated(synchronous(config), profile, _IN_STEP_UPDATES, seeds)

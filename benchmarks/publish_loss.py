@@ -22,14 +22,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.arguments import benchmark_parser
+from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.publish_loss_engine import BusyHost, Outcome, Way
 from omni_async.benchmark.machine import Machine, describe_machine
-from omni_async.config import Config, check
-from omni_async.config.load import with_spec
+from omni_async.config import Config, check, with_spec
 from omni_async.control.requests import RequestFactory
 from omni_async.families import PipelineFamily, SamplingSpec, find_family
-from omni_async.tracking.files import write_atomic
 from omni_async.types import Prompt, SampleRequest
 
 _HELP = """\
@@ -94,11 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     records = measure(family, specs, options, lambda line: console.print(line, markup=False, highlight=False))
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     media = [{str(shape.part): shape.shape for shape in spec.media()} for spec in specs]
-    results = Results(describe_machine(), asked, media, records)
-    path = options.out / "results.json"
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    results = Results(describe_machine(), asked(options), media, records)
+    path = write_json(options.out / "results.json", results)
     console.print(str(results.machine), markup=False, highlight=False)
     console.print(table(records, family.name))
     console.print(f"written: {path}", markup=False, highlight=False)

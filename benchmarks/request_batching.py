@@ -20,12 +20,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.arguments import benchmark_parser
+from benchmarks.arguments import asked, benchmark_parser, write_json
 from benchmarks.local_ray import WAITING_CALLS, local_ray
 from omni_async.benchmark.machine import Machine, describe_machine
 from omni_async.benchmark.result import Spread, spread
 from omni_async.config import Config, ConfigError, load
-from omni_async.tracking.files import write_atomic
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 _HELP = """\
@@ -85,10 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(line, markup=False, highlight=False)
 
     records = asyncio.run(measure(configs, options.samples, options.repeats, log))
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    results = Results(describe_machine(), settings, records)
-    path = options.out / "results.json"
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    results = Results(describe_machine(), asked(options), records)
+    path = write_json(options.out / "results.json", results)
     console.print(str(results.machine), markup=False, highlight=False)
     console.print(table(records))
     console.print(f"written: {path}", markup=False, highlight=False)

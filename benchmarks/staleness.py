@@ -32,6 +32,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.arguments import add_overrides, command_parser
 from benchmarks.finished_runs import finished_run
 from benchmarks.pool import Job, Pool
 from benchmarks.staleness_plan import CORRECTIONS, Plan
@@ -82,16 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> tuple[Plan, int, bool]:
     cores = len(os.sched_getaffinity(0))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.staleness", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("staleness", _HELP)
+    add_overrides(parser)
     add = parser.add_argument
-    add(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="override a value of the recipe in every run (values are YAML)",
-    )
     add("--recipe", type=Path, default=RECIPE, help="recipe to train (default: the quickstart)")
     add("--out", type=Path, default=Path("runs/staleness"), help="folder of runs and report (default: runs/staleness)")
     add("--seeds", type=_positive, default=2, metavar="N", help="run.seed 0 .. N-1 (default: 2)")

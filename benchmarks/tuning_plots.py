@@ -6,7 +6,6 @@ Waits for nothing but the simulator; the same recipe and profile always give the
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.arguments import command_parser
 from omni_async.config import Config, ConfigError, load
 from omni_async.config.schedule import SCHEDULES, num_devices
 from omni_async.performance.law import async_step
@@ -59,7 +59,7 @@ Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("tuning_plots", _HELP)
     parser.add_argument(
         "--recipe",
         type=Path,

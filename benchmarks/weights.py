@@ -15,13 +15,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
 
-from benchmarks.arguments import benchmark_parser
-from benchmarks.weights_report import Results, show, write
+from benchmarks.arguments import asked, benchmark_parser, write_json
+from benchmarks.weights_report import Results, show
 from omni_async.benchmark.machine import describe_machine
 from omni_async.config import Config, ConfigError, load
 
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     results = _measure(config, options, console)
-    path = write(results, options.out)
+    path = write_json(options.out / "results.json", results)
     show(results, console)
     console.print(f"written: {path}", markup=False, highlight=False)
     return 0
@@ -116,7 +115,7 @@ def _measure(config: Config, options: argparse.Namespace, console: Console) -> R
         console.print(line, markup=False, highlight=False)
 
     sizes, notes = _sizes(options)
-    results = Results(describe_machine(), _settings(options), [], [], [], notes)
+    results = Results(describe_machine(), asked(options), [], [], [], notes)
     if sizes or options.window:
         with (
             tempfile.TemporaryDirectory(prefix="weights-", dir=options.out) as name,
@@ -173,10 +172,6 @@ def _sizes(options: argparse.Namespace) -> tuple[list[float], list[str]]:
 def _ranks(megabytes: float, lora_rank: int) -> list[int | None]:
     """Returns the adapters' ranks to publish; None is the full payload."""
     return [None, lora_rank] if lora_rank and megabytes >= 100 else [None]
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 def _positive(text: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +15,6 @@ from benchmarks.weights_delta import DeltaRecord
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
 from omni_async.benchmark.machine import Machine
 from omni_async.benchmark.result import Spread, spread
-from omni_async.tracking.files import write_atomic
 
 BLOCKED_TARGET = 1.5  # plain copies of the same tensors
 THROUGHPUT_TARGET = 0.95
@@ -32,13 +30,6 @@ class Results(msgspec.Struct, frozen=True):
     throughput: list[ThroughputRecord]
     deltas: list[DeltaRecord]
     notes: list[str]
-
-
-def write(results: Results, folder: Path) -> Path:
-    """Writes `results.json`, whole or not at all."""
-    path = folder / "results.json"
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    return path
 
 
 def show(results: Results, console: Console) -> None:

@@ -26,8 +26,10 @@ MAX_IMAGE_BYTES = 2**28  # of an encoded image
 
 
 def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
-    """Returns the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is. One
-    that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB."""
+    """Return the file that `text` names, a path relative to `folder`, which is resolved and `whose` folder it is.
+
+    One that leads out of it, by `..` or by a link, is refused, and one of more than 256 MiB.
+    """
     try:
         file = (folder / text).resolve()
         inside = not Path(text).is_absolute() and file.is_relative_to(folder)
@@ -50,8 +52,10 @@ def find_image(folder: Path, text: str, where: str, whose: str) -> Path:
 
 
 def read_image(source: Path | io.BytesIO, where: str) -> Media:
-    """Decodes an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say; of an animation the
-    first frame. Refuses what cannot be decoded or has more than 64 million pixels."""
+    """Decode an image: uint8 (3, height, width) RGB in its own size, upright as its EXIF data say.
+
+    Of an animation it is the first frame. Refuses what cannot be decoded or has more than 64 million pixels.
+    """
     import numpy as np
     from PIL import ImageOps
 
@@ -63,7 +67,7 @@ def read_image(source: Path | io.BytesIO, where: str) -> Media:
 
 
 def prompt_image(file: Path, where: str) -> PromptImage:
-    """Checks that a file is an image, by its header and checksums and without decoding it, and describes it."""
+    """Check that a file is an image, by its header and checksums and without decoding it, and describe it."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -73,8 +77,10 @@ def prompt_image(file: Path, where: str) -> PromptImage:
 
 
 def read_prompt_image(image: PromptImage) -> Media:
-    """Decodes a prompt's image, as `read_image` does. ValueError if the file is gone, or another one than when the run
-    began."""
+    """Decode a prompt's image, as `read_image` does.
+
+    ValueError if the file is gone, or another one than when the run began.
+    """
     try:
         content = Path(image.path).read_bytes()
     except OSError as error:
@@ -93,7 +99,7 @@ def _digest(content: bytes) -> str:
 
 
 def _opened(source: Path | io.BytesIO, where: str, use: Callable[[Any], T]) -> T:
-    """Opens an image, decoding nothing, and returns what `use` makes of it."""
+    """Open an image, decoding nothing, and return what `use` makes of it."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -25,8 +25,10 @@ _LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
-    """The media of one sample, in named parts; at least one is there. Parts are tensors on the CPU or NumPy arrays, and
-    not to be written to: readers share them. Raises ValueError if a part has another dtype or shape than here.
+    """The media of one sample, in named parts; at least one is there.
+
+    Parts are tensors on the CPU or NumPy arrays, and not to be written to: readers share them. Raises ValueError if a
+    part has another dtype or shape than here.
 
     image  uint8 (3, height, width), RGB
     video  uint8 (frames, 3, height, width), RGB, `fps` frames a second
@@ -51,7 +53,7 @@ class Media:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the names of the parts that are there."""
+        """The names of the parts that are there."""
         return tuple(part for part in PARTS if getattr(self, part) is not None)
 
     @property
@@ -59,12 +61,12 @@ class Media:
         return sum(int(getattr(self, part).nbytes) for part in self.parts)
 
     def numpy(self) -> Media:
-        """Returns the same media as contiguous NumPy arrays."""
+        """Return the same media as contiguous NumPy arrays."""
         arrays: dict[str, Any] = {part: _array(getattr(self, part)) for part in self.parts}
         return replace(self, **arrays)
 
     def copy(self) -> Media:
-        """Returns the same media as arrays of their own."""
+        """Return the same media as arrays of their own."""
         arrays: dict[str, Any] = {part: _array(getattr(self, part)).copy() for part in self.parts}
         return replace(self, **arrays)
 
@@ -72,23 +74,22 @@ class Media:
 
     @property
     def pixels(self) -> NDArray[np.uint8]:
-        """Returns the image, uint8 (height, width, 3)."""
+        """The image, uint8 (height, width, 3)."""
         return _moved(self, "image", (1, 2, 0))
 
     @property
     def frames(self) -> NDArray[np.uint8]:
-        """Returns the video, uint8 (frames, height, width, 3)."""
+        """The video, uint8 (frames, height, width, 3)."""
         return _moved(self, "video", (0, 2, 3, 1))
 
     @property
     def waveform(self) -> NDArray[np.float32]:
-        """Returns the audio, float32 (n, channels)."""
+        """The audio, float32 (n, channels)."""
         return _moved(self, "audio", (1, 0))
 
 
 def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """Returns `count` of the frames, or all if there are fewer, evenly spaced from the first to the last; one is the
-    middle one."""
+    """Return `count` of the frames, or all if there are fewer, evenly spaced from first to last; one is the middle."""
     last = len(frames) - 1
     if count == 1:
         return frames[last // 2 : last // 2 + 1]
@@ -97,14 +98,13 @@ def evenly(frames: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
 
 
 def shape_of(media: Media) -> tuple[MediaShape, ...]:
-    """Returns the parts' shapes as a spec names them."""
+    """Return the parts' shapes as a spec names them."""
     rates = {"image": None, "video": media.fps, "audio": media.sample_rate}
     return tuple(MediaShape(part, tuple(getattr(media, part).shape), rates[part]) for part in media.parts)  # type: ignore[arg-type]
 
 
 def require_media(media: Sequence[Media], spec: SamplingSpec) -> None:
-    """Raises ValueError, which names what was expected, unless every one has the parts and shapes of the spec's
-    samples."""
+    """Raise ValueError with what was expected, unless every one has the parts and shapes of the spec's samples."""
     expected = spec.media()
     for one in media:
         if (found := shape_of(one)) != expected:

@@ -140,13 +140,6 @@ def test_what_a_scorers_module_prints_is_no_part_of_the_recipe_that_check_prints
     assert yaml.safe_load(said.out)["reward"]["scorers"][0]["name"] == "printing_scorer:X"
 
 
-def test_the_recipes_we_ship_are_valid():
-    recipes = list((ROOT / "recipes").rglob("*.yaml"))
-    assert recipes
-    for path in recipes:
-        load(path)
-
-
 # ---- refusals and exit codes -----------------------------------------------------------------------------------------
 
 

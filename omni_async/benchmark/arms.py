@@ -1,5 +1,7 @@
-"""Defines the arms of an overlap benchmark: the named schedules, `async` once for each staleness budget. The same
-runtime with other keys."""
+"""Defines the arms of an overlap benchmark: the named schedules, `async` once for each staleness budget.
+
+The same runtime with other keys.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,12 @@ class Arm:
 
     @property
     def folder(self) -> str:
-        """Returns the name in a form that file systems and run names take."""
+        """The name in a form that file systems and run names take."""
         return self.name.replace(":", "-")
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """Returns each arm once, in the order given. Raises ConfigError that names the one that is no arm."""
+    """Return each arm once, in the order given. Raises ConfigError that names the one that is no arm."""
     arms = dict.fromkeys(_parse(name.strip()) for name in names)
     if not arms:
         raise ConfigError(f"--arms: no arm given; {_EXPECTED}")
@@ -76,8 +78,10 @@ def _parse(name: str) -> Arm:
 
 
 def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, fewest: int = 1) -> Config:
-    """Loads the recipe with what all arms share; without `updates`, at least `fewest` of them. Raises ConfigError
-    where it cannot be benchmarked, or an override is an arm's to decide."""
+    """Load the recipe with what all arms share; without `updates`, at least `fewest` of them.
+
+    Raises ConfigError where it cannot be benchmarked, or an override is an arm's to decide.
+    """
     for override in overrides:
         key = override.partition("=")[0].strip()
         for owned, instead in _OWNED.items():
@@ -94,8 +98,9 @@ def base_config(recipe: Path, overrides: Sequence[str], updates: int | None, few
 
 
 def arm_config(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm) -> Config:
-    """Returns the arm's configuration, its buffers large enough that it never waits for them. Raises ConfigError where
-    the recipe rules the arm out.
+    """Return the arm's configuration, its buffers large enough that it never waits for them.
+
+    Raises ConfigError where the recipe rules the arm out.
 
     A correction that the recipe leaves to its staleness budget (`auto`) is the recipe's own in every arm: arms must do
     the same work.

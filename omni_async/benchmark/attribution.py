@@ -1,5 +1,4 @@
-"""Attributes an update's time, seen from the trainer: every moment belongs to exactly one category, so they sum to the
-step time.
+"""Attributes an update's time, seen from the trainer: every moment belongs to exactly one category.
 
 What the trainer does comes first. A moment in which it does nothing belongs to the first of these that is under way:
 generation (on every engine, or as the `tail` of it on some), a shared device passing to another role, scoring, weights
@@ -41,7 +40,14 @@ _WEIGHTS = ("publish", "stage", "swap")
 
 
 def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> dict[str, float]:
-    """Returns the seconds of [start, end) per category. `engines`: how many there are, idle ones included."""
+    """Return the seconds of [start, end) per category.
+
+    Args:
+        spans: those of the run.
+        start: in the clock's seconds, as in the spans.
+        end: likewise.
+        engines: how many there are, idle ones included.
+    """
     trainer, engine_times, scoring, switching, weights = _sort(spans, start, end)
     claimed: list[Interval] = []
 
@@ -67,8 +73,7 @@ def attribute(spans: Sequence[Span], start: float, end: float, engines: int) -> 
 def _sort(
     spans: Sequence[Span], start: float, end: float
 ) -> tuple[dict[str, list[Interval]], list[list[Interval]], list[Interval], list[Interval], list[Interval]]:
-    """Returns the trainer's times by kind, each engine's generation, and all workers' scoring, switching and
-    weights, inside [start, end)."""
+    """Return the times inside [start, end): the trainer's by kind, each engine's, scoring, switching, weights."""
     trainer: dict[str, list[Interval]] = defaultdict(list)
     engines: dict[str, list[Interval]] = defaultdict(list)
     scoring: list[Interval] = []
@@ -90,8 +95,10 @@ def _sort(
 
 
 def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict[str, float]:
-    """Returns each category's share of the seconds by which the arm is faster; the shares sum to 1. A negative share
-    is a category that takes the arm longer. Empty where both are equally fast."""
+    """Return each category's share of the seconds by which the arm is faster; the shares sum to 1.
+
+    A negative share is a category that takes the arm longer. Empty where both are equally fast.
+    """
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 1e-9:
         return {}
@@ -99,8 +106,10 @@ def differences(baseline: Mapping[str, float], arm: Mapping[str, float]) -> dict
 
 
 def in_words(ratio: float, baseline_name: str, baseline: Mapping[str, float], arm: Mapping[str, float]) -> str:
-    """Phrases a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`; shares below 1
-    %, and all of a difference that is below 1 % of the baseline's step, are left out."""
+    """Phrase a speed-up: `1.62x over sync: generation overlapped 60 %, reward wait 31 %, tail 9 %`.
+
+    Shares below 1 % are left out, and all of a difference that is below 1 % of the baseline's step.
+    """
     text = f"{ratio:.2f}x over {baseline_name}"
     saved = sum(baseline.values()) - sum(arm.values())
     if abs(saved) < 0.01 * sum(baseline.values()):

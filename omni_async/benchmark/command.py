@@ -47,7 +47,7 @@ configuration or usage, 130 interrupted.
 
 
 def add_bench(commands: Any) -> None:
-    """Adds the command to the command line's subparsers. Imports nothing heavy."""
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
     raw = argparse.RawDescriptionHelpFormatter
     bench = commands.add_parser(
         "bench", help="measure a recipe on this machine", description=_BENCH, formatter_class=raw
@@ -97,7 +97,7 @@ def add_bench(commands: Any) -> None:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError for what is wrong before anything runs."""
+    """Return the exit code. Raises ConfigError for what is wrong before anything runs."""
     from rich.console import Console
 
     from omni_async.benchmark.arms import DEFAULT_ARMS

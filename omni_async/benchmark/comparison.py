@@ -12,8 +12,10 @@ from omni_async.benchmark.result import ArmRecord, Measured, Overlap, Spread, St
 
 
 class Speedup(msgspec.Struct, frozen=True):
-    """A speed-up over a baseline: `ratio` of the step times of the same round, over rounds. `shares`: category ->
-    its part of the seconds saved."""
+    """A speed-up over a baseline: `ratio` of the step times of the same round, over rounds.
+
+    `shares`: category -> its part of the seconds saved.
+    """
 
     ratio: Spread
     shares: dict[str, float]
@@ -21,8 +23,11 @@ class Speedup(msgspec.Struct, frozen=True):
 
 
 class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """An arm's numbers over its repeats; seconds are measured ones. `attribution`, `stages` and `busy` are those of the
-    repeat with the median step time, so that they belong together; `staleness` is the sum of all."""
+    """An arm's numbers over its repeats; seconds are measured ones.
+
+    `attribution`, `stages` and `busy` are those of the repeat with the median step time, so that they belong together;
+    `staleness` is the sum of all.
+    """
 
     name: str
     runs: int
@@ -45,14 +50,16 @@ class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(overlap: Overlap) -> dict[str, ArmSummary]:
-    """Summarizes each arm, in the benchmark's order; arms without a measured run are left out. `deviation` =
-    simulated / measured - 1."""
+    """Summarize each arm, in the benchmark's order; arms without a measured run are left out.
+
+    `deviation` = simulated / measured - 1.
+    """
     measured = {arm.name: arm for arm in overlap.arms if arm.measured}
     return {name: _summary(arm, measured) for name, arm in measured.items()}
 
 
 def median_run(arm: ArmRecord) -> Measured:
-    """Returns the repeat with the median step time (the faster of two)."""
+    """Return the repeat with the median step time (the faster of two)."""
     runs = sorted(arm.measured.values(), key=lambda run: run.step_s)
     return runs[(len(runs) - 1) // 2]
 
@@ -103,6 +110,6 @@ def _speedup(arm: ArmRecord, baseline: ArmRecord) -> Speedup:
 
 
 def fastest(summaries: dict[str, ArmSummary]) -> ArmSummary | None:
-    """Returns the arm, no baseline, with the shortest step."""
+    """Return the arm, no baseline, with the shortest step."""
     candidates = [summary for name, summary in summaries.items() if name not in BASELINES]
     return min(candidates, key=lambda summary: summary.step_s.median, default=None)

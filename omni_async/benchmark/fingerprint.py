@@ -1,5 +1,4 @@
-"""Computes a digest of what a run's numbers depend on beside its configuration: this package's code, and the content
-of the files that the configuration names."""
+"""Computes a digest of what a run's numbers depend on beside its configuration: the code and the files it names."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ _FILE = "fingerprint"
 
 
 def fingerprint(inputs: RunInputs) -> str:
-    """Returns a hexadecimal digest. Of a model's files their names, sizes and times of change count, of everything
-    else the content."""
+    """Return a hexadecimal digest.
+
+    Of a model's files their names, sizes and times of change count, of everything else the content.
+    """
     found = hashlib.sha256(_code().encode())
     for part in (inputs.profile, inputs.prompts, inputs.validation_prompts):
         found.update(msgspec.json.encode(part) + b"\n")
@@ -30,7 +31,7 @@ def fingerprint(inputs: RunInputs) -> str:
 
 
 def stamp(run: Path, inputs: RunInputs) -> None:
-    """Writes the fingerprint into the folder of a run that was made just now."""
+    """Write the fingerprint into the folder of a run that was made just now."""
     write_atomic(run / _FILE, fingerprint(inputs).encode())
 
 

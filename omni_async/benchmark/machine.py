@@ -36,7 +36,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def describe_machine(with_gpus: bool = False) -> Machine:
-    """Describes this machine. `with_gpus` asks torch, which is imported for that."""
+    """Describe this machine. `with_gpus` asks torch, which is imported for that."""
     return Machine(
         cpu=_cpu_model(),
         cpus=len(os.sched_getaffinity(0)),

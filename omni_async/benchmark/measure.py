@@ -1,5 +1,4 @@
-"""Measures one run from the folder it left behind: step times from `metrics.jsonl`, everything between them from
-`trace.json`."""
+"""Measures one run from its folder: step times from `metrics.jsonl`, all between them from `trace.json`."""
 
 from __future__ import annotations
 
@@ -38,17 +37,21 @@ class NotMeasurableError(ValueError):
 
 
 def enough_updates(max_updates: int, steps: int = 1, publish_every: int = 1) -> int:
-    """Returns the updates of a run whose steady part is whole periods of S + 1 updates and of publishes, at least
-    `steps` and the shortest that is measured."""
+    """Return the updates of a run that is long enough to measure `steps` of them, and the fewest that say anything.
+
+    Its steady part is whole periods of S + 1 updates and of publishes.
+    """
     period = math.lcm(max_updates + 1, publish_every)
     length = math.ceil(max(_FEWEST, steps) / period) * period
     return max(2, max_updates + 2) + length + max_updates
 
 
 def steady_part(config: Config) -> tuple[int, int]:
-    """Returns the updates (first, last) at whose ends measuring starts and stops, the simulator's: the first max(2,
-    S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises ConfigError if
-    too few are left."""
+    """Return the updates (first, last) at whose ends measuring starts and stops, as the simulator does.
+
+    The first max(2, S + 2) updates fill the pipeline, the last S drain it, and between them lie whole periods. Raises
+    ConfigError if too few are left.
+    """
     updates, budget = config.trainer.updates, config.staleness.max_updates
     needed = max(2, budget + 2) + _FEWEST + budget
     if updates < needed:
@@ -62,8 +65,10 @@ def steady_part(config: Config) -> tuple[int, int]:
 
 
 def measure(run: Path, config: Config) -> Measured:
-    """Measures a run that is done from its folder `run`; `config` is the configuration it ran with. Raises
-    NotMeasurableError if something is missing there."""
+    """Measure a run that is done from its folder `run`; `config` is the configuration it ran with.
+
+    Raises NotMeasurableError if something is missing there.
+    """
     try:
         summary = read_summary(run / "summary.json")
         finished = _finished(run / "metrics.jsonl")
@@ -94,7 +99,7 @@ def measure(run: Path, config: Config) -> Measured:
 
 
 def run_profile(run: Path) -> Profile | None:
-    """Loads the service times that the run itself observed, if it wrote them down."""
+    """Load the service times that the run itself observed, if it wrote them down."""
     try:
         return load_profile(str(run / "profile.json"))
     except ConfigError:
@@ -102,7 +107,7 @@ def run_profile(run: Path) -> Profile | None:
 
 
 def _finished(metrics: Path) -> dict[int, float]:
-    """Returns when each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
+    """Return when each update was done, in the clock's seconds. Lines of validation rounds have no such time."""
     lines = [json.loads(line) for line in read_lines(metrics)]
     return {line["update"]: line["finished"] for line in lines if "finished" in line}
 

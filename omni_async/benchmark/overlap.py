@@ -1,5 +1,4 @@
-"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures what each run
-left behind.
+"""Runs an overlap benchmark: every arm once per round, one after the other in this process, and measures each.
 
 A run is complete if its own folder says so, so the same call continues after any interruption.
 """
@@ -61,12 +60,24 @@ def run_overlap(
     train: Train | None = None,
     simulator: Simulator | None = None,
 ) -> Overlap:
-    """Runs what is not complete in `out`, and writes `overlap.json`, `overlap.md` and `overlap.png` there.
+    """Run what is not complete in `out`, and write `overlap.json`, `overlap.md` and `overlap.png` there.
 
-    `profile`: emulated devices replay it, whatever the recipe says. `updates`: trainer.updates of every run (None: the
-    recipe's); with `steps` instead, each arm's runs are as long as it takes to measure that many. `train` and
-    `simulator` stand in for the real ones. Raises ConfigError before anything runs; a run that fails is recorded with
-    its reason. KeyboardInterrupt is raised after the results so far were written.
+    Args:
+        recipe: the recipe that every arm runs.
+        overrides: `key.path=value` for every arm.
+        out: the folder of runs and results.
+        profile: what emulated devices replay, whatever the recipe says; None: as it says.
+        repeats: rounds, each with one run of every arm.
+        updates: trainer.updates of every run; None: the recipe's.
+        steps: in place of `updates`, how many to measure: each arm's runs are just long enough.
+        arms: names of arms, as `parse_arms` takes them.
+        terminal: where progress is shown.
+        train: stands in for a real run.
+        simulator: stands in for the real one.
+
+    Raises:
+        ConfigError: something is wrong, and nothing has run. A run that fails is recorded with its reason instead.
+        KeyboardInterrupt: the benchmark was interrupted; the results so far are written.
     """
     train, simulator = train or train_here, simulator or simulated_step
     if profile is not None:
@@ -75,14 +86,14 @@ def run_overlap(
     emulated = _emulated_profile(plan.base)
     with Progress(len(list(plan.jobs())), terminal or rich.console.Console()) as progress:
         predictions = _predict(plan, emulated, simulator, progress) if emulated else {}
-        progress.plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
+        progress.print_plan(plan, {name: prediction.law_s for name, prediction in predictions.items()})
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         records: Records = {}
         interrupted: KeyboardInterrupt | None = None
         try:
             with ray_session([planned.config for planned in plan.arms if planned.config is not None]):
                 for job in plan.jobs():
-                    records.setdefault(job.arm.name, []).append(_run(job, out, train, progress))
+                    records.setdefault(job.arm.name, []).append(_make_run(job, out, train, progress))
         except KeyboardInterrupt as error:
             interrupted = error
         overlap = _overlap(plan, records, predictions, started)
@@ -97,11 +108,11 @@ def run_overlap(
 
 
 def write_report(out: Path, overlap: Overlap) -> None:
-    """Writes overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
+    """Write overlap.md and, if anything was measured, overlap.png. Raises OSError where they cannot be written."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "overlap.md").write_text(markdown(overlap), encoding="utf-8")
     if compare(overlap):
-        from omni_async.benchmark.picture import draw
+        from omni_async.benchmark.figure import draw
 
         draw(overlap, out / "overlap.png")
 
@@ -110,13 +121,13 @@ def _emulated_profile(config: Config) -> Profile | None:
     return load_profile(config.emulation.profile) if config.emulation is not None else None
 
 
-def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
-    """Makes one run, unless it is complete. An exception in it is recorded as that run's failure."""
+def _make_run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
+    """Make one run, unless it is complete. An exception in it is recorded as that run's failure."""
     run, seconds, load = finished_run(job.inputs), None, None
     if run is None:
         load, began = os.getloadavg()[0], time.monotonic()
         try:
-            summary = train(job.inputs, progress.run(job))
+            summary = train(job.inputs, progress.console_of(job))
         except RunDirectoryError as error:
             raise ConfigError(f"--out: {str(error).removeprefix('run.dir: ')}") from None
         except Exception as error:  # noqa: BLE001 (reported as this run's failure; the other runs go on)
@@ -132,23 +143,23 @@ def _run(job: Job, out: Path, train: Train, progress: Progress) -> RunRecord:
     except NotMeasurableError as error:
         return _failed(job, str(error), progress, os.path.relpath(run, out))
     record = RunRecord(round=job.round, status="done", folder=os.path.relpath(run, out), load=load, measured=measured)
-    progress.ended(job, record, seconds)
+    progress.print_run(job, record, seconds)
     return record
 
 
 def _failed(job: Job, reason: str, progress: Progress, folder: str | None = None) -> RunRecord:
     record = RunRecord(round=job.round, status="failed", reason=" ".join(reason.split()), folder=folder)
-    progress.ended(job, record, None)
+    progress.print_run(job, record, None)
     return record
 
 
 def _predict(plan: Plan, profile: Profile, simulator: Simulator, progress: Progress) -> dict[str, Prediction]:
     scale = plan.base.emulation.time_scale if plan.base.emulation is not None else 1.0
     predictions = {}
-    progress.say("simulating every arm, some seconds each")
+    progress.print_line("simulating every arm, some seconds each")
     for planned in plan.arms:
         if planned.config is not None:
-            progress.doing(f"simulating {planned.arm.name}")
+            progress.show(f"simulating {planned.arm.name}")
             predictions[planned.arm.name] = predict(planned.config, profile, scale, simulator)
     return predictions
 
@@ -191,8 +202,10 @@ def _arm(planned: PlannedArm, runs: list[RunRecord], prediction: Prediction | No
 
 
 def _with_measured_law(plan: Plan, overlap: Overlap, simulator: Simulator, progress: Progress) -> Overlap:
-    """Adds the law of real devices: that of the service times which the synchronous arm's median run observed, or
-    else the first arm's that has any."""
+    """Add the law of real devices, by service times measured in a run.
+
+    That is the synchronous arm's median run, or else the first arm's that has any.
+    """
     for arm in sorted(overlap.arms, key=lambda arm: arm.name != "sync"):
         if not arm.measured:
             continue

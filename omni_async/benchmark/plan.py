@@ -6,15 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from msgspec import structs
 
 from omni_async.benchmark.arms import Arm, arm_config, base_config
 from omni_async.benchmark.fingerprint import fingerprint, stamped
 from omni_async.benchmark.measure import enough_updates, steady_part
-from omni_async.config import Config, ConfigError
-from omni_async.config.redact import redact
-from omni_async.config.yaml_text import to_yaml
+from omni_async.config import Config, ConfigError, resolved_yaml
 from omni_async.runtime.preflight import RunInputs, preflight
 from omni_async.tracking.summary import read_summary
 
@@ -52,9 +49,11 @@ class Plan:
     arms: tuple[PlannedArm, ...]
 
     def jobs(self) -> Iterator[Job]:
-        """Yields jobs round by round, every arm once in each. A round starts one arm later than the one before it,
-        so that no arm always follows the same one. Arms of a round share its seed: the same prompts and the same
-        noise."""
+        """Yield jobs round by round, every arm once in each.
+
+        A round starts one arm later than the one before it, so that no arm always follows the same one. Arms of a round
+        share its seed: the same prompts and the same noise.
+        """
         runnable = [(planned.arm, planned.inputs) for planned in self.arms if planned.inputs is not None]
         for number in range(self.repeats):
             first = number % len(runnable) if runnable else 0
@@ -77,8 +76,11 @@ def make_plan(
     updates: int | None,
     steps: int | None = None,
 ) -> Plan:
-    """Makes the plan; with `steps` each arm's runs are just long enough to measure that many. Raises ConfigError,
-    one line, where nothing can be measured; an arm that the recipe rules out is skipped with the reason."""
+    """Make the plan; with `steps` each arm's runs are just long enough to measure that many.
+
+    Raises ConfigError, one line, where nothing can be measured; an arm that the recipe rules out is skipped with the
+    reason.
+    """
     if steps is not None:
         every = base_config(recipe, overrides, None).weights.publish_every
         updates = max(enough_updates(arm.max_updates, steps, every) for arm in arms)
@@ -106,9 +108,11 @@ def _planned(recipe: Path, overrides: Sequence[str], base: Config, arm: Arm, ste
 
 
 def finished_run(inputs: RunInputs) -> Path | None:
-    """Returns the newest run folder in `run.dir` that was done by this code with exactly this configuration,
-    profile, prompts and model, and left a timeline."""
-    wanted, mark = to_yaml(redact(msgspec.to_builtins(inputs.config))), fingerprint(inputs)
+    """Return the newest run folder in `run.dir` that is done, has a timeline and would be made the same now.
+
+    That is by this code, with exactly this configuration, profile, prompts and model.
+    """
+    wanted, mark = resolved_yaml(inputs.config), fingerprint(inputs)
     for run in sorted(Path(inputs.config.run.dir).glob("*/"), reverse=True):
         try:
             same = (run / "config.yaml").read_text(encoding="utf-8") == wanted

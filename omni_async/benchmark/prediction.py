@@ -16,8 +16,17 @@ Simulator = Callable[[Config, Profile], float]
 
 
 def predict(config: Config, profile: Profile, time_scale: float, simulator: Simulator) -> Prediction:
-    """Returns seconds as they will be measured: the profile's, times `time_scale`. In a schedule where nothing
-    overlaps the law with S = 0 is the sum of all stages; streaming inside the step shortens it."""
+    """Return seconds as they will be measured: the profile's, times `time_scale`.
+
+    In a schedule where nothing overlaps the law with S = 0 is the sum of all stages;
+    streaming inside the step shortens it.
+
+    Args:
+        config: the arm's configuration.
+        profile: service times in seconds.
+        time_scale: measured seconds per second of the profile.
+        simulator: returns the mean seconds of a step, in the profile's time; if it fails, the reason is reported.
+    """
     times = times_of(config, profile.scaled(time_scale))
     law = async_step(times, config.staleness.max_updates)
     try:
@@ -28,5 +37,5 @@ def predict(config: Config, profile: Profile, time_scale: float, simulator: Simu
 
 
 def simulated_step(config: Config, profile: Profile) -> float:
-    """Simulates the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
+    """Simulate the recipe's updates, or 200 if those are more: fewer say less about service times that vary."""
     return simulate(config, profile, seed=config.run.seed).step_s

@@ -19,8 +19,10 @@ _REFRESH_PER_S = 2  # the display runs beside what is measured
 
 
 class Progress:
-    """The display of `total` runs, of which some may be complete already. A context manager; `run` gives the console
-    of one run."""
+    """The display of `total` runs, of which some may be complete already.
+
+    A context manager; `console_of` gives the console of one run.
+    """
 
     def __init__(self, total: int, console: Console) -> None:
         columns = (
@@ -51,12 +53,12 @@ class Progress:
     ) -> None:
         self._bar.stop()
 
-    def plan(self, plan: Plan, predicted: dict[str, float]) -> None:
-        """Prints the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
+    def print_plan(self, plan: Plan, predicted: dict[str, float]) -> None:
+        """Print the arms with their buffers' capacities and, where it is known, their predicted seconds per update."""
         for planned in plan.arms:
             name, config = f"{planned.arm.name:<15}", planned.config
             if config is None:
-                self.say(f"{name} skipped: {planned.skipped}")
+                self.print_line(f"{name} skipped: {planned.skipped}")
                 continue
             law = f", law {predicted[planned.arm.name]:.3g} s per update" if planned.arm.name in predicted else ""
             workers = (
@@ -64,30 +66,30 @@ class Progress:
                 " ranks"
             )
             buffers = f"buffer.groups {config.buffer.groups}, buffer.trajectories {config.buffer.trajectories}"
-            self.say(f"{name} S = {config.staleness.max_updates}, {workers}; {buffers}{law}")
-        self.say(
+            self.print_line(f"{name} S = {config.staleness.max_updates}, {workers}; {buffers}{law}")
+        self.print_line(
             f"{self._total} runs of up to {plan.base.trainer.updates} updates, interleaved in {plan.repeats} rounds;"
             f" {plan.out}"
         )
 
-    def run(self, job: Job) -> RunConsole:
+    def console_of(self, job: Job) -> RunConsole:
         return RunConsole(self, f"{job.arm.name}, round {job.round + 1}", job.config.trainer.updates)
 
-    def doing(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self._bar.update(self._task, description=text)
 
-    def ended(self, job: Job, record: RunRecord, seconds: float | None) -> None:
-        """Prints a finished run. `seconds`: its duration; None where it was complete before."""
+    def print_run(self, job: Job, record: RunRecord, seconds: float | None) -> None:
+        """Print a finished run. `seconds`: its duration; None where it was complete before."""
         self._ended += 1
         if seconds is not None:
             self._seconds.append(seconds)
         self._bar.update(self._task, completed=self._ended)
         position = f"{self._ended}/{self._total} {job.arm.name} round {job.round + 1}"
         if record.measured is None:
-            self.say(f"{position}: FAILED: {record.reason}")
+            self.print_line(f"{position}: FAILED: {record.reason}")
         else:
             took = "complete already" if seconds is None else f"in {seconds:.0f} s"
-            self.say(
+            self.print_line(
                 f"{position}: {record.measured.step_s:.3g} s per update, {record.measured.images_per_s:.3g} images/s,"
                 f" {took}{self._left()}"
             )
@@ -101,7 +103,7 @@ class Progress:
             else elapsed
         )
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -114,10 +116,10 @@ class RunConsole:
         self._updates = updates
 
     def phase(self, text: str) -> None:
-        self._progress.doing(f"{self._name}: starting")
+        self._progress.show(f"{self._name}: starting")
 
     def update(self, view: UpdateView) -> None:
-        self._progress.doing(f"{self._name}: update {view.get('update', '?')}/{self._updates}")
+        self._progress.show(f"{self._name}: update {view.get('update', '?')}/{self._updates}")
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
         pass

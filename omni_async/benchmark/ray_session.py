@@ -1,5 +1,7 @@
-"""Starts one Ray for all runs of a benchmark, so that starting it is no part of any run. A run that finds Ray
-started leaves it running."""
+"""Starts one Ray for all runs of a benchmark, so that starting it is no part of any run.
+
+A run that finds Ray started leaves it running.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from omni_async.runtime.placement import plan_placements
 
 @contextmanager
 def ray_session(configs: Sequence[Config]) -> Iterator[None]:
-    """Runs Ray with CPUs for the largest of these jobs, for as long as the block lasts; does nothing where none of
-    them needs it, or it runs already. Raises ConfigError if it cannot be started or joined."""
+    """Run Ray with CPUs for the largest of these jobs, for as long as the block lasts.
+
+    Does nothing where none of them needs it, or it runs already. Raises ConfigError if it cannot be started or joined.
+    """
     on_ray = [config for config in configs if config.run.runtime == "ray"]
     if not on_ray:
         yield

@@ -1,5 +1,4 @@
-"""Defines the result of an overlap benchmark, as it lies in `overlap.json`: every run's numbers and what they were
-measured on."""
+"""Defines the result of an overlap benchmark, as it lies in `overlap.json`: every run's numbers and the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Returns the spread of at least one value."""
+    """Return the spread of at least one value."""
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -37,18 +36,19 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """Seconds per update that one device of the stage was busy, and the coefficient of variation of its jobs (None: not
-    known)."""
+    """Seconds per update that a device of the stage was busy, and its jobs' coefficient of variation, if known."""
 
     seconds: float
     variation: float | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The steady part of one run: `updates` updates, warm-up and drain left out. `step_s`: mean seconds per update;
-    `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job. `attribution` sums to `step_s`.
-    `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by staleness) and `peak_memory_bytes`
-    are the whole run's."""
+    """The steady part of one run: `updates` updates, warm-up and drain left out.
+
+    `step_s`: mean seconds per update; `steps_s`: each of them. `images_per_s`: samples trained on, by the whole job.
+    `attribution` sums to `step_s`. `busy`: role -> busy, starved, backpressured fractions. `staleness` (groups by
+    staleness) and `peak_memory_bytes` are the whole run's.
+    """
 
     updates: int
     step_s: float
@@ -63,8 +63,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One run and its outcome. `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average
-    when the run began (None: a run found complete)."""
+    """One run and its outcome.
+
+    `folder` is relative to the benchmark's. `load`: the machine's 1-minute load average when the run began (None: a run
+    found complete).
+    """
 
     round: int
     status: Literal["done", "failed"]
@@ -75,8 +78,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds as they are measured (the emulation's time scale applied). `simulated_s`: the simulator's step, or None
-    with `not_simulated`."""
+    """Seconds as they are measured (the emulation's time scale applied).
+
+    `simulated_s`: the simulator's step, or None with `not_simulated`.
+    """
 
     times: StageTimes
     law_s: float
@@ -96,7 +101,7 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> dict[int, Measured]:
-        """Returns the measured runs by round."""
+        """The measured runs by round."""
         return {run.round: run.measured for run in self.runs if run.measured is not None}
 
     @property
@@ -105,8 +110,10 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole benchmark. `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for
-    real ones."""
+    """A whole benchmark.
+
+    `law`: the source of the predictions, in words. `time_scale`: of emulated devices; 1 for real ones.
+    """
 
     recipe: str
     command: str
@@ -124,14 +131,16 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_overlap(folder: Path, overlap: Overlap, summary: object) -> None:
-    """Writes the result. `summary` (the table's numbers) is written beside the raw numbers for other readers;
-    `read_overlap` ignores it."""
+    """Write the result.
+
+    `summary` (the table's numbers) is written beside the raw numbers for other readers; `read_overlap` ignores it.
+    """
     content = msgspec.to_builtins(overlap) | {"summary": msgspec.to_builtins(summary)}
     write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def read_overlap(folder: Path) -> Overlap:
-    """Reads the result. Raises ConfigError, one line, where there is none."""
+    """Read the result. Raises ConfigError, one line, where there is none."""
     path = folder / FILE_NAME if folder.is_dir() else folder
     try:
         return msgspec.json.decode(read_file(path, _LARGEST_FILE), type=Overlap)

@@ -1,5 +1,4 @@
-"""Formats the benchmark's one table: a column per arm, a row per number, as markdown (files, pipes) or for a
-terminal."""
+"""Formats the benchmark's one table, a column per arm and a row per number, as markdown or for a terminal."""
 
 from __future__ import annotations
 
@@ -36,8 +35,10 @@ class Section:
 
 
 def sections(overlap: Overlap) -> list[Section]:
-    """Returns the rows, with a cell per arm of the benchmark, in its order; an arm without a number has `failed`,
-    `skipped` or `not run` in the first row. Rows that no arm has are left out."""
+    """Return the rows, with a cell per arm of the benchmark, in its order; rows that no arm has are left out.
+
+    An arm without a number has `failed`, `skipped` or `not run` in the first row.
+    """
     summaries = compare(overlap)
     state = {arm.name: "skipped" if arm.skipped else "failed" if arm.failures else "not run" for arm in overlap.arms}
 
@@ -95,8 +96,7 @@ def sections(overlap: Overlap) -> list[Section]:
 
 
 def notes(overlap: Overlap) -> Iterator[str]:
-    """Yields what the table leaves to words: speed-ups attributed, failures and skipped arms with their reasons, the
-    law's source, the machine."""
+    """Yield what the table leaves to words: speed-ups attributed, failed and skipped arms, the law, the machine."""
     summaries = compare(overlap)
     best = fastest(summaries)
     for summary in summaries.values():
@@ -118,7 +118,7 @@ def notes(overlap: Overlap) -> Iterator[str]:
 
 
 def markdown(overlap: Overlap) -> str:
-    """Returns the table, aligned to be read as it is, with the notes as a list below it."""
+    """Return the table, aligned to be read as it is, with the notes as a list below it."""
     lines = [["", *(arm.name for arm in overlap.arms)]]
     for section in sections(overlap):
         lines.append([f"**{section.title}**", *("" for _ in overlap.arms)])
@@ -138,7 +138,7 @@ def _line(cells: list[str], widths: list[int]) -> str:
 
 
 def show(overlap: Overlap, console: Console) -> None:
-    """Prints a table on a terminal, the markdown on a pipe."""
+    """Print a table on a terminal, the markdown on a pipe."""
     if not console.is_terminal:
         console.print(markdown(overlap), markup=False, highlight=False, soft_wrap=True)
         return
@@ -156,7 +156,7 @@ def show(overlap: Overlap, console: Console) -> None:
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three significant digits."""
+    """Format a number with three significant digits."""
     if value is None:
         return _NOTHING
     return (

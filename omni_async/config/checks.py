@@ -1,5 +1,7 @@
-"""Refuses combinations that cannot work, each with the reason and the way out. Bounds of single values are in the
-schema."""
+"""Refuses combinations that cannot work, each with the reason and the way out.
+
+Bounds of single values are in the schema.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def _bytes(c: Config) -> Iterator[str]:
 
 
 def _media_bytes(c: Config) -> int:
-    """Returns the bytes of the largest sample's images and videos, uint8; 0 where they are not known yet."""
+    """Return the bytes of the largest sample's images and videos, uint8; 0 where they are not known yet."""
     specs = [spec for spec in c.rollout.specs if isinstance(spec, SamplingSpec) and c.emulation is None]
     return max(
         (sum(math.prod(part.shape) for part in spec.media() if part.part != "audio") for spec in specs), default=0
@@ -234,5 +236,5 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 
 def check(config: Config) -> str | None:
-    """Returns the first problem found, or None."""
+    """Return the first problem found, or None."""
     return next((problem for section in _CHECKS for problem in section(config)), None)

@@ -1,5 +1,4 @@
-"""Describes in words the values that a field of the schema allows: for error messages and for the generated
-reference."""
+"""Describes in words the values that a field allows: for error messages and for the generated reference."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def _strip(annotation: Any) -> tuple[Any, list[msgspec.Meta]]:
 
 
 def _shown(bound: Any) -> str:
-    """Formats 1000000.0 as 1000000, 1e+12 as 1e12."""
+    """Format 1000000.0 as 1000000, 1e+12 as 1e12."""
     return f"{bound:.12g}".replace("e+", "e") if isinstance(bound, float) else str(bound)
 
 
@@ -39,8 +38,10 @@ def _bound(meta: msgspec.Meta, key: str, word: str) -> str:
 
 
 def describe(annotation: Any, value: Any = None) -> str:
-    """Describes the allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`.
-    Bounds that only keep absurd values out are named where `value` may have left them."""
+    """Describe the allowed values of an annotation: `float > 0 or null`, `one of 'ray', 'inprocess'`, `list of 2 int`.
+
+    Bounds that only keep absurd values out are named where `value` may have left them.
+    """
     base, metas = _strip(annotation)
     origin, args = get_origin(base), get_args(base)
     bounds = [_bound(m, key, word) for m in metas for key, word in _BOUNDS if _matters(m, key, value)]
@@ -64,7 +65,7 @@ def describe(annotation: Any, value: Any = None) -> str:
 
 
 def description(annotation: Any) -> str:
-    """Returns the documentation attached to a field, or an empty string."""
+    """Return the documentation attached to a field, or an empty string."""
     return next((m.description for m in reversed(_strip(annotation)[1]) if m.description), "")
 
 
@@ -81,14 +82,14 @@ def _is_above(meta: msgspec.Meta, value: Any) -> bool:
 
 
 def reason(annotation: Any, value: Any) -> str:
-    """Returns the reason why `value` is too large; empty where the bound needs none."""
+    """Return the reason why `value` is too large; empty where the bound needs none."""
     return next(
         (str(why) for m in _strip(annotation)[1] if (why := (m.extra or {}).get("why")) and _is_above(m, value)), ""
     )
 
 
 def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
-    """Returns the section a field holds (through Annotated, Optional and tuple), if it holds one."""
+    """Return the section a field holds (through Annotated, Optional and tuple), if it holds one."""
     base, _ = _strip(annotation)
     if isinstance(base, type) and issubclass(base, msgspec.Struct):
         return base
@@ -96,8 +97,7 @@ def struct_of(annotation: Any) -> type[msgspec.Struct] | None:
 
 
 def _items_of(annotation: Any) -> tuple[Any, ...]:
-    """Returns the arguments of a list-like field's tuple (through Annotated and Optional); empty for any other
-    field."""
+    """Return the arguments of a list-like field's tuple (through Annotated and Optional); empty for any other field."""
     base, _ = _strip(annotation)
     if get_origin(base) in (Union, types.UnionType):
         return next((items for member in get_args(base) if (items := _items_of(member))), ())
@@ -109,8 +109,10 @@ def fields_of(section: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
-    """Returns the annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list). None if the path
-    leaves the schema."""
+    """Return the annotation of `rollout.sde.kind`-like paths (`reward.scorers.0.name` in a list).
+
+    None if the path leaves the schema.
+    """
     annotation: Any = root
     for key in path:
         items = _items_of(annotation)
@@ -125,7 +127,7 @@ def annotation_at(root: type[msgspec.Struct], path: list[str]) -> Any:
 
 
 def walk(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required fields."""
+    """Yield (path, annotation, default) of every field, depth first; `msgspec.NODEFAULT` marks required fields."""
     hints = fields_of(section)
     for field in msgspec.structs.fields(section):
         default = field.default

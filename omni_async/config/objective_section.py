@@ -1,5 +1,4 @@
-"""Finds the settings that an objective of another package brings: a section of its own, which `algorithm.settings` of a
-recipe is converted to when it is loaded."""
+"""Finds the section that `algorithm.settings` is for an objective of another package."""
 
 from __future__ import annotations
 
@@ -12,8 +11,10 @@ OBJECTIVES = "omni_async.objectives"
 
 
 def objective_section(name: str) -> type[Section] | None:
-    """Returns the section of the objective that another package installed as `name`; None if there is no such
-    objective, or it has no settings. ValueError if the package cannot be imported."""
+    """Return the section of the objective that another package installed as `name`; None if it brings none.
+
+    Raises ValueError if the package cannot be imported.
+    """
     for point in entry_points(group=OBJECTIVES, name=name):
         section: type[Section] | None = getattr(load_registered(point, object, "algorithm.name"), "settings", None)
         return section

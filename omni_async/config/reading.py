@@ -1,5 +1,7 @@
-"""Opens files that a user names: a recipe, prompts, a profile. Opening a path never blocks and never reads without end,
-whatever kind of file is there."""
+"""Opens files that a user names: a recipe, prompts, a profile.
+
+Opening a path never blocks and never reads without end, whatever kind of file is there.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ class TooLargeError(OSError):
 
 
 def require_file(path: str | Path) -> None:
-    """Raises OSError, its `strerror` for users, if `path` leads to nothing or to something that is not a plain file
-    (links are followed)."""
+    """Raise OSError, its `strerror` for users, unless `path` leads to a plain file (links are followed)."""
     _require_plain_file(Path(path).stat(), path)
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a plain file for reading. Raises OSError, as from `require_file`, if it is none: checked again after
-    opening, since the path may lead elsewhere by then."""
+    """Open a plain file for reading.
+
+    Raises OSError, as from `require_file`, if it is none: checked again after opening, since the path may lead
+    elsewhere by then.
+    """
     require_file(path)
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -44,8 +48,10 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_file(path: str | Path, largest: int | None = None) -> bytes:
-    """Reads all bytes of a plain file. Raises OSError as from `require_file`; TooLargeError if there are more than
-    `largest`."""
+    """Read all bytes of a plain file.
+
+    Raises OSError as from `require_file`; TooLargeError if there are more than `largest`.
+    """
     with open_file(path) as file:
         content = file.read(-1 if largest is None else largest + 1)
     if largest is not None and len(content) > largest:

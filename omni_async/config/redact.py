@@ -32,9 +32,11 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class _Syntax(NamedTuple):
-    """A syntax in which a text gives a value to a name: the patterns of names and of values, and of names that are
-    secret in this syntax, besides those that are secret everywhere. Bounded, so that a hostile text costs no more than
-    its length."""
+    """A syntax in which a text gives a value to a name.
+
+    `telling` matches names that are secret in this syntax, besides those that are secret everywhere. The patterns are
+    bounded, so that a hostile text costs no more than its length.
+    """
 
     names: re.Pattern[str]
     values: re.Pattern[str]
@@ -58,28 +60,32 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def is_secret_key(key: str, value: Any = "") -> bool:
-    """Tells whether `value` under this name is a credential: `hf_token`, `X-Api-Key`, `clientSecret`,
-    `headers[Authorization]`. Under `tokens` and `max_tokens` texts are credentials, and numbers are counts."""
+    """Tell whether `value` is a credential by its key: `hf_token`, `X-Api-Key`, `headers[Authorization]`.
+
+    Under `tokens` and `max_tokens` texts are credentials, and numbers are counts.
+    """
     last = re.split(r"[.\[]", key.rstrip("[]"))[-1]
     name = _CAMEL.sub("_", last).replace("-", "_")
     return _SECRET_KEY.fullmatch(name) is not None and (not name.lower().endswith("tokens") or _has_text(value))
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Masks in `text` the `secrets`, in whatever form they are in it (see `secret_forms`), the user and password of
-    every URL, query values and assignments named like secrets, and bearer tokens."""
-    shown, at = [], 0
-    for start, end in secret_forms.find(text, secrets):
-        shown += [text[at:start], MASK]
-        at = end
-    text = "".join([*shown, text[at:]])
+    """Mask credentials in `text`: the `secrets` in any form (see `secret_forms`), and what looks like one.
+
+    That is the user and password of a URL, query values and assignments named like secrets, and bearer tokens.
+    """
+    text = _mask(text, secret_forms.find(text, secrets))
     text = _BEARER.sub(rf"\1\2{MASK}", _USERINFO.sub(f"{MASK}@", text))
-    return _hidden(_ASSIGNED, _hidden(_QUERY, text))
+    for syntax in (_QUERY, _ASSIGNED):
+        text = _mask(text, (value.span() for value in _found(syntax, text)))
+    return text
 
 
 def redact(value: Any) -> Any:
-    """Applies `redact_text` to a tree of dicts, lists and scalars; values under keys named like secrets are masked
-    whole, except null and references."""
+    """Apply `redact_text` to a tree of dicts, lists and scalars.
+
+    Values under keys named like secrets are masked whole, except null and references.
+    """
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
@@ -89,18 +95,26 @@ def redact(value: Any) -> Any:
     return value
 
 
+def shown(value: Any) -> str:
+    """Return a value of a recipe for an error message: redacted, and not too long."""
+    text = repr(redact(value))
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def secrets_in(value: Any) -> frozenset[str]:
-    """Returns every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
+    """Return every credential of a tree, as texts that may turn up elsewhere: percent-encoded ones decoded, too."""
     return frozenset(found for found in _secrets(value, False) if len(found) >= SHORTEST)
 
 
 def one_line(text: str, longest: int = 10_000) -> str:
-    """Returns `text` as a terminal shows it without obeying it: line ends become spaces, other control characters their
-    escapes, the end is cut off."""
+    """Return `text` as one line that a terminal does not obey, cut off after `longest` characters.
+
+    Line ends become spaces, other control characters their escapes.
+    """
     text = text.strip()
-    shown = text if len(text) <= longest else f"{text[:longest]}..."
+    text = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(
-        c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in shown
+        c if c.isprintable() else " " if c in "\t\n\r" else c.encode("unicode_escape").decode() for c in text
     )
 
 
@@ -111,8 +125,7 @@ def _has_text(value: Any) -> bool:
 
 
 def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
-    """Yields the values in `text` whose names mark them as secret. The value of another name may contain such a
-    pair."""
+    """Yield the values in `text` whose names mark them as secret. The value of another name may contain such a pair."""
     at = 0
     while match := syntax.names.search(text, at):
         at, name = match.end(), unquote(match[1])
@@ -122,12 +135,13 @@ def _found(syntax: _Syntax, text: str) -> Iterator[re.Match[str]]:
                 yield value
 
 
-def _hidden(syntax: _Syntax, text: str) -> str:
-    shown, at = [], 0
-    for secret in _found(syntax, text):
-        shown += [text[at : secret.start()], MASK]
-        at = secret.end()
-    return "".join([*shown, text[at:]])
+def _mask(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return the text with `MASK` in place of each of these ranges, which come in order."""
+    kept, at = [], 0
+    for start, end in spans:
+        kept += [text[at:start], MASK]
+        at = end
+    return "".join([*kept, text[at:]])
 
 
 def _masked(value: Any) -> Any:

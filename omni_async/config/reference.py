@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -29,32 +30,26 @@ _HEAD = (
 
 
 def reference() -> str:
-    """Returns the whole page, in Markdown. ConfigError names a family whose package is broken."""
-    parts = [_HEAD]
+    """Return the whole page, in Markdown. ConfigError names a family whose package is broken."""
+    rows = list(walk(Config))
     sections = {name: struct_of(annotation) for name, annotation in fields_of(Config).items()}
-    parts.append("## Top level\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
-    parts.extend(
-        _row(path, field, default)
-        for path, field, default in walk(Config, "")
-        if path in sections and sections[path] is None
-    )
-    parts.append("")
-    for section, struct in sections.items():
-        if struct is None:
-            continue
-        parts.append(f"## {section}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
-        own = (f"{section}.", f"{section}[].")
-        parts.extend(_row(path, field, default) for path, field, default in walk(Config) if path.startswith(own))
-        parts.append("")
+    top = [row for row in rows if row[0] in sections and sections[row[0]] is None]
+    parts = [_HEAD, _table("Top level", top)]
+    for name, struct in sections.items():
+        if struct is not None:
+            parts += [_table(name, (row for row in rows if row[0].startswith((f"{name}.", f"{name}[]."))))]
     for name in family_names():
-        parts.append(f"## rollout.sampling of {name}\n\n| key | allowed | default | meaning |\n|---|---|---|---|")
         try:
             sampling = find_family(name).sampling
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        parts.extend(_row(path, field, default) for path, field, default in walk(sampling, "rollout.sampling."))
-        parts.append("")
+        parts.append(_table(f"rollout.sampling of {name}", walk(sampling, "rollout.sampling.")))
     return "\n".join(parts)
+
+
+def _table(title: str, rows: Iterable[tuple[str, Any, Any]]) -> str:
+    head = f"## {title}\n\n| key | allowed | default | meaning |\n|---|---|---|---|\n"
+    return head + "".join(f"{_row(*row)}\n" for row in rows)
 
 
 def _row(path: str, annotation: Any, default: Any) -> str:

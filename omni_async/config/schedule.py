@@ -54,8 +54,7 @@ SCHEDULES: dict[ScheduleName, dict[str, Any]] = {
 
 
 def apply_schedule(config: Config) -> Config:
-    """Returns the configuration with its schedule's keys set and its buffers large enough for them; unchanged if it
-    names no schedule. Idempotent."""
+    """Return the configuration with its schedule's keys set and its buffers large enough for them. Idempotent."""
     if config.schedule is None:
         return config
     was_colocated = config.placement.colocated
@@ -68,8 +67,10 @@ def apply_schedule(config: Config) -> Config:
 
 
 def num_devices(config: Config) -> float:
-    """Counts every accelerator of the job, reward workers' included; every CPU where the job uses none. Shared devices
-    count once."""
+    """Count every accelerator of the job, reward workers' included; every CPU where the job uses none.
+
+    Shared devices count once.
+    """
     roles = _roles(config)
     kind = "gpus" if any(resources.gpus for _, resources in roles) else "cpus"
     counts = [workers * float(getattr(resources, kind)) for workers, resources in roles]
@@ -77,8 +78,11 @@ def num_devices(config: Config) -> float:
 
 
 def num_existing_devices(config: Config) -> float:
-    """Counts the same on this machine: roles whose actors ask for more CPUs than it has share those. Emulated devices,
-    accelerators, and those of a cluster that is joined count as requested, because they were allocated."""
+    """Count the same on this machine: roles whose actors ask for more CPUs than it has share those.
+
+    Emulated devices, accelerators, and those of a cluster that is joined count as requested, because they were
+    allocated.
+    """
     devices = num_devices(config)
     allocated = (
         config.emulation is not None
@@ -98,8 +102,10 @@ def _roles(config: Config) -> list[tuple[int, Resources]]:
 
 
 def _on_all_devices(config: Config) -> Config:
-    """Returns the configuration with as many workers of each role as fit on the devices of all roles together; of
-    ranks, as many as make whole groups of those that share a sequence or a copy of the weights."""
+    """Return the configuration with as many workers of each role as fit on the devices of all roles together.
+
+    Of ranks, as many as make whole groups of those that share a sequence or a copy of the weights.
+    """
     separate = replace(config, placement=replace(config.placement, colocated=False))
     total = num_devices(separate)
     kind = "gpus" if any(resources.gpus for _, resources in _roles(config)) else "cpus"
@@ -118,7 +124,7 @@ def _on_all_devices(config: Config) -> Config:
 
 
 def _with_room(config: Config) -> Config:
-    """Enlarges the buffers so that an update that is collected whole fits into them."""
+    """Enlarge the buffers so that an update that is collected whole fits into them."""
     buffer, per_update = config.buffer, config.trainer.groups_per_update
     if config.trainer.streaming == "off":
         buffer = replace(buffer, groups=max(buffer.groups, per_update * (config.staleness.max_updates + 1)))

@@ -52,7 +52,7 @@ class _Needle(NamedTuple):
 
 
 def find(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
-    """Returns where in `text` any of `secrets` is, as ranges of characters that do not overlap, in order."""
+    """Return where in `text` any of `secrets` is, as ranges of characters that do not overlap, in order."""
     given = {secret for secret in secrets if secret}
     if not given:
         return []
@@ -97,7 +97,7 @@ def _written(text: str) -> _View:
 
 
 def _rewritten(view: _View, pattern: re.Pattern[bytes], becomes: Callable[[re.Match[bytes]], bytes]) -> _View:
-    """Replaces every match; each byte of a replacement comes from all of its match."""
+    """Replace every match; each byte of a replacement comes from all of its match."""
     data: list[bytes] = []
     starts: list[int] = []
     ends: list[int] = []
@@ -118,7 +118,7 @@ def _unquoted(match: re.Match[bytes]) -> bytes:
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:
-    """Undoes an escape of HTML."""
+    """Undo an escape of HTML."""
     if found := match["decimal"]:
         return _character(int(found))
     if found := match["hex"]:
@@ -127,7 +127,7 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def _as_bytes(match: re.Match[bytes]) -> bytes:
-    r"""Undoes an escape of JSON, or of the repr of bytes, where `\xe9` is one byte."""
+    r"""Undo an escape of JSON, or of the repr of bytes, where `\xe9` is one byte."""
     if found := match["byte"]:
         return bytes([int(found, 16)])
     if found := match["octal"]:
@@ -140,7 +140,7 @@ def _as_bytes(match: re.Match[bytes]) -> bytes:
 
 
 def _as_text(match: re.Match[bytes]) -> bytes:
-    r"""Undoes an escape of the repr of a text, where `\xe9` is a character."""
+    r"""Undo an escape of the repr of a text, where `\xe9` is a character."""
     return _character(int(match["byte"], 16)) if match["byte"] else _as_bytes(match)
 
 
@@ -155,7 +155,7 @@ _ESCAPES = ((_PERCENT, _unquoted), (_BACKSLASH, _as_bytes), (_BACKSLASH, _as_tex
 
 
 def _to_encode(secret: str) -> set[bytes]:
-    """Returns the byte strings that an encoder may have been given for the secret."""
+    """Return the byte strings that an encoder may have been given for the secret."""
     plain = secret.encode("utf-8", "surrogatepass")
     escaped = {
         json.dumps(secret)[1:-1],
@@ -169,8 +169,7 @@ def _to_encode(secret: str) -> set[bytes]:
 
 
 def _base64(data: bytes) -> Iterator[_Needle]:
-    """Yields the characters that are the same whatever comes before and after `data`, for each of the three offsets at
-    which it may begin."""
+    """Yield the characters of `data` in base64 that do not depend on its neighbours, for each of three offsets."""
     for shift, first in ((0, 0), (1, 2), (2, 3)):
         last, rest = divmod(8 * (shift + len(data)), 6)
         encoded = binascii.b2a_base64(bytes(shift) + data, newline=False)

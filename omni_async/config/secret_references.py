@@ -1,5 +1,7 @@
-"""Replaces references to secrets by the secrets, where a part is built that needs them: recipes name the environment's
-variables, and run folders hold masks."""
+"""Replaces references to secrets by the secrets, where a part is built that needs them.
+
+Recipes name the environment's variables, and run folders hold masks.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from omni_async.config.redact import MASK, REFERENCE
 
 
 def resolve_references(value: Any, where: str) -> Any:
-    """Returns `value`, of plain values, with every `env:NAME` replaced by the environment's value. ValueError, one line
-    that begins with `where`, for a variable that is not set, and for a mask."""
+    """Return `value`, of plain values, with every `env:NAME` replaced by the environment's value.
+
+    ValueError, one line that begins with `where`, for a variable that is not set, and for a mask.
+    """
     if isinstance(value, dict):
         return {key: resolve_references(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -32,8 +36,10 @@ def resolve_references(value: Any, where: str) -> Any:
 
 
 def with_secrets(section: Any, where: str) -> Any:
-    """Returns a section of settings with its references replaced; anything else as it is. ValueError as
-    `resolve_references`."""
+    """Return a section of settings with its references replaced; anything else as it is.
+
+    ValueError as `resolve_references`.
+    """
     if not isinstance(section, msgspec.Struct):
         return section
     return msgspec.convert(resolve_references(msgspec.to_builtins(section), where), type(section))

@@ -18,11 +18,11 @@ SizeText = Annotated[
 
 
 def bytes_of(text: str) -> int:
-    """Returns the bytes of a `SizeText`: 1610612736 for "1.5GiB"."""
+    """Return the bytes of a `SizeText`: 1610612736 for "1.5GiB"."""
     return int(float(text[:-3]) * _UNITS[text[-3:]])
 
 
 def size_text(size: int) -> str:
-    """Returns a size for a person: "1.5 GiB" for 1610612736."""
+    """Return a size for a person: "1.5 GiB" for 1610612736."""
     unit = next((unit for unit in reversed(_UNITS) if size >= _UNITS[unit]), None)
     return f"{size} bytes" if unit is None else f"{size / _UNITS[unit]:.4g} {unit}"

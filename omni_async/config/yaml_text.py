@@ -14,16 +14,17 @@ _LONGEST_NUMBER = 1000  # characters
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the text of the error is the whole message for the user: one line, whatever it
-    quotes."""
+    """A configuration that cannot run; its text is all that the user is told: one line, whatever it quotes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain YAML, except that a key given twice is an error, `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`,
-    `off`, `yes`, `no` and dates are text (as in YAML 1.2)."""
+    """Plain YAML, except that a key given twice is an error, and some texts mean what they do in YAML 1.2.
+
+    `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and `on`, `off`, `yes`, `no` and dates are text.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's way)
         first: [
@@ -46,7 +47,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """Refuses long numbers: YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
+        """Refuse long numbers: YAML's base 60 (`1:1:1...`) takes time quadratic in the number's length."""
         if len(node.value) > _LONGEST_NUMBER:
             raise ValueError(f"a number of {len(node.value)} characters")
         integer = node.tag == "tag:yaml.org,2002:int"
@@ -77,7 +78,7 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Returns plain data. ConfigError, which begins with `where`, if the text is not such YAML."""
+    """Return plain data. ConfigError, which begins with `where`, if the text is not such YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -98,5 +99,5 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def to_yaml(tree: Any) -> str:
-    """Dumps plain data as YAML that `parse_yaml` reads back as the same data."""
+    """Dump plain data as YAML that `parse_yaml` reads back as the same data."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -16,12 +16,15 @@ class Device:
         self._late = 0.0  # seconds between the end planned last and the moment the task woke up
 
     def now(self) -> float:
-        """Returns the loop's time, as it would be had the task woken up in time at the end of the last job."""
+        """Return the loop's time, as it would be had the task woken up in time at the end of the last job."""
         return asyncio.get_running_loop().time() - self._late
 
     async def busy(self, seconds: float, since: float | None = None) -> None:
-        """Waits until a job of `seconds` is done. The job could start at `since`, in the loop's time (None: as soon
-        as the device is free), and starts then or when the device is free, whichever is later."""
+        """Wait until a job of `seconds` is done.
+
+        The job could start at `since`, in the loop's time (None: as soon as the device is free), and starts then or
+        when the device is free, whichever is later.
+        """
         loop = asyncio.get_running_loop()
         start = (
             loop.time()

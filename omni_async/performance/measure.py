@@ -23,8 +23,10 @@ _FEWEST_UPDATES_TO_SKIP_ONE = 4
 
 
 def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, name: str, source: str) -> Profile:
-    """Returns the profile of the job that left `spans`. `samples_per_rank`: of a group, on the rank that has most.
-    `source` says what was measured; how is added."""
+    """Return the profile of the job that left `spans`.
+
+    `samples_per_rank`: of a group, on the rank that has most. `source` says what was measured; how is added.
+    """
     by_kind: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_kind[span.kind].append(span)
@@ -62,7 +64,7 @@ def measure(spans: Sequence[Span], config: Config, *, samples_per_rank: float, n
 
 
 def _steady_from(train: Iterable[Span]) -> float:
-    """Returns the end of the first update, or minus infinity where there are too few to leave one out."""
+    """Return the end of the first update, or minus infinity where there are too few to leave one out."""
     ends: dict[int, float] = {}
     for span in train:
         if "version" in span.args:
@@ -75,7 +77,7 @@ def _seconds(span: Span) -> float:
 
 
 def _each(spans: Iterable[Span]) -> ServiceTime:
-    """Returns the service time of jobs that have no units: all of it is fixed."""
+    """Return the service time of jobs that have no units: all of it is fixed."""
     return _fixed([_seconds(span) for span in spans])
 
 
@@ -85,14 +87,15 @@ def _fixed(seconds: Sequence[float]) -> ServiceTime:
 
 
 def _swap(swaps: Sequence[Span]) -> float:
-    """Returns the seconds an engine pauses. A span begins with the wait for a boundary between two denoising steps,
-    of which the shortest has next to nothing."""
+    """Return the seconds an engine pauses.
+
+    A span begins with the wait for a boundary between two denoising steps, of which the shortest has next to nothing.
+    """
     return min(map(_seconds, swaps), default=0.0)
 
 
 def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
-    """Measures from the copy to the last engine that has staged the version; engines swap later, at a boundary of
-    their own."""
+    """Measure from the copy to the last engine that has staged the version; engines swap later."""
     staged: dict[int, float] = {}
     for span in stages:
         version = span.args.get("version", -1)
@@ -103,8 +106,10 @@ def _publish(publishes: Iterable[Span], stages: Iterable[Span]) -> list[float]:
 def _generate_jobs(
     generated: Iterable[Span], swaps: Iterable[Span], pause: float, rollout: Rollout, start: float
 ) -> list[Job]:
-    """Returns (samples, busy seconds) of every engine's jobs that began at `start` or later, pauses for swaps and
-    jobs with validation samples, which take other steps, left out."""
+    """Return (samples, busy seconds) of every engine's jobs that began at `start` or later.
+
+    Pauses for swaps are left out, and jobs with validation samples, which take other steps.
+    """
     per_engine: dict[str, list[Span]] = defaultdict(list)
     for span in generated:
         per_engine[span.actor].append(span)
@@ -130,7 +135,7 @@ class _Batch:
 
 
 def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
-    """Returns the jobs behind one engine's overlapping samples.
+    """Return the jobs behind one engine's overlapping samples.
 
     Samples wait inside the engine, so a span says when one was done and not for how long it was computed. Samples that
     are done together (less than half a denoising step apart) were computed together; such clusters are put together up
@@ -152,7 +157,7 @@ def _batches(spans: Iterable[Span], max_batch: int, steps: int) -> list[_Batch]:
 
 
 def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
-    """Yields runs of spans that end less than `apart` after the one before."""
+    """Yield runs of spans that end less than `apart` after the one before."""
     cluster: list[Span] = []
     for span in ordered:
         if cluster and span.end - cluster[-1].end >= apart:
@@ -164,7 +169,7 @@ def _clusters(ordered: Sequence[Span], apart: float) -> Iterator[list[Span]]:
 
 
 def _payload(generated: Iterable[Span], publishes: Iterable[Span]) -> Payload:
-    """Averages the sizes that the spans say they carried."""
+    """Average the sizes that the spans say they carried."""
     samples = [span.args for span in generated]
 
     def mean(found: Iterable[float]) -> int:

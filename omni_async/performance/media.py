@@ -1,5 +1,4 @@
-"""Makes media of emulated samples: random bytes that begin with the sample's seed, so that a scorer can tell which
-sample they belong to."""
+"""Makes media of emulated samples: random bytes that begin with the seed, which tells a scorer the sample."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ MediaBytes = npt.NDArray[np.uint8]
 
 
 def random_bytes(size: int, seed: int) -> MediaBytes:
-    """Returns `size` bytes that are incompressible and read-only."""
+    """Return `size` bytes that are incompressible and read-only."""
     return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
 
 
 def with_seed(media: MediaBytes, seed: int) -> MediaBytes:
-    """Returns a copy of `media`, at least `SEED_BYTES` of it, that begins with `seed`."""
+    """Return a copy of `media`, at least `SEED_BYTES` of it, that begins with `seed`."""
     marked = media.copy()
     marked[:SEED_BYTES] = np.frombuffer(seed.to_bytes(SEED_BYTES, "little"), np.uint8)
     return marked
 
 
 def seed_of(media: MediaBytes) -> int:
-    """Reads the seed. Raises ValueError for media too short to carry one."""
+    """Read the seed. Raises ValueError for media too short to carry one."""
     if media.nbytes < SEED_BYTES:
         raise ValueError(f"emulated media has at least {SEED_BYTES} bytes, got {media.nbytes}")
     return int.from_bytes(media.reshape(-1)[:SEED_BYTES].tobytes(), "little")

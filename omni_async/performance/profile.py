@@ -1,5 +1,8 @@
-"""Reads and writes profiles: the service times and payload sizes of one job on one kind of machine. Runs write one
-(`profile.json`), emulated devices and the simulator replay it, and some built from published figures are shipped."""
+"""Reads and writes profiles: the service times and payload sizes of one job on one kind of machine.
+
+Runs write one (`profile.json`), emulated devices and the simulator replay it, and some built from published figures are
+shipped.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     payload: Payload = Payload()
 
     def scaled(self, factor: float) -> Profile:
-        """Multiplies every service time."""
+        """Multiply every service time."""
         stages = {name: value.scaled(factor) for name, value in self.stages().items()}
         return msgspec.structs.replace(self, **stages)
 
@@ -71,15 +74,17 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def shipped_profiles() -> list[str]:
-    """Lists the names of the profiles that come with the package."""
+    """List the names of the profiles that come with the package."""
     return sorted(
         path.name.removesuffix(".json") for path in resources.files(_SHIPPED).iterdir() if path.name.endswith(".json")
     )
 
 
 def load_profile(name: str) -> Profile:
-    """Loads a shipped profile by name, or a file whose name ends in `.json`. Raises ConfigError, one line, if there
-    is none, it is not one, or it says that nothing takes time."""
+    """Load a shipped profile by name, or a file whose name ends in `.json`.
+
+    Raises ConfigError, one line, if there is none, it is not one, or it says that nothing takes time.
+    """
     if name.lower().endswith(".json"):
         return _read(Path(name))
     if name not in shipped_profiles():
@@ -92,7 +97,7 @@ def load_profile(name: str) -> Profile:
 
 
 def require_room(config: Config, payload: Payload) -> None:
-    """Raises ConfigError if an update's samples, which are held together, are more than `buffer.max_bytes`."""
+    """Raise ConfigError if an update's samples, which are held together, are more than `buffer.max_bytes`."""
     samples = config.trainer.groups_per_update * config.rollout.group_size
     needed = samples * (payload.trajectory + payload.media)
     if config.buffer.bound is not None and config.buffer.bound < needed:
@@ -111,7 +116,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def is_empty(profile: Profile) -> bool:
-    """Returns whether every stage takes no time: nothing was measured."""
+    """Return whether every stage takes no time: nothing was measured."""
     return not any(service.mean() for service in profile.stages().values())
 
 

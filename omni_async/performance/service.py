@@ -35,15 +35,15 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             raise ValueError(f"quantiles: their mean should be 1, got {sum(self.quantiles) / len(self.quantiles):.4g}")
 
     def mean(self, units: float = 1) -> float:
-        """Returns the mean seconds of a job of `units`; 0 for no units."""
+        """Return the mean seconds of a job of `units`; 0 for no units."""
         return self.fixed_s + units * self.unit_s if units > 0 else 0.0
 
     def sample(self, random: random.Random, units: float = 1) -> float:
-        """Draws the seconds of one job."""
+        """Draw the seconds of one job."""
         return self.sampler(random)(units)
 
     def sampler(self, random: random.Random) -> Callable[[float], float]:
-        """Prepares `sample` for many calls. Returns units -> seconds of one job."""
+        """Prepare `sample` for many calls. Returns units -> seconds of one job."""
         fixed, unit = self.fixed_s, self.unit_s
         if self.quantiles:
             choice, quantiles = random.choice, self.quantiles
@@ -57,14 +57,14 @@ class ServiceTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def variation(self) -> float:
-        """Returns the coefficient of variation of f (std / mean)."""
+        """The coefficient of variation of f (std / mean)."""
         if not self.quantiles:
             return self.cv
         mean = sum(self.quantiles) / len(self.quantiles)
         return math.sqrt(sum((q - mean) ** 2 for q in self.quantiles) / len(self.quantiles)) / mean if mean > 0 else 0.0
 
     def scaled(self, factor: float) -> ServiceTime:
-        """Returns the same jobs on a device 1 / factor times as fast."""
+        """Return the same jobs on a device 1 / factor times as fast."""
         return msgspec.structs.replace(self, fixed_s=self.fixed_s * factor, unit_s=self.unit_s * factor)
 
 
@@ -72,8 +72,11 @@ NOTHING = ServiceTime()
 
 
 def fit(jobs: Sequence[tuple[float, float]]) -> ServiceTime:
-    """Fits the service time behind observed jobs (units, seconds): least squares of fixed_s and unit_s, both >= 0,
-    and the quantiles of each job's seconds relative to that, scaled to mean 1. Jobs of one size give unit_s alone."""
+    """Fit the service time behind observed jobs (units, seconds).
+
+    By least squares fixed_s and unit_s, both >= 0, and the quantiles of each job's seconds relative to that, scaled to
+    mean 1. Jobs of one size give unit_s alone.
+    """
     jobs = [(units, seconds) for units, seconds in jobs if units > 0 and seconds >= 0]
     if not jobs:
         return NOTHING

@@ -18,8 +18,11 @@ from omni_async.performance.service import ServiceTime
 def stage_times(
     config: Config, profile: Profile, *, streams: bool, recomputes_proximal: bool, samples_per_rank: float
 ) -> StageTimes:
-    """Returns mean stage times, in the profile's seconds. `streams`: the trainer starts a group when it is ready.
-    `recomputes_proximal`: it recomputes log-probs. `samples_per_rank`: of a group, on the rank that has most."""
+    """Return mean stage times, in the profile's seconds.
+
+    `streams`: the trainer starts a group when it is ready. `recomputes_proximal`: it recomputes log-probs.
+    `samples_per_rank`: of a group, on the rank that has most.
+    """
     job = _Job(config, profile, streams, recomputes_proximal, samples_per_rank)
     every, budget = config.weights.publish_every, config.staleness.max_updates
     swap, blocked = profile.swap.mean(), profile.export.mean() / every
@@ -46,7 +49,7 @@ def stage_times(
 
 
 def _longest_wait(config: Config, profile: Profile) -> float:
-    """Returns the seconds a version that has arrived may have to wait for the boundary that `weights.swap` names."""
+    """Return the seconds a version that has arrived may have to wait for the boundary that `weights.swap` names."""
     batch = engine_batch(config)
     batches = {
         "step": 1 / config.rollout.num_inference_steps,
@@ -57,8 +60,7 @@ def _longest_wait(config: Config, profile: Profile) -> float:
 
 
 def engine_batch(config: Config) -> int:
-    """Returns how many samples an engine computes together: its batch, unless its slots or its share of the
-    trajectory buffer are fewer."""
+    """Return how many samples an engine computes together: its batch, unless its slots or buffer share are fewer."""
     share = math.ceil(config.buffer.trajectories / config.rollout.workers)
     return max(1, min(config.rollout.max_batch, config.rollout.max_inflight, share))
 
@@ -93,7 +95,7 @@ class _Job:
         )
 
     def latency(self, updates: int) -> float:
-        """Returns the seconds from the admission of the groups of that many updates until the last of them is made."""
+        """Return the seconds from the admission of the groups of that many updates until the last of them is made."""
         if self._in_step:
             return self._step()
         samples, train = updates * self._samples, updates * self.train
@@ -102,13 +104,16 @@ class _Job:
         return max(self._ready(samples) + self._group + self._steps, self._ready(self._group_size) + train)
 
     def _ready(self, samples: int) -> float:
-        """Returns the seconds until that many samples are generated and scored, with S > 0."""
+        """Return the seconds until that many samples are generated and scored, with S > 0."""
         one_scored, one_generated = self._profile.score.mean(1), self._profile.generate.mean(1)
         return max(self._generated(samples) + one_scored, one_generated + self._scored(samples))
 
     def _step(self) -> float:
-        """Returns the seconds of a step with S = 0. All engines start at once, so samples come in rounds; what
-        follows is busy without a break from the first round on, or from the last."""
+        """Return the seconds of a step with S = 0.
+
+        All engines start at once, so samples come in rounds; what follows is busy without a break from the first round
+        on, or from the last.
+        """
         together, group = self._engines * self._batch, self._group_size
         rest = self._samples % together
         # Where the last round is not shared evenly, some engines end a sample earlier.
@@ -130,29 +135,26 @@ class _Job:
         )
 
     def _generated(self, samples: int) -> float:
-        """Returns the seconds until all engines together have generated the samples, sharing them evenly."""
+        """Return the seconds until all engines together have generated the samples, sharing them evenly."""
         return _makespan(self._profile.generate, samples, self._engines, self._batch)
 
     def _scored(self, samples: int) -> float:
-        """Returns the seconds until the reward workers have scored the samples: the least it can take, however they
-        come."""
+        """Return the least seconds in which the reward workers score the samples, however they come."""
         return _makespan(self._profile.score, samples, self._reward_workers, self._reward_batch)
 
     def _scored_at_once(self, samples: int) -> float:
-        """Returns the seconds to score samples that are all there: a reward worker takes as many as it may, and
-        leaves the rest to others."""
+        """Return the seconds to score samples that are all there, of which a worker takes as many as it may."""
         score, batch = self._profile.score, self._reward_batch
         rounds, rest = divmod(samples, self._reward_workers * batch)
         return rounds * score.mean(batch) + score.mean(min(batch, rest))
 
 
 def _makespan(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
-    """Returns the seconds until `workers`, which share the samples evenly, have done them in jobs of at most
-    `batch`."""
+    """Return the seconds until `workers`, which share the samples evenly, have done them in jobs of at most `batch`."""
     rounds, rest = divmod(math.ceil(samples / workers), batch)
     return rounds * service.mean(batch) + service.mean(rest)
 
 
 def _share(service: ServiceTime, samples: int, workers: int, batch: int) -> float:
-    """Returns the seconds of each of `workers` that do nothing but full batches."""
+    """Return the seconds of each of `workers` that do nothing but full batches."""
     return samples / workers * service.mean(batch) / batch

@@ -1,5 +1,7 @@
-"""Checks the input that every scorer may rely on and the output it must return; the errors name the scorer and the
-sample."""
+"""Checks the input that every scorer may rely on and the output it must return.
+
+The errors name the scorer and the sample.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def describe(position: int, prompt: Prompt) -> str:
 
 
 def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
-    """Requires as many prompts as media, each of them `Media`; ScoreError otherwise."""
+    """Require as many prompts as media, each of them `Media`; ScoreError otherwise."""
     if len(media) != len(prompts):
         raise ScoreError(f"{len(media)} samples but {len(prompts)} prompts")
     for position, (one, prompt) in enumerate(zip(media, prompts, strict=True)):
@@ -40,8 +42,10 @@ def require_media(media: Sequence[Any], prompts: Sequence[Prompt]) -> None:
 
 
 def require_scores(scorer: str, scores: Any, prompts: Sequence[Prompt]) -> list[Score]:
-    """Returns the scores, with plain floats for numbers and texts that can be written: as many as prompts, every value
-    and part a finite number. ScoreError otherwise, whatever a scorer may have returned."""
+    """Return the scores, one per prompt, with plain floats for numbers and texts that can be written.
+
+    Raises ScoreError, whatever a scorer may have returned, unless every value and part is a finite number.
+    """
     if isinstance(scores, Coroutine):
         scores.close()  # it will never be awaited
         raise ScoreError(
@@ -92,7 +96,7 @@ def _require_parts(where: str, parts: Any) -> dict[str, float]:
 
 
 def _fit(text: str) -> str:
-    """Converts any text to a plain one that can be written and shown."""
+    """Convert any text to a plain one that can be written and shown."""
     plain = _UNFIT.sub("\ufffd", str.__str__(text[:_LONGEST_TEXT]))
     return plain if len(text) <= _LONGEST_TEXT else f"{plain}..."
 

@@ -18,7 +18,7 @@ from omni_async.types import Prompt, Score
 
 
 def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
-    """Returns one label per scorer: its name, numbered from the second of the same name on."""
+    """Return one label per scorer: its name, numbered from the second of the same name on."""
     seen: Counter[str] = Counter()
     labels = []
     for config in configs:
@@ -28,8 +28,11 @@ def _labels(configs: Sequence[schema.Scorer]) -> list[str]:
 
 
 def _built(label: str, config: schema.Scorer) -> Scorer:
-    """Builds a scorer. WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its
-    parameters do not fit."""
+    """Build a scorer.
+
+    WrongScorer, one line without the scorer's credentials, if that fails; ScorerConfigError if its parameters do not
+    fit.
+    """
     try:
         return registry.build(config)
     except registry.ScorerConfigError:
@@ -45,9 +48,11 @@ class Member(NamedTuple):
 
 
 class WeightedScorer:
-    """A weighted sum: value = sum of weight x value; `values` holds every scorer's own unweighted value. With one
-    scorer, parts keep their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted value is
-    the part `<scorer>/value`. Texts are joined with ` | `."""
+    """A weighted sum: value = sum of weight x value; `values` holds every scorer's own unweighted value.
+
+    With one scorer, parts keep their names; with several they are `<scorer>/<part>`, and every scorer's own unweighted
+    value is the part `<scorer>/value`. Texts are joined with ` | `.
+    """
 
     name = "reward"
 
@@ -61,7 +66,7 @@ class WeightedScorer:
 
     @classmethod
     def alone(cls, scorer: Scorer) -> WeightedScorer:
-        """Wraps a scorer that is built already, with weight 1."""
+        """Wrap a scorer that is built already, with weight 1."""
         reward = cls.__new__(cls)
         reward.members = [Member(scorer.name, 1.0, scorer)]
         return reward
@@ -77,8 +82,10 @@ class WeightedScorer:
         return [self.combine(row, prompt) for row, prompt in zip(zip(*columns, strict=True), prompts, strict=True)]
 
     def combine(self, row: Sequence[Score], prompt: Prompt, max_abs: float = sys.float_info.max) -> Score:
-        """Combines the scores of every member, in their order, into one sample's score. Unbounded if the sum, or what a
-        member adds to it, is beyond `max_abs`."""
+        """Combine the scores of every member, in their order, into one sample's score.
+
+        Unbounded if the sum, or what a member adds to it, is beyond `max_abs`.
+        """
         for (label, weight, _), score in zip(self.members, row, strict=True):
             _require_bounded(f"scorer {label!r}", weight * score.value, prompt, max_abs)
         combined = self._combine(row)

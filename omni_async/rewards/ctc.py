@@ -1,5 +1,4 @@
-"""Computes the probability that a text recogniser gives to a given text: the CTC forward pass over its per-frame
-character probabilities."""
+"""Computes the probability that a text recogniser gives to a given text: the CTC forward pass."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ import numpy as np
 
 
 def text_probability(frames: np.ndarray, text: Sequence[Sequence[int]], silent: Sequence[int]) -> float:
-    """Returns the per-character geometric mean of P(text | frames), in [0, 1]; 0 if the text does not fit into the
-    frames.
+    """Return the per-character geometric mean of P(text | frames), in [0, 1]; 0 if the text does not fit in.
 
     `frames` (T, C): probabilities over the alphabet, rows summing to 1. `text`: for each character, the alphabet
     entries that count as it (both cases, say). `silent`: entries that write nothing, the CTC blank among them.

@@ -1,5 +1,4 @@
-"""Makes exceptions of foreign scorer code fit for ledgers and logs: without the scorer's credentials, and not a whole
-web page."""
+"""Makes exceptions of foreign scorer code fit for ledgers and logs: short, and without its credentials."""
 
 from __future__ import annotations
 
@@ -19,8 +18,11 @@ _WIDEST = 24
 
 @contextmanager
 def hiding(secrets: Iterable[str]) -> Iterator[None]:
-    """Replaces an exception whose text would show one of `secrets`, a URL's password or more than 2000 characters by a
-    `ScoreError` (an `Outage`, if it is one) that does not."""
+    """Replace an exception whose text would show a secret, or is too long, by one of ours that does not.
+
+    That is one of `secrets`, a URL's password or more than 2000 characters; it becomes an `Outage`, if it is one, or
+    else a `ScoreError`.
+    """
     try:
         yield
     except BaseException as error:  # sys.exit with a key in its text, too
@@ -35,7 +37,7 @@ def hiding(secrets: Iterable[str]) -> Iterator[None]:
 
 
 def _cut(text: str, secrets: frozenset[str]) -> str:
-    """Returns `text` without `secrets`, and without its end if it is too long."""
+    """Return `text` without `secrets`, and without its end if it is too long."""
     margin = _WIDEST * max(map(len, secrets), default=0)
     looked_at = text[: 10 * _LONGEST + margin]
     shown = redact_text(looked_at, secrets)
@@ -47,7 +49,7 @@ def _cut(text: str, secrets: frozenset[str]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Returns the kind and the text of an exception; an exception is foreign code, too."""
+    """Return the kind and the text of an exception; an exception is foreign code, too."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 (nothing more can be shown)

@@ -1,5 +1,7 @@
 """Scores compressibility: the size of the image as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section 5).
-Cheap, and rarely ties."""
+
+Cheap, and rarely ties.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
 
 
 class JpegSizeScorer:
-    """A scorer with value = +-scale x size in kB (1000 bytes); `sign: min` rewards small files, `max` large ones. Part:
-    `jpeg_kb`."""
+    """A scorer with value = +-scale x size in kB (1000 bytes); `sign: min` rewards small files, `max` large ones.
+
+    Part: `jpeg_kb`.
+    """
 
     name = "jpeg_size"
     accepts = ("image",)

@@ -39,7 +39,7 @@ _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 
 
 def wanted_text(prompt: Prompt) -> str | None:
-    """Returns the prompt's target, else the first text in double quotes, without white space; None if there is none."""
+    """Return the prompt's target, else the first text in double quotes, without white space; None if there is none."""
     if prompt.target is not None:
         text = prompt.target
     else:
@@ -49,8 +49,7 @@ def wanted_text(prompt: Prompt) -> str | None:
 
 
 def missing_text(prompt: Prompt) -> str | None:
-    """Implements `check_prompt` of scorers that read: returns what to write where there is no wanted text; None if
-    there is one."""
+    """Return what to write where there is no wanted text, None if there is one: `check_prompt` of scorers that read."""
     return (
         None
         if wanted_text(prompt) is not None
@@ -64,8 +63,10 @@ def _alphabet() -> frozenset[str]:
 
 
 class OcrScorer:
-    """The OCR scorer. Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if
-    nothing) and, if dense, `ocr_target` (p).
+    """The OCR scorer.
+
+    Parts: `ocr` (similarity), `ocr_exact` (0 or 1), `ocr_confidence` (of what was read, 0 if nothing) and, if dense,
+    `ocr_target` (p).
 
     `width`: pixels the 48 pixels high line is padded to at least; 320 is the model's own, time is proportional to it.
     `frames`: those that are read of a video.
@@ -97,7 +98,7 @@ class OcrScorer:
 
     @staticmethod
     def check_prompt(prompt: Prompt, params: dict[str, Any]) -> str | None:
-        """Requires a text to read, in characters that the recogniser knows."""
+        """Require a text to read, in characters that the recogniser knows."""
         text = wanted_text(prompt)
         if text is None or text.isascii():  # all of ASCII is known, and loading the alphabet takes a second
             return missing_text(prompt)

@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Returns whether asking again later may help, judging by the exception and those that led to it."""
+    """Return whether asking again later may help, judging by the exception and those that led to it."""
     try:
         return any(_is_outage(one) for one in _chain(error))
     except Exception:  # noqa: BLE001 (attributes of foreign exceptions may raise, and then there is nothing to judge by)
@@ -32,8 +32,10 @@ def is_outage(error: BaseException) -> bool:
 
 
 def repeats(error: ScoreError, before: ScoreError) -> bool:
-    """Returns whether a scorer failed twice in the same way, and in one that time does not repair. Addresses of objects
-    may differ."""
+    """Return whether a scorer failed twice in the same way, and in one that time does not repair.
+
+    Addresses of objects may differ.
+    """
     if isinstance(error, Outage) or isinstance(before, Outage):
         return False
     return _ADDRESS.sub("0x", str(error)) == _ADDRESS.sub("0x", str(before))
@@ -59,7 +61,7 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the HTTP server's status, by the names that the client libraries have for it."""
+    """Return the HTTP server's status, by the names that the client libraries have for it."""
     of_response = getattr(error, "response", None)
     found = [getattr(error, "code", None), getattr(error, "status", None), getattr(error, "status_code", None)]
     return next((code for code in (*found, getattr(of_response, "status_code", None)) if isinstance(code, int)), None)

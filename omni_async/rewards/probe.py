@@ -1,5 +1,4 @@
-"""Makes the sample that a scorer is tried with before a sample is drawn: synthetic media of the run's shapes,
-with prompts of the run."""
+"""Makes the sample that a scorer is tried with before any is drawn: synthetic media, with prompts of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Probe:
 
     @classmethod
     def of(cls, config: Config, prompts: Sequence[Prompt]) -> Probe | None:
-        """Makes the probe; None if the recipe wants none, or has no prompts."""
+        """Make the probe; None if the recipe wants none, or has no prompts."""
         if not config.reward.probe or not prompts:
             return None
         count = min(_SAMPLES, config.reward.batch)
@@ -38,7 +37,7 @@ class Probe:
         return cls([_synthetic(shapes, flipped=bool(i)) for i in range(count)], chosen)
 
     def failed(self, reason: str) -> str:
-        """Returns the sentence about a scorer that fails the probe, with the scorer's own error."""
+        """Return the sentence about a scorer that fails the probe, with the scorer's own error."""
         tried = describe(0, self.prompts[0]).partition("(")[2].removesuffix(")")
         return (
             f"{reason} (the same twice, for a synthetic sample of {tried}; a scorer that needs drawn ones wants"
@@ -47,7 +46,7 @@ class Probe:
 
 
 def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:
-    """Returns media of these shapes: gradients, moving in a video, and a sweep of tones."""
+    """Return media of these shapes: gradients, moving in a video, and a sweep of tones."""
     parts: dict[str, Any] = {}
     for one in shapes:
         if one.part == "audio":
@@ -66,8 +65,7 @@ def _synthetic(shapes: Sequence[MediaShape], flipped: bool) -> Media:
 
 
 def _gradient(height: int, width: int) -> NDArray[np.uint8]:
-    """Returns (3, height, width), where red grows to the right, green downwards, and blue falls: no two rows are
-    alike."""
+    """Return (3, height, width): red grows to the right, green downwards, blue falls; no two rows are alike."""
     down, right = np.linspace(0, 255, height)[:, None], np.linspace(0, 255, width)[None, :]
     planes = np.broadcast_arrays(right, down, 255 - (down + right) / 2)
     return np.stack(planes).astype(np.uint8)

@@ -1,5 +1,4 @@
-"""Runs RapidOCR's text recogniser alone: one line of text per image, no detection, no rotation; the model ships inside
-its wheel.
+"""Runs RapidOCR's text recogniser alone, on one line of text per image; the model ships inside its wheel.
 
 The network takes images 48 pixels high, padded on the right to at least 320 pixels by default; its time is proportional
 to that width, so small square images are padded to 64 only. Each image runs by itself: on a CPU a batch is no faster,
@@ -20,8 +19,11 @@ HEIGHT = 48
 
 @dataclass(frozen=True)
 class Reading:
-    """The text that was read. `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T,
-    C): probabilities over the alphabet."""
+    """The text that was read.
+
+    `confidence`: mean probability of the characters read, 0 when nothing was. `frames` (T, C): probabilities over the
+    alphabet.
+    """
 
     text: str
     confidence: float
@@ -52,7 +54,7 @@ class Recogniser:
         self.alphabet: list[str] = list(self._recognise.postprocess_op.character)
 
     def read(self, image: np.ndarray) -> Reading:
-        """Reads the text of `image`, uint8 (height, width, 3), RGB."""
+        """Read the text of `image`, uint8 (height, width, 3), RGB."""
         height, width = image.shape[:2]
         line_width = max(1, round(width * HEIGHT / height))
         resample = cv2.INTER_AREA if height > HEIGHT else cv2.INTER_CUBIC

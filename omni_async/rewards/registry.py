@@ -1,5 +1,4 @@
-"""Finds scorers by name: the names that `reward.scorers[].name` may hold, and how its `params` become constructor
-arguments.
+"""Finds scorers by name, and turns the `params` of a recipe into arguments of their constructors.
 
 A name is one of the table below, an entry point of the group `omni_async.scorers`, or `module:Class`. Parameters are
 the constructor's keyword arguments, checked against its type hints (`Annotated[int, Meta(ge=1)]` bounds included). A
@@ -57,7 +56,7 @@ def _table() -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """Returns every registered name, sorted."""
+    """Return every registered name, sorted."""
     return sorted(_table())
 
 
@@ -90,7 +89,7 @@ def _load(name: str) -> type:
 
 
 def _imported(name: str, module: str) -> ModuleType:
-    """Imports the module. Any failure becomes a ScorerConfigError with its text and where it happened."""
+    """Import the module. Any failure becomes a ScorerConfigError with its text and where it happened."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -108,7 +107,7 @@ def _imported(name: str, module: str) -> ModuleType:
 
 
 def _location(error: BaseException) -> str:
-    """Returns ` (file:line)` of the innermost line outside Python's own import machinery."""
+    """Return ` (file:line)` of the innermost line outside Python's own import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return ""  # its text says so
     frames = traceback.extract_tb(error.__traceback__)
@@ -121,7 +120,7 @@ def _location(error: BaseException) -> str:
 
 
 def _searched() -> str:
-    """Describes the folders that modules are looked for in, without those of Python itself."""
+    """Describe the folders that modules are looked for in, without those of Python itself."""
     python = Path(os.__file__).parent
     found = dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path if not entry.endswith(".zip"))
     shown = [folder for folder in found if folder != str(python) and not folder.startswith(str(python / "lib-dynload"))]
@@ -130,7 +129,7 @@ def _searched() -> str:
 
 
 def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, Any]]:
-    """Returns the constructor's signature, and the types of its parameters."""
+    """Return the constructor's signature, and the types of its parameters."""
     try:
         # `__init__` is only read.
         return inspect.signature(scorer), get_type_hints(scorer.__init__, include_extras=True)  # type: ignore[misc]
@@ -142,7 +141,7 @@ def _signature(name: str, scorer: type) -> tuple[inspect.Signature, dict[str, An
 
 
 def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any]:
-    """Converts `params` to the types of the constructor's keyword arguments."""
+    """Convert `params` to the types of the constructor's keyword arguments."""
     signature, hints = _signature(name, scorer)
     allowed = {
         key: hints.get(key, Any)
@@ -176,7 +175,7 @@ def _arguments(name: str, scorer: type, params: dict[str, Any]) -> dict[str, Any
 
 
 def _referenced(value: Any) -> Iterator[str]:
-    """Yields the values that the `env:NAME` of a tree stand for."""
+    """Yield the values that the `env:NAME` of a tree stand for."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _referenced(item)
@@ -185,15 +184,17 @@ def _referenced(value: Any) -> Iterator[str]:
 
 
 def secrets_of(config: schema.Scorer) -> frozenset[str]:
-    """Returns every credential that the scorer was given, so that its messages can be shown without them."""
+    """Return every credential that the scorer was given, so that its messages can be shown without them."""
     return secrets_in(config.params) | frozenset(
         found for found in _referenced(config.params) if len(found) >= SHORTEST
     )
 
 
 def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
-    """Raises `ScorerConfigError` if `build` would, or if the scorer accepts nothing of samples with such media. Loads
-    no model (the scorer's module is imported)."""
+    """Raise `ScorerConfigError` if `build` would, or if the scorer accepts nothing of samples with such media.
+
+    Loads no model (the scorer's module is imported).
+    """
     scorer = _load(config.name)
     _arguments(config.name, scorer, config.params)
     declared = getattr(scorer, "accepts", ("image",))
@@ -211,7 +212,7 @@ def check(config: schema.Scorer, made: Sequence[MediaShape]) -> None:
 
 
 def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None:
-    """Returns the scorer's `check_prompt`, if it has one; see `Scorer`. ScorerConfigError where it is unusable."""
+    """Return the scorer's `check_prompt`, if it has one; see `Scorer`. ScorerConfigError where it is unusable."""
     scorer = _load(config.name)
     declared = inspect.getattr_static(scorer, "check_prompt", None)
     if declared is None:
@@ -239,12 +240,12 @@ def prompt_check(config: schema.Scorer) -> Callable[[Prompt], str | None] | None
 
 
 def is_concurrent(config: schema.Scorer) -> bool:
-    """Returns whether the scorer declares that calls of it may overlap; see `Scorer`."""
+    """Return whether the scorer declares that calls of it may overlap; see `Scorer`."""
     return base.is_concurrent(_load(config.name))
 
 
 def build(config: schema.Scorer) -> Scorer:
-    """Builds the scorer that `config` names, with its model loaded."""
+    """Build the scorer that `config` names, with its model loaded."""
     scorer = _load(config.name)
     arguments = _arguments(config.name, scorer, config.params)
     with hiding(secrets_of(config)):

@@ -1,5 +1,4 @@
-"""Replays a profile as a scorer: it reads the seed that a replaying engine wrote on its media and makes a reward of it,
-in no time.
+"""Replays a profile as a scorer: makes a reward of the seed that a replaying engine wrote on its media.
 
 The profile says how long a batch keeps a reward worker busy; `seconds` draws that time, and the owner of the device
 waits for it.
@@ -20,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class ReplayScorer:
-    """A `Scorer` that replays a profile. Rewards are uniform in [0, 1) and a function of the sample's seed alone;
-    `seed` decides how long batches take."""
+    """A `Scorer` that replays a profile.
+
+    Rewards are uniform in [0, 1) and a function of the sample's seed alone; `seed` decides how long batches take.
+    """
 
     name = "replay"
     accepts = ("image", "video", "audio")
@@ -31,11 +32,11 @@ class ReplayScorer:
         self._random = random.Random(seed)
 
     def seconds(self, samples: int) -> float:
-        """Draws the time of the next batch of `samples`."""
+        """Draw the time of the next batch of `samples`."""
         return self._service.sample(self._random, samples)
 
     def score(self, media: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
-        """Scores media by their seeds. ValueError for media too short to carry a seed."""
+        """Score media by their seeds. ValueError for media too short to carry a seed."""
         return [Score(_reward(seed_of(one))) for one in media]
 
 

@@ -1,5 +1,6 @@
-"""Provides threads for blocking calls, of which some never return. Owns them; only `one_returns` waits, for a call or
-for its timeout.
+"""Provides threads for blocking calls, of which some never return.
+
+Owns them; only `one_returns` waits, for a call or for its timeout.
 
 A call gets a thread that is idle, or a new one; a thread whose call returns is idle again, so calls that do not overlap
 share one thread (and what libraries keep per thread). A thread cannot be stopped: a call that is given up leaves it
@@ -34,7 +35,7 @@ class _DaemonThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the thread after its current call, if that returns; never waits for it."""
+        """End the thread after its current call, if that returns; never waits for it."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -56,12 +57,14 @@ class Threads:
 
     @property
     def busy(self) -> int:
-        """Returns the number of calls that have not returned."""
+        """The number of calls that have not returned."""
         return len(self._busy)
 
     def run(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Begins the call now. Give it up by forgetting the future; a cancelled one frees its thread for a second call
-        too early."""
+        """Begin the call now.
+
+        Give it up by forgetting the future; a cancelled one frees its thread for a second call too early.
+        """
         thread = self._idle.pop() if self._idle else _DaemonThread(self._name)
         future = asyncio.get_running_loop().run_in_executor(thread, call)
         self._busy[future] = thread
@@ -69,7 +72,7 @@ class Threads:
         return future
 
     async def one_returns(self, timeout_s: float) -> bool:
-        """Returns whether one of the busy calls returns within so many seconds."""
+        """Return whether one of the busy calls returns within so many seconds."""
         done, _ = await asyncio.wait(list(self._busy), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
@@ -81,7 +84,7 @@ class Threads:
             self._idle.append(thread)
 
     def close(self) -> None:
-        """Ends the idle threads. Calls that have not returned are left alone."""
+        """End the idle threads. Calls that have not returned are left alone."""
         self._closed = True
         for thread in self._idle:
             thread.shutdown()

@@ -1,5 +1,7 @@
-"""Shows a run to a person or a pipe. A pipe gets exactly one flushed line per update; a terminal gets a live
-display."""
+"""Shows a run to a person or a pipe.
+
+A pipe gets exactly one flushed line per update; a terminal gets a live display.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO, TypedDict
 
 from omni_async.config.redact import one_line
-from omni_async.tracking.words import validated
+from omni_async.tracking.words import indented, validated
 
 
 class UpdateView(TypedDict, total=False):
-    """The numbers shown of one update; unknown ones are left out. `staleness` is a mean, `staleness_counts` maps
-    staleness -> groups, `buffers` name -> (held, capacity), `busy` role -> fraction, `extra` further numbers by
-    name."""
+    """The numbers shown of one update; unknown ones are left out.
+
+    `staleness` is a mean, `staleness_counts` maps staleness -> groups, `buffers` name -> (held, capacity), `busy` role
+    -> fraction, `extra` further numbers by name.
+    """
 
     update: int
     reward: float
@@ -27,24 +31,26 @@ class UpdateView(TypedDict, total=False):
 
 class Console(Protocol):
     def phase(self, text: str) -> None:
-        """Shows the phase before the first update: `starting ray`, `loading engine`."""
+        """Show the phase before the first update: `starting ray`, `loading engine`."""
 
     def update(self, view: UpdateView) -> None:
-        """Shows a finished update."""
+        """Show a finished update."""
 
     def validation(self, version: int, value: float, parts: dict[str, float]) -> None:
-        """Shows a finished validation round."""
+        """Show a finished validation round."""
 
     def note(self, text: str) -> None:
-        """Shows a notice on a line of its own."""
+        """Show a notice on a line of its own."""
 
     def close(self, last_words: Sequence[str] = ()) -> None:
-        """Ends the display and leaves these lines below it, unwrapped. Nothing more is shown; a second call changes
-        nothing."""
+        """End the display and leave these lines below it, unwrapped.
+
+        Nothing more is shown; a second call changes nothing.
+        """
 
 
 def for_stream(stream: TextIO, total_updates: int, done: int = 0) -> Console:
-    """Returns the console that suits the stream. `done`: updates that earlier attempts of the run have made."""
+    """Return the console that suits the stream. `done`: updates that earlier attempts of the run have made."""
     if stream.isatty():
         from omni_async.tracking.live_console import LiveConsole
 
@@ -91,7 +97,7 @@ class LineConsole:
 
     def close(self, last_words: Sequence[str] = ()) -> None:
         for line in last_words:
-            self._write(" " * (len(line) - len(line.lstrip(" "))) + one_line(line))
+            self._write(indented(line))
         self._closed = True
 
     def _line(self, text: str) -> None:

@@ -10,8 +10,10 @@ from omni_async.tracking.files import read_lines
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A part that was lost: when (the clock's seconds), why, its replacement, and how many seconds later the
-    replacement was at work."""
+    """A part that was lost.
+
+    When (the clock's seconds), why, its replacement, and how many seconds later the replacement was at work.
+    """
 
     time: float
     part: str
@@ -21,5 +23,5 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def read_faults(path: Path) -> list[Fault]:
-    """Reads the faults in the order they were repaired; none if there is no file."""
+    """Read the faults in the order they were repaired; none if there is no file."""
     return [msgspec.json.decode(line, type=Fault) for line in read_lines(path)]

@@ -1,5 +1,4 @@
-"""Draws captions in any script: each character by the first font that has it; a character that no font has is spelled
-out.
+"""Draws captions in any script: each character by the first font that has it, or spelled out.
 
 The first font is DejaVu Sans, which is installed with matplotlib (Latin, Greek, Cyrillic, Arabic, Hebrew and many
 symbols), then any fonts of East Asian scripts that the machine has.
@@ -30,7 +29,7 @@ class Typeface:
         self._fonts = _fonts(size)
 
     def text(self, text: str) -> str:
-        """Spells out characters that no font has as `[cat face]`, if they are symbols, or as `U+4F60`."""
+        """Spell out characters that no font has as `[cat face]`, if they are symbols, or as `U+4F60`."""
         parts = []
         for missing, run in groupby(text, lambda character: self._font_of(character) is None):
             characters = list(run)
@@ -38,13 +37,13 @@ class Typeface:
         return "".join(parts)
 
     def length(self, text: str) -> float:
-        """Returns the width of the text in pixels."""
+        """Return the width of the text in pixels."""
         return sum(font.getlength(run) for font, run in self._runs(text))
 
     def draw(
         self, draw: ImageDraw.ImageDraw, position: tuple[float, float], text: str, fill: tuple[int, int, int]
     ) -> None:
-        """Draws the text. `position`: left end and baseline."""
+        """Draw the text. `position`: left end and baseline."""
         left, baseline = position
         for font, run in self._runs(text):
             draw.text(
@@ -57,7 +56,7 @@ class Typeface:
             left += font.getlength(run)
 
     def _runs(self, text: str) -> list[tuple[Font, str]]:
-        """Splits the text into runs of characters that one font draws."""
+        """Split the text into runs of characters that one font draws."""
         found = ((self._font_of(character) or self._fonts[0], character) for character in text)
         return [
             (font, "".join(character for _, character in run)) for font, run in groupby(found, lambda pair: pair[0])

@@ -23,7 +23,7 @@ _own: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_from_children(handle: T) -> T:
-    """Closes `handle`, a file or a socket, in every child that is forked while it is open here. Returns it."""
+    """Close `handle`, a file or a socket, in every child that is forked while it is open here; return it."""
     _register()
     _own.add(handle)
     return handle

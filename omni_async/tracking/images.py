@@ -18,14 +18,13 @@ _BACKGROUND, _INK = (24, 24, 27), (228, 228, 231)
 
 
 def caption(prompt: Prompt, score: Score) -> str:
-    """Returns `reward 0.81`, then the text that was read (if the scorer reads), then the prompt."""
+    """Return `reward 0.81`, then the text that was read (if the scorer reads), then the prompt."""
     read = "" if score.text is None else f"  read {score.text!r}"
     return f"reward {score.value:.2f}{read}\n{prompt.text}"
 
 
 def image_grid(items: Sequence[tuple[np.ndarray, str]], columns: int | None = None) -> Image.Image:
-    """Draws a grid, row by row, of (uint8 (height, width, 3) image, caption) pairs; about square unless `columns` says
-    otherwise.
+    """Draw a grid, row by row, of (uint8 (height, width, 3) image, caption) pairs, about square by default.
 
     Small images are enlarged by a whole factor without smoothing, to cells wide enough for their captions; large ones
     are reduced.
@@ -63,8 +62,10 @@ def _fit(array: np.ndarray) -> Image.Image:
 
 
 def _wrap(text: str, font: Typeface, width: int) -> list[str]:
-    """Wraps a text into lines no wider than `width` pixels, at most `_MAX_LINES`, broken between words, and within a
-    word that fills more than a line (not every script has spaces); text that doesn't fit is cut with dots."""
+    """Wrap a text into at most `_MAX_LINES` lines no wider than `width` pixels; the rest is cut with dots.
+
+    Lines are broken between words, and within a word that fills more than a line (not every script has spaces).
+    """
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -87,5 +88,5 @@ def _wrap(text: str, font: Typeface, width: int) -> list[str]:
 
 
 def _fitting(line: str, font: Typeface, width: float) -> int:
-    """Counts the characters of `line` that fit into `width` pixels; at least one."""
+    """Count the characters of `line` that fit into `width` pixels; at least one."""
     return max(1, bisect_right(range(1, len(line) + 1), width, key=lambda count: font.length(line[:count])))

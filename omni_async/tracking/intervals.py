@@ -8,7 +8,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the same points as sorted disjoint intervals; empty and reversed ones vanish."""
+    """Return the same points as sorted disjoint intervals; empty and reversed ones vanish."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
@@ -19,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Returns the parts inside [start, end)."""
+    """Return the parts inside [start, end)."""
     return [(max(a, start), min(b, end)) for a, b in intervals if max(a, start) < min(b, end)]
 
 
@@ -28,7 +28,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def at_least(count: int, sets: Iterable[Iterable[Interval]]) -> list[Interval]:
-    """Returns where at least `count` of the sets hold; each set is united first, so its own overlaps count once."""
+    """Return where at least `count` of the sets hold; each set is united first, so its own overlaps count once."""
     edges = sorted(edge for members in sets for start, end in union(members) for edge in ((start, 1), (end, -1)))
     result: list[Interval] = []
     depth, opened = 0, 0.0

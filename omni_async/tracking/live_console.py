@@ -15,15 +15,17 @@ from rich.text import Text
 
 from omni_async.config.redact import one_line
 from omni_async.tracking.console import UpdateView
-from omni_async.tracking.words import staleness, validated
+from omni_async.tracking.words import indented, staleness, validated
 
 _BAR_WIDTH = 24
 _REFRESH_PER_S = 4
 
 
 class LiveConsole:
-    """A display whose numbers are replaced in place, with phases, notes and validations scrolling by above it. `done`:
-    updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt."""
+    """A display whose numbers are replaced in place, with phases, notes and validations scrolling by above it.
+
+    `done`: updates of earlier attempts, where the bar begins; the time left follows from the pace of this attempt.
+    """
 
     def __init__(self, stream: TextIO, total_updates: int, done: int = 0) -> None:
         self._rich = RichConsole(file=stream, highlight=False)
@@ -64,8 +66,7 @@ class LiveConsole:
     def close(self, last_words: Sequence[str] = ()) -> None:
         self._live.stop()
         for line in last_words:
-            indent = " " * (len(line) - len(line.lstrip(" ")))
-            self._rich.print(Text(indent + one_line(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
+            self._rich.print(Text(indented(line)), soft_wrap=True)  # a path that is wrapped cannot be copied
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))

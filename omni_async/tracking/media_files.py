@@ -16,8 +16,10 @@ _QUALITY = "18"  # constant rate factor of H.264: hard to tell from the frames
 
 
 def write_media(media: Media, path: Path) -> list[Path]:
-    """Writes the parts that no image can show beside each other: `path` with the suffixes .mp4 (H.264, without sound)
-    and .wav (32-bit float). Returns the files, none for an image. Raises OSError, and then leaves no half of a file."""
+    """Write video and audio to `path` with the suffixes .mp4 (H.264, without sound) and .wav (32-bit float).
+
+    Returns the files, none for an image. Raises OSError, and then leaves no half of a file.
+    """
     written = []
     if media.video is not None and media.fps is not None:
         written.append(path.with_name(f"{path.name}.mp4"))
@@ -34,7 +36,7 @@ def write_media(media: Media, path: Path) -> list[Path]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Deletes the file again if it cannot be finished. Raises OSError, whatever a library raises."""
+    """Delete the file again if it cannot be finished. Raises OSError, whatever a library raises."""
     try:
         yield path
     except BaseException as error:

@@ -1,5 +1,7 @@
-"""Measures the memory a run really takes: proportional set size (shared pages divided among their users) of a tree of
-processes."""
+"""Measures the memory a run really takes: the proportional set size of a tree of processes.
+
+Shared pages are divided among their users.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ import psutil
 
 
 def process_tree_pss(*pids: int) -> int:
-    """Returns the bytes of these processes and all their descendants, each counted once; those that end meanwhile
-    count 0.
+    """Return the bytes of these processes and all their descendants, each once; 0 for those that end meanwhile.
 
     Where PSS is not available (not Linux, or another user's process) the resident size is used instead, which counts
     shared pages repeatedly. A local Ray's daemons and workers are descendants of the driver that started it; a cluster
@@ -45,25 +46,25 @@ class MemorySampler:
     """A thread that measures every `interval_s`, from `start` to `stop`; `peak_bytes` is the largest measurement."""
 
     def __init__(self, pids: Iterable[int] = (), interval_s: float = 2.0) -> None:
-        """Watches this process's tree, and `pids` with theirs."""
+        """Watch this process's tree, and `pids` with theirs."""
         self._pids = {os.getpid(), *pids}
         self._interval_s = interval_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+        self._thread = threading.Thread(target=self._measure_until_stopped, name="memory-sampler", daemon=True)
         self.peak_bytes = 0
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> int:
-        """Ends the thread after a last measurement; returns the peak."""
+        """End the thread after a last measurement; return the peak."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._measure()
         return self.peak_bytes
 
-    def _run(self) -> None:
+    def _measure_until_stopped(self) -> None:
         self._measure()
         while not self._stopping.wait(self._interval_s):
             self._measure()

@@ -1,5 +1,4 @@
-"""Gathers numbers between two updates, each with the reduction its recorder declared: nothing is guessed from a
-name."""
+"""Gathers numbers between two updates, each with the reduction that its recorder declared."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ class _Cell:
     value: float
     weight: float
 
-    def add(self, value: float, weight: float) -> None:
-        """Adds a number. For `mean`, `value` is the weighted sum so far."""
+    def include(self, value: float, weight: float) -> None:
+        """Add a number. For `mean`, `value` is the weighted sum so far."""
         match self.reduction:
             case "mean" | "sum":
                 self.value += value
@@ -40,33 +39,35 @@ class Metrics:
         self._cells: dict[str, _Cell] = {}
 
     def record(self, name: str, value: float, reduction: Reduction, weight: float = 1.0) -> None:
-        """Adds a number. `weight` (of a mean: the count of numbers it averages) must be positive; a name keeps its
-        first reduction."""
+        """Add a number.
+
+        `weight` (of a mean: the count of numbers it averages) must be positive; a name keeps its first reduction.
+        """
         if weight <= 0:
             raise ValueError(f"metric {name!r}: weight must be positive, got {weight}")
-        self._add(name, value * weight if reduction == "mean" else value, reduction, weight)
+        self._include(name, value * weight if reduction == "mean" else value, reduction, weight)
 
     def merge(self, other: Metrics) -> None:
-        """Adds everything `other` holds, as if it had been recorded here, last."""
+        """Add everything `other` holds, as if it had been recorded here, last."""
         for name, cell in other._cells.items():
-            self._add(name, cell.value, cell.reduction, cell.weight)
+            self._include(name, cell.value, cell.reduction, cell.weight)
 
     def flush(self) -> dict[str, float]:
-        """Returns the reduced numbers since the last flush, by name, and clears them."""
+        """Return the reduced numbers since the last flush, by name, and clear them."""
         reduced = {name: cell.result for name, cell in sorted(self._cells.items())}
         self._cells.clear()
         return reduced
 
-    def _add(self, name: str, value: float, reduction: Reduction, weight: float) -> None:
+    def _include(self, name: str, value: float, reduction: Reduction, weight: float) -> None:
         cell = self._cells.get(name)
         if cell is None:
             self._cells[name] = _Cell(reduction, value, weight)
         elif cell.reduction != reduction:
             raise ValueError(f"metric {name!r} is reduced by {cell.reduction}, cannot record it as {reduction}")
         else:
-            cell.add(value, weight)
+            cell.include(value, weight)
 
 
 def histogram(values: Iterable[int]) -> dict[int, int]:
-    """Counts how often each value (a staleness, say) occurs, in ascending order."""
+    """Count how often each value (a staleness, say) occurs, in ascending order."""
     return dict(sorted(Counter(values).items()))

@@ -1,5 +1,6 @@
-"""Opens an MLflow run: the local sqlite database or a server, with one clear error if that can't work. MLflow is
-imported here, lazily (seconds), and its global state (`mlflow.start_run` and friends) is left alone.
+"""Opens an MLflow run: the local sqlite database or a server, with one clear error if that can't work.
+
+MLflow is imported here, lazily (seconds), and its global state (`mlflow.start_run` and friends) is left alone.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class MlflowUnusableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Connection:
-    """A store of runs, and the existing run of that name, if there is one (`former`). `shown`: the store's address
-    without credentials."""
+    """A store of runs, and the existing run of that name, if there is one (`former`).
+
+    `shown`: the store's address without credentials.
+    """
 
     client: MlflowClient
     experiment: str
@@ -45,7 +48,7 @@ class Connection:
     shown: str
 
     def begin(self) -> str:
-        """Sets the former run going again, or starts one; returns its id. Raises any error of the store."""
+        """Set the former run going again, or start one; return its id. Raises any error of the store."""
         if self.former is not None:
             self.client.update_run(self.former, status="RUNNING")
             return self.former
@@ -53,13 +56,13 @@ class Connection:
         return run_id
 
     def run_url(self, run_id: str) -> str:
-        """Returns the address of the run, once the user interface is up."""
+        """Return the address of the run, once the user interface is up."""
         return (
             f"{self.shown.rstrip('/') if self._is_server else _LOCAL_UI}/#/experiments/{self.experiment}/runs/{run_id}"
         )
 
     def ui_command(self, run_id: str) -> str:
-        """Returns the shell command that shows the run, or the address to open if it is on a server."""
+        """Return the shell command that shows the run, or the address to open if it is on a server."""
         return (
             self.run_url(run_id)
             if self._is_server
@@ -72,9 +75,17 @@ class Connection:
 
 
 def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool = False) -> Connection:
-    """Connects to `config.experiment`, which is made if it doesn't exist. Without `tracking_uri`:
-    `<run_dir>/mlflow.db`, with artifacts in `<run_dir>/mlartifacts`. `goes_on`: looks for the run of that name, which
-    stays as it is. Raises MlflowUnusableError if that can't be done."""
+    """Connect to `config.experiment`, which is made if it does not exist.
+
+    Args:
+        config: without `tracking_uri` the store is `<run_dir>/mlflow.db`, with artifacts in `<run_dir>/mlartifacts`.
+        run_dir: the folder of all runs.
+        run_name: MLflow's name of the run.
+        goes_on: whether to look for the run of that name, which stays as it is.
+
+    Raises:
+        MlflowUnusableError: the store cannot be used.
+    """
     run_dir = run_dir.absolute()
     uri = config.tracking_uri or f"sqlite:///{run_dir / 'mlflow.db'}"
     shown = redact_text(uri)
@@ -90,14 +101,14 @@ def connect(config: schema.Mlflow, run_dir: Path, run_name: str, goes_on: bool =
 
 
 def begin(connection: Connection) -> str:
-    """Begins a run and returns its id. Raises MlflowUnusableError if that can't be done."""
+    """Begin a run and return its id. Raises MlflowUnusableError if that can't be done."""
     with _refusals(connection.shown):
         return connection.begin()
 
 
 @contextlib.contextmanager
 def _refusals(shown: str) -> Iterator[None]:
-    """Turns any error of a store into one clear error."""
+    """Turn any error of a store into one clear error."""
     try:
         yield
     except MlflowUnusableError:
@@ -111,7 +122,7 @@ def _refusals(shown: str) -> Iterator[None]:
 
 
 def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
-    """Returns the newest run of that name."""
+    """Return the newest run of that name."""
     found = client.search_runs(
         [experiment], f"attributes.run_name = '{name}'", order_by=["attributes.start_time DESC"], max_results=1
     )
@@ -119,7 +130,7 @@ def _run_named(client: MlflowClient, experiment: str, name: str) -> str | None:
 
 
 def _mlflow_command() -> str:
-    """Returns the command of this environment, which need not be activated, as short as it can be typed from here."""
+    """Return the command of this environment, which need not be activated, as short as it can be typed from here."""
     command = Path(sys.executable).with_name("mlflow")
     if not command.exists():
         return "mlflow"
@@ -127,7 +138,7 @@ def _mlflow_command() -> str:
 
 
 def _probe(uri: str) -> None:
-    """Fails in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
+    """Fail in seconds where MLflow's own client would retry a dead server for minutes. Accepts any HTTP answer."""
     if not uri.startswith(("http://", "https://")):
         return
     parts = urlsplit(uri)
@@ -149,7 +160,7 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _experiment(client: MlflowClient, config: schema.Mlflow, run_dir: Path) -> str:
-    """Returns the experiment's id, and makes it if needed; two runs that start together may both try to."""
+    """Return the experiment's id, and make it if needed; two runs that start together may both try to."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(config.experiment)

@@ -39,9 +39,18 @@ class MlflowSink:
     def __init__(
         self, config: schema.Mlflow, run_dir: Path, run_name: str, params: dict[str, Any], goes_on: bool = False
     ) -> None:
-        """Starts a run in `config.experiment`, or with `goes_on` finds the one of that name, whose parameters stay,
-        for `begin` to go on with. `run_dir` is `run.dir`, the folder that holds the runs (and, by default,
-        `mlflow.db`); `params` may be nested. Raises `MlflowUnusableError`."""
+        """Start a run in `config.experiment`, or find the one that `begin` goes on with.
+
+        Args:
+            config: `tracking.mlflow` of the recipe.
+            run_dir: `run.dir`, the folder of all runs, which holds `mlflow.db` by default.
+            run_name: MLflow's name of the run.
+            params: what is logged as parameters; may be nested.
+            goes_on: whether to find the run of that name, whose parameters stay.
+
+        Raises:
+            MlflowUnusableError: the store cannot be used.
+        """
         self._connection: Connection = connect(config, Path(run_dir), run_name, goes_on)
         self._client = self._connection.client
         self._params = params
@@ -55,8 +64,10 @@ class MlflowSink:
             self._put(lambda: self._send_params(params))
 
     def begin(self) -> None:
-        """Sets the run going, if it is not: before anything is logged. If there is no run of that name (another
-        database, say), one is made."""
+        """Set the run going, if it is not: before anything is logged.
+
+        If there is no run of that name (another database, say), one is made.
+        """
         if not self._began:
             self._began = True
             self._put(self._begin)
@@ -68,17 +79,17 @@ class MlflowSink:
 
     @property
     def run_id(self) -> str:
-        """Returns the run's id, empty as long as there is none."""
+        """The run's id, empty as long as there is none."""
         return self._run_id
 
     @property
     def ui_command(self) -> str:
-        """Returns the shell command that shows the run, or the address to open if it is on a server."""
+        """The shell command that shows the run, or the address to open if it is on a server."""
         return self._connection.ui_command(self._run_id)
 
     @property
     def run_url(self) -> str:
-        """Returns the address of the run, once the user interface is up."""
+        """The address of the run, once the user interface is up."""
         return self._connection.run_url(self._run_id)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
@@ -86,15 +97,15 @@ class MlflowSink:
         self._put(lambda: self._send_metrics(dict(metrics), step, now))
 
     def log_image(self, image: Image, name: str, step: int) -> None:
-        """Logs an image that the user interface shows as `name`, with a slider over steps."""
+        """Log an image that the user interface shows as `name`, with a slider over steps."""
         self._put(lambda: self._client.log_image(self._run_id, image, key=name, step=step, synchronous=True))
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Copies a file, as it is when the thread comes to it."""
+        """Copy a file, as it is when the thread comes to it."""
         self._put(lambda: self._client.log_artifact(self._run_id, str(path), folder))
 
     def finish(self, status: Literal["done", "interrupted", "failed"], timeout_s: float = 60.0) -> None:
-        """Sends the queue, then ends the run, unless it never began; gives up, with a warning, after `timeout_s`."""
+        """Send the queue, then end the run, unless it never began; give up, with a warning, after `timeout_s`."""
         if self._began:
             self._put(lambda: self._client.set_terminated(self._run_id, _STATUS[status]))
         try:
@@ -145,7 +156,7 @@ class MlflowSink:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flattens nested dicts to dotted names, lists of them by index: `reward.scorers.0.name`."""
+    """Flatten nested dicts to dotted names, lists of them by index: `reward.scorers.0.name`."""
     flat: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):

@@ -7,7 +7,7 @@ import fcntl
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,10 +15,8 @@ from typing import Any
 
 import msgspec
 
+from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
-from omni_async.config.redact import redact
-from omni_async.config.schema import Config
-from omni_async.config.yaml_text import to_yaml
 from omni_async.control.clock import Clock
 from omni_async.tracking.attempts import read_attempts
 from omni_async.tracking.files import read_lines, write_atomic
@@ -32,69 +30,88 @@ class RunDirectoryError(OSError):
     """A run folder that can't be made or written: says where and why."""
 
 
+@contextlib.contextmanager
+def refusing(what: str, folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a RunDirectoryError that says `what` cannot be done, and where if a `folder` is given."""
+    try:
+        yield
+    except RunDirectoryError:
+        raise
+    except OSError as error:
+        where = "" if folder is None else f" ({error.filename or folder})"
+        raise RunDirectoryError(f"{what}: {error.strerror or error}{where}") from error
+
+
 class RunDirectory:
     """Paths inside one run's folder; its name is the run id."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.run_id = path.name
+        self.config_yaml = path / "config.yaml"
+        self.ledger = path / "ledger.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        self.attempts = path / "attempts.jsonl"
+        self.faults = path / "faults.jsonl"
+        self.spans = path / "spans.jsonl"  # what becomes the timeline
+        self.trace = path / "trace.json"
+        self.summary = path / "summary.json"
+        self.former_summary = path / "summary.json.void"  # of the attempts before the one that is under way
+        self.profile = path / "profile.json"
+        self.samples = path / "samples"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"  # published versions, with `weights.transport: disk`
+        self.control = path / "control.sock"  # where a running run answers
 
     @classmethod
     def create(cls, config: Config, clock: Clock) -> RunDirectory:
-        """Makes the folder (a new one, even if other runs start in the same second) and writes the resolved
-        `config.yaml`.
+        """Make a new folder, even if other runs start in the same second, and write the resolved `config.yaml`.
 
         Credentials in the configuration are masked there: give them again, in the environment, to run from that file.
         """
         parent = Path(config.run.dir).absolute()
         stem = f"{config.run.name}-{datetime.fromtimestamp(clock.now()).astimezone():%Y%m%d-%H%M%S}"
-        try:
+        with refusing(f"run.dir: cannot make a run folder in {parent}", parent):
             parent.mkdir(parents=True, exist_ok=True)
             run = cls(_make_new(parent, stem))
             run._claim()
             for folder in (run.samples, run.checkpoints):
                 folder.mkdir()
-            content = to_yaml(redact(msgspec.to_builtins(config)))
-            write_atomic(run.config_yaml, content.encode())
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise RunDirectoryError(
-                f"run.dir: cannot make a run folder in {parent}: {reason} ({error.filename or parent})"
-            ) from error
+            write_atomic(run.config_yaml, resolved_yaml(config).encode())
         return run
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Reopens the folder of a run that stopped, to go on in it. Nothing in it changes before `take_over`. Raises
-        RunDirectoryError if another process has it, or a file that is needed of it cannot be read."""
+        """Reopen the folder of a run that stopped, to go on in it.
+
+        Nothing in it changes before `take_over`. Raises RunDirectoryError if another process has it, or a file that is
+        needed of it cannot be read.
+        """
         run = cls(path)
-        try:
+        with refusing(f"checkpoint.resume: cannot go on in {path}", path):
             run._claim()
             for lines in (run.metrics, run.attempts):
                 if lines.exists():
                     open_file(lines).close()
-        except RunDirectoryError:
-            raise
-        except OSError as error:
-            raise RunDirectoryError(
-                f"checkpoint.resume: cannot go on in {path}: {error.strerror or error} ({error.filename or path})"
-            ) from error
         return run
 
     def take_over(self, config: Config, version: int, validated: int | None) -> None:
-        """Prepares the reopened folder for this attempt's records: voids the metrics after `version` (`void_metrics`),
-        puts the summary of the attempts before aside until there is another, and writes this attempt's
-        `config.yaml`."""
-        try:
-            write_atomic(self.config_yaml, to_yaml(redact(msgspec.to_builtins(config))).encode())
+        """Prepare the reopened folder for this attempt's records.
+
+        Voids the metrics after `version` (`void_metrics`), puts the summary of the attempts before aside until there is
+        another, and writes this attempt's `config.yaml`.
+        """
+        with refusing(f"cannot go on in {self.path}"):
+            write_atomic(self.config_yaml, resolved_yaml(config).encode())
             self.void_metrics(version, validated)
             if self.summary.exists():
                 self.summary.replace(self.former_summary)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot go on in {self.path}: {error.strerror or error}") from error
 
     def _claim(self) -> None:
-        """Locks the folder until `release`, or until this process ends; its children do not hold the lock. Raises
-        RunDirectoryError if another process does."""
+        """Lock the folder until `release`, or until this process ends; its children do not hold the lock.
+
+        Raises RunDirectoryError if another process does.
+        """
         self._lock = keep_from_children((self.path / _LOCK).open("wb", buffering=0))
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,13 +119,13 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.path} is running: another process has it") from None
 
     def release(self) -> None:
-        """Unlocks the folder when the run is over, so that another process may go on in it."""
+        """Unlock the folder when the run is over, so that another process may go on in it."""
         if not self._lock.closed:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # something else may have the handle
             self._lock.close()
 
     def is_running(self) -> bool:
-        """Tells whether a process has locked the folder."""
+        """Tell whether a process has locked the folder."""
         try:
             with (self.path / _LOCK).open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -119,18 +136,20 @@ class RunDirectory:
         return False
 
     def is_of(self, name: str) -> bool:
-        """Tells whether a run of that name made the folder."""
+        """Tell whether a run of that name made the folder."""
         return (made := _NAME.fullmatch(self.path.name)) is not None and made["name"] == name
 
     @property
     def began(self) -> tuple[str, int]:
-        """Returns when the run began, by the folder's name: the second, and the number among the runs that began in it.
-        For a folder that a run made."""
+        """When the run began, by the folder's name: the second, and the number among the runs that began in it.
+
+        For a folder that a run made.
+        """
         made = _NAME.fullmatch(self.path.name)
         return (made["second"], int(made["number"] or 1)) if made else ("", 0)
 
     def void_metrics(self, version: int, validated: int | None) -> None:
-        """Moves the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
+        """Move the lines after `version`, and after the last round `validated`, to `metrics.jsonl.void`."""
         valid: list[bytes] = []
         void: list[bytes] = []
         for line in read_lines(self.metrics):
@@ -140,80 +159,14 @@ class RunDirectory:
                 file.writelines(void)
             write_atomic(self.metrics, b"".join(valid))
 
-    @property
-    def run_id(self) -> str:
-        return self.path.name
-
-    @property
-    def config_yaml(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def faults(self) -> Path:
-        return self.path / "faults.jsonl"
-
-    @property
-    def control(self) -> Path:
-        """Returns the path of the socket at which a running run answers."""
-        return self.path / "control.sock"
-
-    @property
-    def spans(self) -> Path:
-        """Returns the path of the spans that become the timeline."""
-        return self.path / "spans.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def former_summary(self) -> Path:
-        """Returns the path of the summary of the attempts before the one that is under way."""
-        return self.path / "summary.json.void"
-
-    @property
-    def attempts(self) -> Path:
-        return self.path / "attempts.jsonl"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Returns the folder of published versions, with `weights.transport: disk`."""
-        return self.path / "weights"
-
     def read_metrics(self, version: float = math.inf, validated: float | None = math.inf) -> list[dict[str, Any]]:
-        """Reads all lines, or those that count for a run that goes on from `version`, as `void_metrics` would leave
-        them."""
+        """Read all lines, or those that `void_metrics` would leave for a run that goes on from `version`."""
         return [
             record for line in read_lines(self.metrics) if (record := _record(line, version, validated)) is not None
         ]
 
     def metrics_gaps(self, updates: Sequence[int], rounds: Sequence[int]) -> str | None:
-        """Reports which of these updates and validation rounds `metrics.jsonl` does not have exactly one line of; None
-        if it has one of each."""
+        """Report which of these updates and rounds do not have exactly one line in `metrics.jsonl`; None if all do."""
         if not updates and not rounds:
             return None
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
@@ -231,8 +184,10 @@ class RunDirectory:
         return f"has {' and '.join(gaps)}" if gaps else None
 
     def wall_s(self, version: int) -> float:
-        """Returns the seconds that the run's attempts have taken up to `version`, from the metrics of that update or
-        from an attempt that ended there; 0 if there is neither."""
+        """Return the seconds that the run's attempts have taken up to `version`; 0 if nothing says so.
+
+        The metrics of that update say so, or an attempt that ended there.
+        """
         lines = [line for line in self.read_metrics(version, None) if line["update"] == version]
         made = max(_numbers(line.get("finished") for line in lines), default=-math.inf)
         # An attempt that had ended by then came to another update of that number, which is void.
@@ -240,12 +195,12 @@ class RunDirectory:
         return max([*_numbers(line.get("wall_s") for line in lines), *(one.wall_s for one in attempts)], default=0.0)
 
     def append_metrics(self, update: int, metrics: dict[str, Any]) -> None:
-        """Appends a line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
+        """Append a line `{"update": ..., <metric>: ...}`; numbers that are not finite become null."""
         append_jsonl(self.metrics, {"update": update, **metrics})
 
 
 def _record(line: bytes, version: float, validated: float | None) -> dict[str, Any] | None:
-    """Decodes a line; None if it was cut off, or is of an update or a validation round that is void."""
+    """Decode a line; None if it was cut off, or is of an update or a validation round that is void."""
     try:
         record = msgspec.json.decode(line, type=dict[str, Any])
         counts = record["update"] <= (version if "finished" in record else -1 if validated is None else validated)
@@ -255,21 +210,20 @@ def _record(line: bytes, version: float, validated: float | None) -> dict[str, A
 
 
 def append_jsonl(path: Path, record: Any) -> None:
-    """Appends one line, handed to the operating system before this returns. Raises RunDirectoryError if it can't be
-    written; then no part of it is in the file."""
+    """Append one line, handed to the operating system before this returns.
+
+    Raises RunDirectoryError if it can't be written; then no part of it is in the file.
+    """
     line = msgspec.json.encode(record) + b"\n"
-    try:
-        with path.open("ab", buffering=0) as file:
-            end = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(end)
-                raise
-    except OSError as error:
-        raise RunDirectoryError(f"cannot append to {path}: {error.strerror or error}") from error
+    with refusing(f"cannot append to {path}"), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:

@@ -7,20 +7,23 @@ attempt's.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from omni_async.tracking.rundir import RunDirectoryError
+from omni_async.tracking.files import read_records
+from omni_async.tracking.rundir import refusing
 from omni_async.types import Span
 
 
 class SpanLog:
-    """The spans of a run. `keep_s`: how long before the newest span's end a span is kept in memory, without its
-    arguments. `held`: the file is left alone until `open`."""
+    """The spans of a run.
+
+    `keep_s`: how long before the newest span's end a span is kept in memory, without its arguments. `held`: the file is
+    left alone until `open`.
+    """
 
     def __init__(self, path: Path, keep_s: float, held: bool = False) -> None:
         self._path = path
@@ -32,25 +35,19 @@ class SpanLog:
             self.open()
 
     def open(self) -> None:
-        """Begins the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
+        """Begin the file anew, with the spans that were held. Raises RunDirectoryError if that can't be done."""
         held, self._held = self._held, None
-        try:
+        with refusing(f"cannot begin {self._path} anew"):
             self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunDirectoryError(f"cannot begin {self._path} anew: {error.strerror or error}") from error
         self._write(held or ())
 
     def _write(self, spans: Sequence[Span]) -> None:
-        if not spans:
-            return
-        try:
-            with self._path.open("ab") as file:
+        if spans:
+            with refusing(f"cannot append to {self._path}"), self._path.open("ab") as file:
                 file.write(self._encoder.encode_lines(spans))
-        except OSError as error:
-            raise RunDirectoryError(f"cannot append to {self._path}: {error.strerror or error}") from error
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Adds spans. Raises RunDirectoryError if they cannot be written."""
+        """Add spans. Raises RunDirectoryError if they cannot be written."""
         if not spans:
             return
         if self._held is None:
@@ -63,23 +60,14 @@ class SpanLog:
             self._recent.popleft()
 
     def recent(self, since: float) -> list[Span]:
-        """Returns the spans that end after `since`, as far back as they are kept, and without their arguments."""
+        """Return the spans that end after `since`, as far back as they are kept, and without their arguments."""
         return [span for span in self._recent if span.end >= since]
 
     def all(self) -> list[Span]:
-        """Returns every span, in the order they came, except those whose line was cut off."""
-        if self._held is not None:
-            return [*self._held]
-        if not self._path.exists():
-            return []
-        spans: list[Span] = []
-        with self._path.open("rb") as file:
-            for line in file:
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    spans.append(msgspec.json.decode(line, type=Span))
-        return spans
+        """Return every span, in the order they came, except those whose line was cut off."""
+        return read_records(self._path, Span) if self._held is None else [*self._held]
 
     def close(self) -> None:
-        """Removes the file, when its spans are in the timeline."""
+        """Remove the file, when its spans are in the timeline."""
         if self._held is None:
             self._path.unlink(missing_ok=True)

@@ -40,10 +40,12 @@ class ValidationPoint(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The summary of a run. `wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated
-    training images over that time, by the whole job; divided by *all* its devices (trainer's and reward workers'
-    included) it is `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates.
-    `staleness`: how many trained groups had each staleness.
+    """The summary of a run.
+
+    `wall_s`: seconds after loading, of every attempt that led here. `images_per_s`: generated training images over that
+    time, by the whole job; divided by *all* its devices (trainer's and reward workers' included) it is
+    `images_per_s_per_device`. `first_reward` and `last_reward`: means of the first and last 5 updates. `staleness`: how
+    many trained groups had each staleness.
 
     Of the newest attempt alone are `busy` (role -> {busy, backpressured, starved}), `overlap_fraction`,
     `peak_memory_bytes` and `faults` (parts that were lost and came back). `unwritten`: file of the run folder -> why it
@@ -94,10 +96,27 @@ def summarise(
     untimed_images: int = 0,
     faults: int = 0,
 ) -> Summary:
-    """Summarises a run. `started` and `finished` are the clock's seconds, as in the spans; `rewards` has the mean
-    reward of each update; `staleness` one number per trained group; `devices` counts every accelerator of the job, or
-    every CPU where there is none. `wall_before`: seconds of earlier attempts. `untimed_images`: of `images`, those of
-    earlier attempts whose time was not recorded."""
+    """Summarise a run.
+
+    Args:
+        run: the run's id.
+        status: how it ended.
+        started: when the first sample was asked for, in the clock's seconds, as in the spans.
+        finished: when the run ended, likewise.
+        images: training samples that were generated, those of earlier attempts included.
+        rewards: the mean reward of each update.
+        staleness: one number of updates per trained group.
+        counters: the groups by how they ended.
+        spans: those of this attempt.
+        devices: every accelerator of the job, or every CPU where there is none.
+        reason: why it ended, if it is not done; credentials are masked.
+        reject_reasons: groups by the reason for which they were rejected.
+        validation: the finished rounds, in any order.
+        peak_memory_bytes: the most that all processes held at once.
+        wall_before: seconds of earlier attempts.
+        untimed_images: of `images`, those of earlier attempts whose time was not recorded.
+        faults: parts that were lost and came back.
+    """
     wall = wall_before + max(0.0, finished - started)
     rate = (images - untimed_images) / wall if wall > 0 else 0.0
     counts = histogram(staleness)
@@ -140,7 +159,7 @@ class _Ending(msgspec.Struct):
 
 
 def read_ending(path: Path) -> tuple[Status, int] | None:
-    """Reads how a run ended and how many updates it had made; None if there is no readable summary."""
+    """Read how a run ended and how many updates it had made; None if there is no readable summary."""
     try:
         ending = msgspec.json.decode(read_file(path), type=_Ending)
     except (OSError, ValueError, RecursionError):
@@ -149,13 +168,13 @@ def read_ending(path: Path) -> tuple[Status, int] | None:
 
 
 def read_status(path: Path) -> Status | None:
-    """Reads how a run ended; None if there is no readable summary."""
+    """Read how a run ended; None if there is no readable summary."""
     ending = read_ending(path)
     return None if ending is None else ending[0]
 
 
 def is_done(path: Path) -> bool:
-    """Tells whether there is a summary with status `done`."""
+    """Tell whether there is a summary with status `done`."""
     return read_status(path) == "done"
 
 

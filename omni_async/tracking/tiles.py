@@ -13,8 +13,10 @@ _BACKGROUND, _WAVE = 32, 200  # grey levels
 
 
 def tile(media: Media) -> NDArray[np.uint8]:
-    """Returns uint8 (height, width, 3): the image; of a video the first, the middle and the last frame, side by side;
-    of sound alone the waveform."""
+    """Return an image of the media, uint8 (height, width, 3).
+
+    Of a video it is the first, the middle and the last frame, side by side; of sound alone the waveform.
+    """
     if media.image is not None:
         return media.pixels
     if media.video is not None:
@@ -23,7 +25,7 @@ def tile(media: Media) -> NDArray[np.uint8]:
 
 
 def _waveform(samples: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Draws all channels over each other: in every column the range of values in its share of the time."""
+    """Draw all channels over each other: in every column the range of values in its share of the time."""
     drawn = np.full((_HEIGHT, _WIDTH, 3), _BACKGROUND, np.uint8)
     rows = ((1 - np.nan_to_num(samples).clip(-1, 1)) / 2 * (_HEIGHT - 1)).round().astype(int)
     for column, part in enumerate(np.array_split(rows, _WIDTH)):

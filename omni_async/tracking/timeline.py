@@ -1,5 +1,7 @@
-"""Turns spans into a Chrome/Perfetto trace, and into the fractions of time each role was busy. Pure functions over
-finished spans."""
+"""Turns spans into a Chrome/Perfetto trace, and into the fractions of time each role was busy.
+
+Pure functions over finished spans.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ _NOT_BUSY = (*WAITS, "outage")
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """Returns the trace as Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes
-    (threads).
+    """Return Chrome's JSON object: a process per actor, its overlapping spans on numbered lanes (threads).
 
     Times are whole microseconds since the earliest span, which began at `otherData.origin_s` seconds since the epoch.
     Lanes are assigned by the rounded times, so complete events (`ph: X`) of one lane never overlap, which Perfetto
@@ -48,7 +49,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[str, Any]], int]:
-    """Puts each span on the lowest lane that is free when it starts; there are as many lanes as spans ever overlap."""
+    """Put each span on the lowest lane that is free when it starts; there are as many lanes as spans ever overlap."""
     complete: list[dict[str, Any]] = []
     running: list[tuple[int, int]] = []  # (end, lane)
     free: list[int] = []
@@ -77,12 +78,12 @@ def _lanes(spans: Iterable[Span], pid: int, origin: float) -> tuple[list[dict[st
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Writes `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
+    """Write `trace_events` as JSON, whole or not at all. Arguments JSON has no form for are written as their `str`."""
     write_atomic(path, msgspec.json.encode(trace_events(spans), enc_hook=str))
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Reads every span of a run from the file that `write_trace` wrote, to the microsecond."""
+    """Read every span of a run from the file that `write_trace` wrote, to the microsecond."""
     trace = msgspec.json.decode(read_file(path))
     origin = trace["otherData"]["origin_s"]
     actors = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
@@ -100,14 +101,13 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def _times(spans: Iterable[Span], start: float, end: float, kinds: tuple[str, ...] | None) -> list[Interval]:
-    """Returns where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
+    """Return where spans of these kinds (None: every kind that is work) lie inside [start, end)."""
     chosen = ((s.start, s.end) for s in spans if (s.kind not in _NOT_BUSY if kinds is None else s.kind in kinds))
     return intervals.clip(intervals.union(chosen), start, end)
 
 
 def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str, dict[str, float]]:
-    """Returns, per role, the fractions of [start, end) its actors were `busy`, `backpressured` and `starved`, averaged
-    over the role's actors.
+    """Return, per role, the mean fractions of [start, end) its actors were `busy`, `backpressured` and `starved`.
 
     An actor's overlapping spans count once. The three exclude each other in this order: an engine that generates eight
     samples while a ninth slot waits for a prompt is busy. The rest up to 1 is time nothing was recorded for, or a
@@ -135,7 +135,7 @@ def busy_fractions(spans: Sequence[Span], start: float, end: float) -> dict[str,
 
 
 def overlap_fraction(spans: Sequence[Span], start: float, end: float) -> float:
-    """Returns the fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
+    """Return the fraction of [start, end) in which at least two of rollout, reward and trainer were busy."""
     if end <= start:
         return 0.0
     per_role = ([span for span in spans if Worker.parse(span.actor).role == role] for role in WORKING)

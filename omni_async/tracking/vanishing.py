@@ -13,8 +13,10 @@ _VANISHED = 1e-3
 
 
 class GradientWatch:
-    """Compares the gradient norms of the newest updates with those of the first. Warns once, and again only after the
-    norms had recovered."""
+    """Compares the gradient norms of the newest updates with those of the first.
+
+    Warns once, and again only after the norms had recovered.
+    """
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -22,7 +24,7 @@ class GradientWatch:
         self._warned = False
 
     def take(self, version: int, metrics: Mapping[str, float]) -> str | None:
-        """Adds an update; returns the warning, a sentence, if this update causes one."""
+        """Add an update; return the warning, a sentence, if this update causes one."""
         if "grad_norm" not in metrics:
             return None
         norm = metrics["grad_norm"]

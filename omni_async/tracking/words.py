@@ -1,22 +1,28 @@
-"""Formats numbers of a run for people. The live display, the lines of a log, the final lines and `omni-async status`
-all use these functions, so that a number has the same label wherever it is shown. Pure functions."""
+"""Formats numbers of a run for people.
+
+The live display, the lines of a log, the final lines and `omni-async status` all use these functions, so that a number
+has the same label wherever it is shown. Pure functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from omni_async.config.redact import one_line
 from omni_async.tracking.summary import ValidationPoint
 
 
 def validated(version: int, value: float, parts: Mapping[str, float]) -> str:
-    """Formats `validation of version 20: reward 0.412, ocr_exact 0.278`."""
+    """Format `validation of version 20: reward 0.412, ocr_exact 0.278`."""
     numbers = {"reward": value, **parts}
     return f"validation of version {version}: " + ", ".join(f"{name} {number:.3f}" for name, number in numbers.items())
 
 
 def validation_curve(points: Sequence[ValidationPoint]) -> str:
-    """Formats `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`, of the
-    numbers that both ends have."""
+    """Format the change of the numbers that the first and the last round have.
+
+    As `validation of versions 0 to 100 (6 rounds): reward 0.412 -> 0.903, ocr_exact 0.278 -> 0.900`.
+    """
     first, last = points[0], points[-1]
     if len(points) == 1:
         return validated(first.version, first.value, first.parts)
@@ -27,7 +33,7 @@ def validation_curve(points: Sequence[ValidationPoint]) -> str:
 
 
 def staleness(mean: float, counts: Mapping[int, int]) -> str:
-    """Formats `1.2 updates on average: 3 groups are 1 update old, 1 is 2`. `counts`: staleness in updates -> groups."""
+    """Format `1.2 updates on average: 3 groups are 1 update old, 1 is 2`. `counts`: staleness in updates -> groups."""
     said: list[str] = []
     for age, groups in sorted(counts.items()):
         verb = "is" if groups == 1 else "are"
@@ -37,8 +43,13 @@ def staleness(mean: float, counts: Mapping[int, int]) -> str:
     return f"{average}: {', '.join(said)}" if said else average
 
 
+def indented(line: str) -> str:
+    """Return the line as `one_line` does, with its leading spaces."""
+    return " " * (len(line) - len(line.lstrip(" "))) + one_line(line)
+
+
 def duration(seconds: float) -> str:
-    """Formats seconds to two units: `45 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Format seconds to two units: `45 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     whole = max(0, round(seconds))
     for unit, size, smaller, small in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

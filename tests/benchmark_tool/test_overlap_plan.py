@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -167,13 +166,6 @@ def test_every_round_runs_every_arm_once_and_starts_with_another(tmp_path):
     rounds = [[name for number, name in jobs if number == r] for r in range(4)]
     assert rounds == [names, [*names[1:], names[0]], [*names[2:], *names[:2]], names]
     assert jobs == sorted(jobs, key=lambda job: job[0])
-
-
-def test_every_arm_is_in_every_position_equally_often(tmp_path):
-    names = ["sync", "async_reward", "async:1"]
-    jobs = list(plan(tmp_path, arms=names, repeats=3).jobs())
-    positions = Counter((job.arm.name, number % 3) for number, job in enumerate(jobs))
-    assert positions == {(name, position): 1 for name in names for position in range(3)}
 
 
 def test_the_arms_of_a_round_share_its_seed_and_no_two_runs_share_a_folder(tmp_path):

@@ -13,8 +13,8 @@ from rich.console import Console
 from omni_async.benchmark import table
 from omni_async.benchmark.attribution import CATEGORIES
 from omni_async.benchmark.comparison import compare, fastest
+from omni_async.benchmark.figure import draw, figure_of
 from omni_async.benchmark.machine import Machine, describe_machine
-from omni_async.benchmark.picture import draw, picture
 from omni_async.benchmark.result import ArmRecord, Measured, Overlap, Prediction, RunRecord, Stage
 from omni_async.performance.law import StageTimes
 
@@ -194,7 +194,7 @@ def test_the_figure_has_four_panels_with_every_measured_arm():
     overlap = result(
         arm("sync", runs=runs(8.0, 9.0, 10.0)), arm("async:2", 2, runs=runs(5.0)), arm("async:4", 4, skipped="no")
     )
-    axes = picture(overlap).axes
+    axes = figure_of(overlap).axes
     assert [panel.get_title(loc="left") for panel in axes] == [
         "Step time",
         "Where the trainer's time goes",

@@ -14,7 +14,7 @@ from omni_async.performance.profile import load_profile
 from omni_async.simulation.simulate import simulate
 from omni_async.simulation.times import times_of
 
-RECIPES = sorted(overlap_simulated.RECIPES.glob("*.yaml"))
+RECIPES = sorted(overlap_simulated.EMULATED.glob("*.yaml"))
 
 
 def test_a_row_holds_what_the_simulator_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks import weights
+from benchmarks.arguments import write_json
 from benchmarks.weights_delta import DeltaRecord, apply, pack
 from benchmarks.weights_measure import PublishRecord, ThroughputRecord
-from benchmarks.weights_report import Results, show, write
+from benchmarks.weights_report import Results, show
 from omni_async.benchmark.machine import describe_machine
 
 
@@ -90,7 +91,7 @@ def test_results_can_be_read_back(tmp_path: Path) -> None:
     results = Results(
         describe_machine(), {"repeats": 1}, [publish(0, 0.001, 0.001)], [window("quiet", 0, 1.0)], [], ["a note"]
     )
-    assert msgspec.json.decode(write(results, tmp_path).read_bytes(), type=Results) == results
+    assert msgspec.json.decode(write_json(tmp_path / "results.json", results).read_bytes(), type=Results) == results
 
 
 @settings(max_examples=50, deadline=None)

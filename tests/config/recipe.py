@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,24 @@ def load_text(text: str, *overrides: str) -> Config:
 
 
 def complaint(text: str, *overrides: str) -> str:
-    """Returns the message for a configuration that must be refused: one line, and short enough to read."""
+    """Returns the message for a recipe of this text, which must be refused."""
+    return _message(lambda: load_text(text, *overrides))
+
+
+def complaint_about(path: Path, *overrides: str) -> str:
+    """Returns the message for the recipe in this file, which must be refused."""
+    return _message(lambda: load(path, overrides))
+
+
+def _message(loads: Callable[[], Config]) -> str:
+    """Returns what is said: one line, and short enough to read."""
     with pytest.raises(ConfigError) as caught:
-        load_text(text, *overrides)
+        loads()
     message = str(caught.value)
     assert "\n" not in message and len(message) < 700, message
     return message
+
+
+def with_key(said: str, override: str) -> str:
+    """Returns `said` with the override's key for a `~` that it begins with."""
+    return override.partition("=")[0].strip() + said[1:] if said.startswith("~") else said

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
-from recipe import MINIMAL, complaint, load_text
+from recipe import MINIMAL, complaint, load_text, with_key
 
-from omni_async.config import Config, ConfigError, load
+from omni_async.config import Config, load
 from omni_async.config.describe import walk
 
 
@@ -70,10 +70,8 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
     }.get(section if list_ else section.partition(".")[0])
     for absurd in ("1e300", str(2**62), ".nan", "true", "'12'"):
         value = f"[{absurd}, {absurd}]" if pair else absurd
-        with pytest.raises(ConfigError) as refused:
-            load_text(MINIMAL, *([needed] if needed else []), f"{key}={value}")
-        message = str(refused.value)
-        assert key in message and "expected" in message and "\n" not in message
+        message = complaint(MINIMAL, *([needed] if needed else []), f"{key}={value}")
+        assert key in message and "expected" in message
 
 
 @pytest.mark.parametrize(
@@ -87,14 +85,14 @@ def test_an_absurd_number_is_refused_under_its_key(path: str) -> None:
             "rollout.num_inference_steps=5000",
             "expected int >= 2, <= 1000 (the schedulers of diffusion models know 1000 timesteps), got 5000",
         ),
-        ("rollout.workers=20000", "rollout.workers: expected int >= 1, <= 10000 (each is a process), got 20000"),
-        ("rollout.timeout_s=1e9", "rollout.timeout_s: expected float > 0, <= 1000000, got 1000000000.0"),
-        ("algorithm.kl_coef=1e13", "algorithm.kl_coef: expected float >= 0, <= 1e12, got 10000000000000.0"),
-        ("reward.scorers.0.weight=1e30", "reward.scorers.0.weight: expected float >= -1000000, <= 1000000, got 1e+30"),
+        ("rollout.workers=20000", "~: expected int >= 1, <= 10000 (each is a process), got 20000"),
+        ("rollout.timeout_s=1e9", "~: expected float > 0, <= 1000000, got 1000000000.0"),
+        ("algorithm.kl_coef=1e13", "~: expected float >= 0, <= 1e12, got 10000000000000.0"),
+        ("reward.scorers.0.weight=1e30", "~: expected float >= -1000000, <= 1000000, got 1e+30"),
     ],
 )
 def test_the_bound_and_its_reason_are_named_for_a_value_above_it(override: str, said: str) -> None:
-    assert said in complaint(MINIMAL, override)
+    assert with_key(said, override) in complaint(MINIMAL, override)
 
 
 def test_groups_that_may_be_alive_at_once_are_bounded_by_their_product() -> None:
@@ -128,23 +126,16 @@ def test_parts_of_devices_are_those_that_ray_can_count(override: str, said: str)
 @pytest.mark.parametrize("value", ['"a\\0b"', '"a\\nb"', '"a\\eb"', "x" * 5000, "''"])
 def test_a_path_is_one_line_that_a_file_can_be_named(path: str, value: str) -> None:
     needed = [f"{key}=p" for key in ("validation.prompts", "emulation.profile") if path.startswith(key[:9])]
-    if value == "''" and path in (
-        "model.path",
-        "data.prompts",
-        "data.preferences",
-        "validation.prompts",
-        "checkpoint.resume",
-    ):
+    if value == "''" and path.startswith(("model", "data", "validation", "checkpoint")):
         return  # the recipe's folder, which its reader refuses
-    with pytest.raises(ConfigError) as refused:
-        load_text(MINIMAL, *needed, f"{path}={value}")
-    message = str(refused.value)
-    assert f"{path}: expected " in message and "\n" not in message and "\0" not in message
+    message = complaint(MINIMAL, *needed, f"{path}={value}")
+    assert f"{path}: expected " in message and "\0" not in message
 
 
 def test_the_home_folder_is_written_as_in_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_text(MINIMAL, "run.dir=~/runs").run.dir == str(tmp_path / "runs")
+    assert load_text(MINIMAL, "model.path=~/models/q").model.path == str(tmp_path / "models/q")
     (tmp_path / "recipe.yaml").write_text(MINIMAL + "run: {dir: ~/runs}\n")
     assert load(tmp_path / "recipe.yaml").run.dir == str(tmp_path / "runs")
     assert load_text(MINIMAL, "run.dir=elsewhere/runs").run.dir == "elsewhere/runs"

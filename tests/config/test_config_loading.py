@@ -13,7 +13,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from recipe import MINIMAL, load_text
 
+from omni_async.algorithms.correction.validation import problems
 from omni_async.config import ConfigError, check, load, resolved_yaml
+from omni_async.config.algorithm import Correction
 from omni_async.config.redact import is_secret_key
 
 
@@ -119,11 +121,6 @@ def test_the_roles_that_make_samples_have_names() -> None:
 def test_a_correction_says_what_it_does_to_the_mean(settings: str, normalises: bool, masks: bool) -> None:
     correction = load_text(MINIMAL, f"algorithm.correction={settings}").algorithm.correction
     assert (correction.normalises, correction.masks) == (normalises, masks)
-
-
-def test_a_home_folder_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_text(MINIMAL, "model.path=~/models/q").model.path == str(tmp_path / "models/q")
 
 
 @pytest.mark.parametrize(
@@ -276,3 +273,23 @@ def test_buckets_are_the_shared_sampling_and_what_differs() -> None:
     again = load_text(resolved_yaml(config))
     assert again.rollout == config.rollout
     assert load_text(MINIMAL).rollout.specs == (load_text(MINIMAL).rollout.sampling,)
+
+
+# ---- mode `auto` of the off-policy correction ----
+
+
+@pytest.mark.parametrize("updates", [0, 2, 4])
+def test_up_to_four_updates_the_ratio_is_taken_to_the_behaviour_policy(updates: int) -> None:
+    assert load_text(MINIMAL, f"staleness.max_updates={updates}").correction == Correction(mode="bypass")
+
+
+@pytest.mark.parametrize("updates", [5, 8])
+def test_beyond_four_updates_weights_are_tempered_and_far_steps_masked(updates: int) -> None:
+    chosen = load_text(MINIMAL, f"staleness.max_updates={updates}").correction
+    assert (chosen.mode, chosen.weights, chosen.kappa_nats, chosen.normalises) == ("decoupled", "tempered", 2.0, True)
+    assert list(problems(chosen)) == []
+
+
+def test_an_explicit_mode_is_taken_as_it_is() -> None:
+    config = load_text(MINIMAL, "staleness.max_updates=8", "algorithm.correction={mode: bypass, k3: 1.0}")
+    assert config.correction == config.algorithm.correction == Correction(mode="bypass", k3=1.0)

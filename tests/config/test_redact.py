@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
@@ -12,6 +13,8 @@ from recipe import MINIMAL, complaint, load_text
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.describe import walk
 from omni_async.config.redact import is_secret_key, one_line, redact, redact_text, secrets_in
+from omni_async.config.secret_references import resolve_references, with_secrets
+from omni_async.config.section import Section
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,9 @@ def test_values_under_secret_keys_are_masked_whatever_they_are() -> None:
         ("https://h/?to=https://i/?token=abcdef", "https://h/?to=https://i/?token=***"),
         ("https://h/#access_token=abcdef&n=1", "https://h/#access_token=***&n=1"),
         ("a basic red circle, bearer of news", "a basic red circle, bearer of news"),
+        ("sqlite:////tmp/a@b/mlflow.db", "sqlite:////tmp/a@b/mlflow.db"),
+        ("http://host:5000/a?x=1", "http://host:5000/a?x=1"),
+        ("postgresql://u:p%40@db/x", "postgresql://***@db/x"),
     ],
 )
 def test_credentials_in_a_text(text: str, shown: str) -> None:
@@ -209,8 +215,8 @@ def test_a_terminal_shows_control_characters_and_does_not_obey_them() -> None:
 
 def test_check_shows_no_credentials() -> None:
     recipe = MINIMAL.replace("{name: ocr}", "{name: ocr, params: {api_key: hunter2, n: 1}}")
-    text = resolved_yaml(load_text(recipe, "tracking.mlflow.tracking_uri=http://me:hunter2@h"))
-    assert "hunter2" not in text and "http://***@h" in text
+    text = resolved_yaml(load_text(recipe, "tracking.mlflow.tracking_uri=http://me:hunter2@h/?token=hunter2"))
+    assert "hunter2" not in text and "http://***@h/?token=***" in text
 
 
 @pytest.mark.parametrize(
@@ -227,3 +233,28 @@ def test_check_shows_no_credentials() -> None:
 )  # fmt: skip
 def test_a_complaint_shows_no_credentials(override: str) -> None:
     assert "hunter2" not in complaint(MINIMAL, override)
+
+
+# ---- references to secrets, replaced where a part is built ----
+
+
+class Settings(Section, kw_only=True, frozen=True):
+    api_key: str
+    hosts: dict[str, list[str]] = msgspec.field(default_factory=dict)
+
+
+def test_references_are_replaced_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "hunter2")
+    settings = Settings(api_key="env:JUDGE_KEY", hosts={"a": ["env:JUDGE_KEY", "b"]})
+    found = with_secrets(settings, "roles.0.settings")
+    assert found == Settings(api_key="hunter2", hosts={"a": ["hunter2", "b"]})
+    assert with_secrets({}, "roles.0.settings") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("***", "roles.0: a masked credential"), ({"key": ["env:NOT_THERE"]}, "roles.0: 'env:NOT_THERE' names an env")],
+)
+def test_what_cannot_be_replaced_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("*", r"\*")):
+        resolve_references(value, "roles.0")

@@ -80,20 +80,13 @@ def test_a_terminal_gets_a_live_display() -> None:
         "13/120",
         "0.431",
         "3/16",
+        "1.2 updates on average: 1 group is 0 updates old, 3 are 2",
         "97%",
         "21.3",
         "validation of version 12: reward 0.520",
         "[not markup]",
     ):
         assert text in shown
-
-
-def test_the_age_of_samples_is_a_sentence_on_a_terminal() -> None:
-    terminal = Terminal()
-    console = for_stream(terminal, 120)
-    console.update(VIEW)
-    console.close()
-    assert "1.2 updates on average: 1 group is 0 updates old, 3 are 2" in terminal.getvalue()
 
 
 def test_the_bar_of_a_run_that_goes_on_begins_at_the_updates_made_before() -> None:

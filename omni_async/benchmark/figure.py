@@ -32,11 +32,11 @@ _DPI = 110
 
 
 def draw(overlap: Overlap, path: Path) -> None:
-    """Draws four panels, arms side by side in each. At least one arm must have been measured."""
-    picture(overlap).savefig(path, dpi=_DPI)
+    """Draw four panels, arms side by side in each. At least one arm must have been measured."""
+    figure_of(overlap).savefig(path, dpi=_DPI)
 
 
-def picture(overlap: Overlap) -> Figure:
+def figure_of(overlap: Overlap) -> Figure:
     arms = list(compare(overlap).values())
     width = max(5.5, 2.0 + _INCHES_PER_ARM * len(arms))
     figure = Figure(figsize=(2 * width, 9.0), layout="constrained")
@@ -53,7 +53,7 @@ def _name_arms(axes: Any, arms: list[ArmSummary]) -> None:
 
 
 def _legend_above(axes: Any) -> None:
-    """Puts the legend in one line under the title, where no mark can lie."""
+    """Put the legend in one line under the title, where no mark can lie."""
     axes.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 0.99), borderaxespad=0)
 
 

@@ -1,0 +1,207 @@
+"""Reads a recipe's tree: plain data from its file, the files it extends and the overrides, before the schema is asked.
+
+Paths in a recipe are relative to the recipe, so that it runs from anywhere; on the command line, to the working
+directory. `run.dir` is always relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omni_async.config.describe import annotation_at, describe
+from omni_async.config.reading import TooLargeError, read_file
+from omni_async.config.redact import is_secret_key, redact_text, shown
+from omni_async.config.schema import Config
+from omni_async.config.yaml_text import ConfigError, parse_yaml
+
+_PATHS = (
+    "model.path",
+    "data.prompts",
+    "data.preferences",
+    "validation.prompts",
+    "checkpoint.resume",
+    "emulation.profile",
+    "run.dir",
+)
+_LONGEST_CHAIN = 8
+_DEEPEST = 50  # levels of nesting; the schema has five
+_LARGEST_FILE = 2**18  # bytes; PyYAML reads about 100 kB a second
+_LONGEST_NAME = 255  # bytes of a file's name
+_MOST_VALUES = 20_000  # aliases counted wherever they stand, or a few lines could stand for billions of values
+
+
+def read_tree(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read the recipe at `path` and set what the overrides `a.b.c=value` say. Raises ConfigError."""
+    tree = _read(path)
+    for override in overrides:
+        key = _set_override(tree, override)
+        for below in _PATHS:
+            if below == key or below.startswith(f"{key}."):
+                _anchor(tree, below, Path.cwd())
+    with errors_of(path):
+        _require_plain(tree)
+    return tree
+
+
+@contextmanager
+def errors_of(file: Path) -> Iterator[None]:
+    """Name the file in every ConfigError that is raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read the file's tree, merged over that of the recipe it `extends`, with paths resolved."""
+    asked = f" ({above[-1]} extends it)" if above else ""
+    try:
+        text = read_file(path, _LARGEST_FILE).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{asked}") from None
+    except TooLargeError as error:
+        raise ConfigError(f"{path}: {error.strerror}, so no recipe{asked}") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}{asked}") from None
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(tree).__name__}")
+    with errors_of(path):
+        _require_plain(tree)
+    for key in _PATHS:
+        _anchor(tree, key, path.parent)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected the path of a recipe, got {shown(base)}")
+    if len(above) >= _LONGEST_CHAIN or path.resolve() in above:
+        raise ConfigError(f"{path}: extends: recipes extend each other in a circle, or more than {_LONGEST_CHAIN} deep")
+    return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+
+
+def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Merge `own` over `base`: sections key by key, everything else as a whole."""
+    merged = dict(base)
+    for key, value in own.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _set_override(tree: dict[str, Any], override: str) -> str:
+    """Apply `a.b.c=value` (value in YAML) to the tree; return the path."""
+    path, separator, value = override.partition("=")
+    path = path.strip()
+    if not separator or not path:
+        raise ConfigError(f"override {_quoted(override)!r}: expected key.path=value, e.g. trainer.updates=10")
+    *parents, last = path.split(".")
+    here: Any = tree
+    for key in parents:
+        if isinstance(here, list):
+            here = here[_index(here, key, override)]
+        else:
+            if here.get(key) is None:
+                here[key] = {}
+            here = here[key]
+        if not isinstance(here, (dict, list)):
+            raise ConfigError(f"override {_quoted(override)!r}: {key!r} is a value, not a section")
+    parsed = parse_yaml(value, f"override {path!r}")
+    here[_index(here, last, override) if isinstance(here, list) else last] = parsed
+    return path
+
+
+def _index(items: list[Any], key: str, override: str) -> int:
+    indices = [str(i) for i in range(len(items))]
+    if key not in indices:
+        raise ConfigError(f"override {_quoted(override)!r}: {key[:80]!r} is not an index of a list of {len(items)}")
+    return indices.index(key)
+
+
+def _quoted(override: str) -> str:
+    """Return the override without its value if that may be or hold a credential."""
+    path, separator, value = override.partition("=")
+    plain = (
+        redact_text(value) == value
+        and not is_secret_key(path, 0 if value.isdecimal() else value)
+        and not any(mark in value for mark in ":{[")
+    )
+    text = override if plain or not separator else f"{path}=..."
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _anchor(tree: dict[str, Any], path: str, folder: Path) -> None:
+    """Make the path that stands at the key `path` absolute, if one does; relative ones start at `folder`."""
+    name, key = path.split(".")
+    section = tree.get(name)
+    given = section.get(key) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(given, str):
+        return
+    if path == "emulation.profile" and not given.lower().endswith(".json"):
+        return  # the name of a shipped profile
+    if path == "checkpoint.resume" and given == "auto":
+        return
+    if path == "run.dir":
+        folder = Path()  # runs go where the command is started
+        if not given.startswith("~"):
+            return
+    try:
+        resolved = (folder / Path(given).expanduser()).resolve()
+        if long := [size for name in resolved.parts if (size := len(os.fsencode(name))) > _LONGEST_NAME]:
+            raise ValueError(f"a name in it has {long[0]} bytes, file systems take {_LONGEST_NAME}")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path}: expected a path, got {shown(given)}: {error}") from None
+    section[key] = str(resolved)
+
+
+def _require_plain(
+    value: Any, path: tuple[str, ...] = (), above: tuple[Any, ...] = (), values: Iterator[int] | None = None
+) -> None:
+    """Refuse values that no field can mean, also inside a scorer's free-form options.
+
+    They are nan, infinity, YAML's rarer types, and endless structures.
+    """
+    key_path = ".".join(path)
+    values = count() if values is None else values
+    if next(values) > _MOST_VALUES:
+        raise ConfigError(f"{'.'.join(path[:4])}: more than {_MOST_VALUES} values, aliases counted wherever they stand")
+    if isinstance(value, (dict, list)):
+        if len(above) > _DEEPEST or any(value is outer for outer in above):
+            raise ConfigError(f"{'.'.join(path[:4])}: nested too deeply")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str) and not _is_encodable(key):
+                raise ConfigError(
+                    f"{key_path or 'the file'}: half a surrogate pair is no character, got the key {shown(key)}"
+                )
+            _require_plain(item, (*path, str(key)), (*above, value), values)
+    elif isinstance(value, str) and not _is_encodable(value):
+        raise ConfigError(f"{key_path}: half a surrogate pair is no character, got {shown(value)}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        annotation = annotation_at(Config, [*path])
+        raise ConfigError(
+            f"{key_path}: expected a finite {describe(annotation) if annotation else 'number'}, got {value}"
+        )
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{key_path}: expected a number below 2**63, got one of {value.bit_length()} bits")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise ConfigError(
+            f"{key_path}: expected text, a number, true, false, null, a list or a mapping, got {type(value).__name__}"
+        )
+
+
+def _is_encodable(text: str) -> bool:
+    """Tell whether a text can be written to a file.
+
+    It cannot with half a surrogate pair, as from "\\ud800" or a name on the command line that is not UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
