@@ -90,25 +90,38 @@ class SimulatedTrainer:
             groups += taken
             if streams:
                 for _ in taken:
-                    await self._work(self._passes())
-        passes = 0.0 if streams else sum(self._passes() for _ in groups)
-        await self._work(
-            passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update))
-        )
+                    await self._work(self._pass_group)
+        await self._work(self._step if streams else self._train_collected)
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
         await world.coordinator.update_done(finished)
         return True
 
-    def _passes(self) -> float:
-        """Draws the seconds of one group's forward and backward passes."""
-        proximal = self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
-        return proximal + self._draws.seconds("train", self._units)
+    def _recompute_proximal(self) -> float:
+        return self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
 
-    async def _work(self, seconds: float) -> None:
+    def _pass_group(self) -> float:
+        return self._recompute_proximal() + self._draws.seconds("train", self._units)
+
+    def _step(self) -> float:
+        return self._draws.seconds("step")
+
+    def _train_collected(self) -> float:
+        """Draws the seconds of all passes and steps, in the order in which an emulated trainer draws them."""
+        trainer, seconds = self._world.config.trainer, 0.0
+        for _ in range(trainer.groups_per_update):
+            seconds += self._recompute_proximal()
+        for number in range(1, trainer.groups_per_update + 1):
+            seconds += self._draws.seconds("train", self._units)
+            if number % (trainer.groups_per_update // trainer.steps_per_update) == 0:
+                seconds += self._step()
+        return seconds
+
+    async def _work(self, draw: Callable[[], float]) -> None:
+        """Works for the seconds that are drawn once the trainer has its devices."""
         shared = self._world.shared
         if shared is not None:
             await shared.take("trainer", self._draws)
-        await self._busy(seconds)
+        await self._busy(draw())
         if shared is not None:
             shared.leave()
 
@@ -129,7 +142,6 @@ class SimulatedPublisher:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._draws = world.draws("publisher")
         self._next: int | None = None
         self._missing = 0
         self._changed = Event()
@@ -157,7 +169,7 @@ class SimulatedPublisher:
                 await self._changed.wait()
             version, self._next = self._next, None
             await world.coordinator.announce(version, digest_of(version))
-            await world.loop.sleep_until(world.loop.now + self._draws.seconds("publish"))
+            await world.loop.sleep_until(world.loop.now + world.draws(f"publish/{version}").seconds("publish"))
             await self._deliver(version, engines)
 
     async def _deliver(self, version: int, engines: Sequence[SimulatedEngine]) -> None:

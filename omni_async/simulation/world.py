@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from omni_async.actors.plan import Plan
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.waiting import Event
+from omni_async.performance.draws import Draws
 from omni_async.performance.profile import Profile
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
@@ -32,20 +32,6 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
         return finished.value
     call.close()
     raise RuntimeError(f"{call} waits")
-
-
-class Draws:
-    """The service times of one worker, from a random stream of its own: they do not depend on which worker is busy
-    when."""
-
-    def __init__(self, name: str, seed: int, profile: Profile) -> None:
-        self.name = name
-        stream = random.Random(f"{seed}/{name}")
-        self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
-
-    def seconds(self, stage: str, units: float = 1) -> float:
-        """Draws the seconds of one job of this stage of the profile."""
-        return self._stages[stage](units)
 
 
 class SharedDevices:
