@@ -1,8 +1,8 @@
 """Replays a profile as reward worker, trainer rank and update rule.
 
-They fetch the same objects as the real ones and are busy for as long. The emulated engine is
-`omni_async.rollout.emulated`. Each has one device, and runs one job at a time as a sleep on the event loop and not in a thread, so they run on a loop
-of virtual time too. Imports no torch. Waits for the object store and the device; unblocked by those alone.
+They fetch the same objects as the real ones and are busy for as long. Each has one device, and runs one job at a time
+as a sleep on the event loop and not in a thread, so they run on a loop of virtual time too. Imports no torch. Waits for
+the object store and the device; unblocked by those alone. The emulated engine is `omni_async.rollout.emulated`.
 """
 
 from __future__ import annotations

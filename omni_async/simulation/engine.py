@@ -190,8 +190,9 @@ class SimulatedEngine:
         it must finish first; it then calls `swapped`."""
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
-        if self._world.config.weights.swap != "step" and in_engine:
+        if self._drains or (in_engine and self._world.config.weights.swap == "request"):
             self._pending, self._owed = version, in_engine
+            self._wake()
             return None
         pause = self._draws.seconds("swap")
         self._version = version

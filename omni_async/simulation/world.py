@@ -43,7 +43,7 @@ class SharedDevices:
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
-        self._holder = "rollout"
+        self._holder = "trainer"  # which made the version that the engines wait for
         self._working = 0
         self._turn = 0
         self._last_turn: dict[Draws, int] = {}
