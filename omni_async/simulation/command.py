@@ -52,20 +52,8 @@ def add_simulate(commands: Any) -> None:
         description=_SIMULATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_job(parser, "override a value of the recipe (values are YAML)")
     add = parser.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.path=value",
-        help="override a value of the recipe (values are YAML)",
-    )
-    add(
-        "--profile",
-        metavar="P",
-        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
-    )
     add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
     add(
@@ -76,6 +64,18 @@ def add_simulate(commands: Any) -> None:
     )
     add("--sweep", action="store_true", help="compare all schedules, and staleness budgets 0, 1, 2, 4 and 8")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
+
+
+def add_job(parser: argparse.ArgumentParser, overrides: str) -> None:
+    """Add what names a job to predict: its recipe, changes of it (`overrides`: the help), its profile."""
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help=overrides)
+    add(
+        "--profile",
+        metavar="P",
+        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -100,7 +100,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
         console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
     if options.json is not None:
-        _write(options.json, b"")  # better refused now than after minutes
+        write_json(options.json, b"")  # better refused now than after minutes
     for problem in problems:
         console.print(problem)
     for note in _notes(jobs, profile):
@@ -114,28 +114,37 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if bundles := {found.bundle for _, _, found in results} - {1}:
         console.print(f"simulated in bundles of {max(bundles)} samples; --bundle 1 simulates every sample alone")
     if options.json is not None:
-        _write(options.json, _as_json(options.recipe, profile, results))
+        write_json(options.json, _as_json(options.recipe, profile, results))
     return 0
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
     from omni_async.actors.plan import require_trainable
-    from omni_async.performance.profile import load_profile, require_room, shipped_profiles
+    from omni_async.performance.profile import require_room
 
     named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
     config = load(options.recipe, [*options.overrides, *named])
-    if config.emulation is None:
-        raise ConfigError(
-            "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of "
-            f"{', '.join(shipped_profiles())}"
-        )
-    try:
-        profile = load_profile(config.emulation.profile)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1) if named else str(error)) from None
+    profile = profile_of(config, options.profile)
     require_trainable(config)
     require_room(config, profile.payload)
     return config, profile
+
+
+def profile_of(config: Config, name: str | None) -> Profile:
+    """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if there is none."""
+    from omni_async.performance.profile import load_profile, shipped_profiles
+
+    if name is None:
+        if config.emulation is None:
+            raise ConfigError(
+                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
+                f" {', '.join(shipped_profiles())}"
+            )
+        return load_profile(config.emulation.profile)
+    try:
+        return load_profile(name)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1)) from None
 
 
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
@@ -236,7 +245,8 @@ def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Si
     return msgspec.json.format(content, indent=2) + b"\n"
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_json(path: Path, content: bytes) -> None:
+    """Write the file that `--json` names. ConfigError, one line, if that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

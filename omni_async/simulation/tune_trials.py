@@ -16,6 +16,7 @@ from omni_async.actors.plan import plan_updates
 from omni_async.config import Config
 from omni_async.config.checks import check
 from omni_async.performance.profile import Profile
+from omni_async.simulation.bundles import choose_bundle
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 
@@ -24,6 +25,7 @@ from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 _FEWEST_UPDATES = 16
 _MOST_UPDATES = 160
 _PRECISION = 0.005
+# Few enough that a run takes about a second; the same in every run.
 _MOST_BUNDLES = 10_000
 _SEEDS = 3
 
@@ -70,7 +72,7 @@ class Trials:
         self._seed = seed
         self._progress = progress
         self._steady = steady_updates(config, profile)
-        self._bundle = _bundle(config, self._steady)
+        self._bundle = choose_bundle(config, self._steady, _MOST_BUNDLES, fewest=0)
         self._points: dict[tuple[tuple[str, Value], ...], Point | None] = {}
 
     @property
@@ -154,14 +156,3 @@ def steady_updates(config: Config, profile: Profile) -> int:
     )
     needed = max((stage.variation / _PRECISION) ** 2 / max(1.0, count) for stage, count in jobs)
     return math.ceil(min(max(needed, _FEWEST_UPDATES), _MOST_UPDATES))
-
-
-def _bundle(config: Config, updates: int) -> int:
-    """Returns how many samples are simulated as one, the same in every run: as few as let a run take about a second,
-    and none that a batch would have to split."""
-    rollout = config.rollout
-    whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
-    samples = updates * config.trainer.groups_per_update * rollout.group_size
-    return next(
-        (bundle for bundle in range(1, whole + 1) if whole % bundle == 0 and samples / bundle <= _MOST_BUNDLES), whole
-    )
