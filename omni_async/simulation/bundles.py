@@ -1,5 +1,7 @@
-"""Groups samples into bundles: samples of a group that always run together and are simulated as one, where
-simulating each would take minutes."""
+"""Groups samples into bundles, where simulating each sample would take minutes.
+
+The samples of a bundle are of one group, always run together and are simulated as one.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewes
 
 
 def in_bundles(config: Config, bundle: int) -> Config:
-    """Returns the configuration that counts bundles where the recipe counts samples. Raises ValueError unless all
-    samples that run together are a whole number of bundles: anything else would be another job."""
+    """Return the configuration that counts bundles where the recipe counts samples.
+
+    Raises ValueError unless all samples that run together are a whole number of bundles: anything else would be another
+    job.
+    """
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
     together = {
         "rollout.group_size": rollout.group_size,

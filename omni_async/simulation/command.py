@@ -45,7 +45,7 @@ _NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than
 
 
 def add_simulate(commands: Any) -> None:
-    """Adds the command to the command line's subparsers. Imports nothing heavy."""
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
     parser = commands.add_parser(
         "simulate",
         help="predict a job's throughput and staleness in virtual time",
@@ -85,7 +85,7 @@ def _positive(text: str) -> int:
 
 
 def simulate_recipe(options: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config, profile = _read(options)
 
     from rich.console import Console
@@ -148,8 +148,10 @@ def profile_of(config: Config, name: str | None) -> Profile:
 
 
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
-    """Returns the jobs to simulate, each with its number of updates, and those that cannot be simulated, with the
-    reason. Raises ConfigError if an option does not fit."""
+    """Return the jobs to simulate, each with its number of updates, and why others cannot be simulated.
+
+    ConfigError if an option does not fit.
+    """
     from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous
@@ -174,7 +176,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
 
 def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
-    """Lists the stages that the profile has no time for, and which of the jobs need them."""
+    """List the stages that the profile has no time for, and which of the jobs need them."""
     from omni_async.simulation.times import not_measured
 
     needed_by: dict[str, list[str]] = {}
@@ -202,7 +204,7 @@ def _simulate(name: str, config: Config, profile: Profile, updates: int, options
 
 @contextmanager
 def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
+    """Show a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -43,7 +43,7 @@ recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 
 
 def add_tune(commands: Any) -> None:
-    """Adds the command to the command line's subparsers. Imports nothing heavy."""
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
     tune = commands.add_parser(
         "tune",
         help="choose staleness, buffers and the split of N devices by simulation",
@@ -70,7 +70,7 @@ def add_tune(commands: Any) -> None:
 
 
 def tune_recipe(options: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config = load(options.recipe, options.overrides)
     profile = profile_of(config, options.profile)
     _require_usable(options)

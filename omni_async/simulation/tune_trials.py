@@ -58,9 +58,12 @@ class Trials:
         seed: int = 0,
         progress: Callable[[int, Point], None] | None = None,
     ) -> None:
-        """Takes the job and the simulator. `kept`: keys that stay as they are, whatever is asked for. `progress` is
-        called with the number of simulations made, and the last one. `floor`: images per second that no
-        recommendation may fall short of, where anything reaches them."""
+        """Take the job and the simulator.
+
+        `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
+        made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
+        reaches them.
+        """
         self.config = config
         self.profile = profile
         self.kept = kept
@@ -84,11 +87,11 @@ class Trials:
         return [point for point in self._points.values() if point is not None]
 
     def moved(self, here: Point, path: str, value: Value) -> Point | None:
-        """Simulates `here` with one key changed, and what depends on it."""
+        """Simulate `here` with one key changed, and what depends on it."""
         return self.at(moved(self.config, here.keys, path, value))
 
     def compared(self, here: Point, path: str) -> dict[Value, Point]:
-        """Returns everything simulated so far that differs from `here` by that key alone, by its value."""
+        """Return everything simulated so far that differs from `here` by that key alone, by its value."""
         found = {}
         for point in self.points:
             value = point.keys[path]
@@ -97,8 +100,10 @@ class Trials:
         return found
 
     def at(self, keys: Keys) -> Point | None:
-        """Returns the result of these keys; None if the schema refuses the keys, or if they have not been simulated
-        and the budget is spent."""
+        """Return the result of these keys.
+
+        None if the schema refuses the keys, or if they have not been simulated and the budget is spent.
+        """
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
@@ -111,8 +116,10 @@ class Trials:
         return self._points[name]
 
     def refusal(self, keys: Keys) -> str | None:
-        """Returns why the schema refuses these keys, or why the algorithm cannot stream as `trainer.streaming: on`
-        demands, which also depends on S."""
+        """Return why the schema refuses these keys, or why the algorithm cannot stream, which also depends on S.
+
+        It has to where `trainer.streaming: on` demands it.
+        """
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
@@ -122,8 +129,10 @@ class Trials:
         return problem
 
     def measure_noise(self, point: Point) -> None:
-        """Measures the change that another seed makes, as a fraction of images per second: half the range over a
-        few. Smaller differences mean nothing."""
+        """Measure the change that another seed makes, as a fraction of images per second: half the range over a few.
+
+        Smaller differences mean nothing.
+        """
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
             speeds = [
@@ -133,7 +142,7 @@ class Trials:
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
-        """Simulates any configuration of the same job, whatever the budget says."""
+        """Simulate any configuration of the same job, whatever the budget says."""
         seed = self._seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
         simulated = self._simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
@@ -146,8 +155,10 @@ class Trials:
 
 
 def steady_updates(config: Config, profile: Profile) -> int:
-    """Returns the updates that a run needs: the more the service times vary and the fewer jobs average that out, the
-    more."""
+    """Return the updates that a run needs.
+
+    The more the service times vary and the fewer jobs average that out, the more.
+    """
     samples = config.trainer.groups_per_update * config.rollout.group_size
     jobs = (
         (profile.generate, samples / config.rollout.max_batch),

@@ -19,13 +19,15 @@ T = TypeVar("T")
 
 
 def digest_of(version: int) -> str:
-    """Returns the digest of a version, which has no weights here."""
+    """Return the digest of a version, which has no weights here."""
     return f"version {version}"
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a call of the coordinator that does not wait, for callers that are no coroutines. Raises
-    RuntimeError if it would wait."""
+    """Return the result of a call of the coordinator that does not wait, for callers that are no coroutines.
+
+    Raises RuntimeError if it would wait.
+    """
     try:
         call.send(None)
     except StopIteration as finished:
@@ -35,8 +37,10 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
 
 
 class SharedDevices:
-    """Devices that the roles use in turns. A role has them while any of its workers works; then the role that asked
-    first gets them. Every worker takes the profile's `switch` when it first works after its role got the devices back.
+    """Devices that the roles use in turns.
+
+    A role has them while any of its workers works; then the role that asked first gets them. Every worker takes the
+    profile's `switch` when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`.
     """
@@ -68,8 +72,11 @@ class SharedDevices:
 
 @dataclass
 class World:
-    """The state of one simulation. `bundle`: samples that are simulated as one; `config` counts in bundles, service
-    times in samples. `shared` is None where every role has devices of its own."""
+    """The state of one simulation.
+
+    `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
+    where every role has devices of its own.
+    """
 
     config: Config
     profile: Profile
@@ -84,8 +91,10 @@ class World:
     taken: int = 0
 
     def count_groups(self, taken: int = 0) -> None:
-        """Updates the gauges after a call that may have admitted groups or freed slots; the trainer took `taken`
-        more."""
+        """Update the gauges after a call that may have admitted groups or freed slots.
+
+        The trainer took `taken` more.
+        """
         self.taken += taken
         admitted, released = (
             self.coordinator.ledger.admitted,
