@@ -299,19 +299,6 @@ def test_shared_devices_serve_one_role_at_a_time_and_a_switch_takes_time() -> No
 # ---- small things ----------------------------------------------------------------------------------------------------
 
 
-def test_service_times_of_a_worker_depend_on_its_name_and_the_seed_alone() -> None:
-    profile = make_profile(generate=(1.0, 0.0, 0.5))
-
-    def drawn(name: str, seed: int) -> list[float]:
-        draws = Draws(name, seed, profile)
-        return [draws.seconds("generate", 4) for _ in range(5)]
-
-    assert drawn("rollout-0", 1) == drawn("rollout-0", 1)
-    assert drawn("rollout-0", 1) != drawn("rollout-1", 1)
-    assert drawn("rollout-0", 1) != drawn("rollout-0", 2)
-    assert len(set(drawn("rollout-0", 1))) == 5
-
-
 def test_a_call_that_would_wait_is_refused_where_no_caller_can_wait() -> None:
     async def waits() -> None:
         await asyncio.get_running_loop().create_future()
