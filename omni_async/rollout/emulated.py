@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from omni_async.performance.device import Device
 from omni_async.performance.draws import Draws
@@ -46,23 +46,43 @@ _OFFSETS = 4096
 Make = Callable[[SampleRequest, VersionSpans], Trajectory]
 
 
-class EngineTimes(Protocol):
-    """The seconds that an engine's device takes.
+class EngineTimes:
+    """The seconds that an engine's device takes; nothing unless a method says otherwise.
 
     `in_batches`: samples start together and end together, and `step` is asked once for all steps of a batch; otherwise
     a sample joins and leaves at any step. `gather`: how long the first sample waits for others.
     """
 
-    in_batches: bool
-    gather: float
+    in_batches = False
+    gather = 0.0
 
-    def step(self, samples: int, num_steps: int) -> float: ...
-    def decode(self) -> float: ...
-    def stage(self, version: int) -> float: ...
-    def swap(self) -> float: ...
+    def step(self, samples: int, num_steps: int) -> float:
+        raise NotImplementedError
+
+    def decode(self) -> float:
+        return 0.0
+
+    def stage(self, version: int) -> float:
+        return 0.0
+
+    def swap(self) -> float:
+        return 0.0
 
 
-class ReplayedTimes:
+class StepTimes(EngineTimes):
+    """The times of `rollout.emulated`."""
+
+    def __init__(self, times: Emulated) -> None:
+        self._times = times
+
+    def step(self, samples: int, num_steps: int) -> float:
+        return self._times.step_s + self._times.per_sample_s * (samples - 1)
+
+    def decode(self) -> float:
+        return self._times.decode_s
+
+
+class ReplayedTimes(EngineTimes):
     """A profile's times of the engine `name`.
 
     `takes_turns`: the device also serves other roles, and taking new weights includes the time to switch to this one.
@@ -80,36 +100,12 @@ class ReplayedTimes:
     def step(self, samples: int, num_steps: int) -> float:
         return self._draws.seconds("generate", samples) / num_steps
 
-    def decode(self) -> float:
-        return 0.0
-
     def stage(self, version: int) -> float:
         """Draw the time of a publish, the same on all engines: it is over when every engine has the version."""
         return Draws(f"publish/{version}", self._seed, self._profile).seconds("publish")
 
     def swap(self) -> float:
         return self._draws.seconds("swap") + (self._draws.seconds("switch") if self._takes_turns else 0.0)
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The times of `rollout.emulated`; taking in and swapping weights takes none."""
-
-    times: Emulated
-    in_batches = False
-    gather = 0.0
-
-    def step(self, samples: int, num_steps: int) -> float:
-        return self.times.step_s + self.times.per_sample_s * (samples - 1)
-
-    def decode(self) -> float:
-        return self.times.decode_s
-
-    def stage(self, version: int) -> float:
-        return 0.0
-
-    def swap(self) -> float:
-        return 0.0
 
 
 class RandomPayload:
