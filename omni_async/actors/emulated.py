@@ -1,14 +1,13 @@
-"""Replays a profile as reward worker, trainer rank and update rule: they fetch the same objects as the real ones and
-are busy for as long.
+"""Replays a profile as reward worker, trainer rank and update rule.
 
-Each has one device, and runs one job at a time as a sleep on the event loop and not in a thread, so they run on a loop
-of virtual time too. Imports no torch. Waits for the object store and the device; unblocked by those alone.
+They fetch the same objects as the real ones and are busy for as long. Each has one device, and runs one job at a time
+as a sleep on the event loop and not in a thread, so they run on a loop of virtual time too. Imports no torch. Waits for
+the object store and the device; unblocked by those alone. The emulated engine is `omni_async.rollout.emulated`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,9 +22,9 @@ from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
 from omni_async.control.clock import Clock
 from omni_async.performance.device import Device
+from omni_async.performance.draws import Draws
 from omni_async.performance.media import random_bytes
 from omni_async.performance.profile import Profile
-from omni_async.performance.service import ServiceTime
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.guard import Failure
 from omni_async.rewards.replay import ReplayScorer
@@ -39,26 +38,27 @@ _VERSION_BYTES = 8
 
 
 class EmulatedRewarder(Rewarder):
-    """A reward worker that takes the profile's time over every batch. Where roles share devices, the first batch of an
-    update waits for the device to be handed over."""
+    """A reward worker that takes the profile's time over every batch.
+
+    Where roles share devices, the first batch of an update waits for the device to be handed over.
+    """
 
     def __init__(
         self, name: str, config: Config, profile: Profile, coordinator: CoordinatorApi, store: ObjectStore, clock: Clock
     ) -> None:
-        self._replay = ReplayScorer(profile.score, f"{config.run.seed}/{name}")
-        super().__init__(name, config, WeightedScorer.alone(self._replay), coordinator, store, clock)
+        self._scorer = ReplayScorer()
+        super().__init__(name, config, WeightedScorer.alone(self._scorer), coordinator, store, clock)
         self._device = Device()
+        self._draws = Draws(name, config.run.seed, profile)
         self._since = 0.0
-        self._switch = profile.switch if config.placement.reward_in_turn else None
-        self._random = random.Random(f"{config.run.seed}/{name}/switch")
         self._turn = -1
 
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         turn = int(jobs[0].sample_id[1:].split(".")[0]) // self._config.trainer.groups_per_update
-        if self._switch is not None and turn != self._turn:
+        if self._config.placement.reward_in_turn and turn != self._turn:
             self._turn = turn
             with self._tracer.span("switch"):
-                await self._device.busy(self._switch.sample(self._random), self._device.now())
+                await self._device.busy(self._draws.seconds("switch"), self._device.now())
         return await super()._score_all(jobs)
 
     async def _fetch(self, jobs: list[ScoreJob]) -> list[Any]:
@@ -66,39 +66,43 @@ class EmulatedRewarder(Rewarder):
         return await super()._fetch(jobs)
 
     async def _score(self, media: list[Any], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        await self._device.busy(self._replay.seconds(len(jobs)), self._since)
+        await self._device.busy(self._draws.seconds("score", len(jobs)), self._since)
         return [self._replayed(one, job) for one, job in zip(media, jobs, strict=True)]
 
     def _replayed(self, media: Any, job: ScoreJob) -> Score | Failure:
         try:
-            return self._replay.score([media], [job.prompt])[0]
+            return self._scorer.score([media], [job.prompt])[0]
         except ValueError as error:
             return Failure(f"ValueError: {error}")
 
 
 class EmulatedRank:
-    """The only rank of an emulated trainer, whatever `trainer.workers`: it is busy with a group for as long as the
-    rank that is dealt most of it. See `RankApi`."""
+    """The only rank of an emulated trainer, whatever `trainer.workers`. See `RankApi`.
+
+    It is busy with a group for as long as the rank that is dealt most of it.
+    """
 
     def __init__(self, config: Config, profile: Profile, store: ObjectStore) -> None:
         self._config = config
-        self._profile = profile
+        self._trajectory_bytes = profile.payload.trajectory
         self._store = store
         self._device = Device()
-        self._random = random.Random(f"{config.run.seed}/trainer")
+        self._draws = Draws("trainer", config.run.seed, profile)
         self._units = samples_per_rank(config)
         self._free: list[list[Bucket]] = []
         self._since: float | None = None  # when the group that is computed next began to be fetched
         self._weights = random_bytes(max(profile.payload.weights, _VERSION_BYTES), config.run.seed)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Does nothing: there is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        """Fetches all trajectories, as part of the profile's time for the pass that follows. RuntimeError if one is
-        not of the payload's size."""
+        """Fetch all trajectories, as part of the profile's time for the pass that follows.
+
+        RuntimeError if one is not of the payload's size.
+        """
         self._since = self._device.now()
-        expected = self._profile.payload.trajectory
+        expected = self._trajectory_bytes
         for trajectory in await asyncio.gather(*(self._store.get(reference) for reference in trajectories)):
             if trajectory.nbytes != expected:
                 raise RuntimeError(
@@ -106,27 +110,26 @@ class EmulatedRank:
                 )
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Returns an empty list: no drift was computed."""
-        await self._pass(self._profile.proximal)
+        """Return an empty list: no drift was computed."""
+        await self._pass("proximal")
         return []
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        await self._pass(self._profile.train)
+        await self._pass("train")
 
     async def step(self, grad_scale: float) -> dict[str, float]:
-        await self._device.busy(self._profile.step.sample(self._random), self._device.now())
+        await self._device.busy(self._draws.seconds("step"), self._device.now())
         return {}
 
     async def discard(self) -> None:
-        """Does nothing: there are no gradients."""
+        """Do nothing: there are no gradients."""
 
     async def switch(self) -> None:
-        """Hands the device over to the trainer."""
-        await self._device.busy(self._profile.switch.sample(self._random), self._device.now())
+        """Hand the device over to the trainer."""
+        await self._device.busy(self._draws.seconds("switch"), self._device.now())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copies the payload, into memory that an earlier version no longer needs, as part of the profile's time for
-        it."""
+        """Copy the payload, as part of the profile's time for it, into memory that no earlier version needs."""
         since = self._device.now()
         size = self._config.weights.bucket_mb * 2**20
         pieces = [self._weights[start : start + size] for start in range(0, len(self._weights), size)]
@@ -138,27 +141,26 @@ class EmulatedRank:
             TensorSpec(f"bucket.{i}", "uint8", (len(bucket),), (Piece(i, 0, len(bucket)),))
             for i, bucket in enumerate(buckets)
         )
-        await self._device.busy(self._profile.export.sample(self._random), since)
+        await self._device.busy(self._draws.seconds("export"), since)
         return Snapshot(
             version, self._config.weights.payload, specs, buckets, release=partial(self._free.append, buckets)
         )
 
     async def share(self, version: int) -> SharedRows:
-        """Raises RuntimeError: rank 0, the only one that is emulated, holds every row."""
+        """Raise RuntimeError: rank 0, the only one that is emulated, holds every row."""
         raise RuntimeError("emulated ranks share no rows")
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Returns no state: there are no weights."""
+        """Return no state: there are no weights."""
         return {}
 
     async def end_save(self) -> None:
-        """Does nothing: nothing was begun."""
+        """Do nothing: nothing was begun."""
 
-    async def _pass(self, service: ServiceTime) -> None:
+    async def _pass(self, stage: str) -> None:
         since, self._since = self._since, None
-        await self._device.busy(
-            service.sample(self._random, self._units), self._device.now() if since is None else since
-        )
+        seconds = self._draws.seconds(stage, self._units)
+        await self._device.busy(seconds, self._device.now() if since is None else since)
 
 
 class EmulatedRule:
@@ -176,12 +178,11 @@ class EmulatedRule:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Does nothing: there is no state."""
+        """Do nothing: there is no state."""
 
 
 class EmulatedUpdate:
-    """An update in which a group's passes run when it comes if the plan streams, and otherwise when all groups are
-    in."""
+    """An update whose groups are passed when they come if the plan streams, and otherwise when all are in."""
 
     def __init__(
         self, config: Config, plan: Plan, rank: EmulatedRank, version: int, tracer: Tracer, preempt: Callable[[], bool]
@@ -208,18 +209,18 @@ class EmulatedUpdate:
             await self._accumulate(group)
 
     async def finish(self) -> dict[str, float]:
-        if self._plan.mode == "collect":
-            await self._begin_turn(first=True)
-            for group in self.groups:
-                await self._recompute_proximal(group)
-            for number, group in enumerate(self.groups, start=1):
-                if self._preempt() and not self._steps:
-                    raise Abandoned
-                await self._accumulate(group)
-                if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
-                    await self._step()
-        else:
+        if self._plan.mode != "collect":
             await self._step()
+            return {}
+        await self._begin_turn(first=True)
+        for group in self.groups:
+            await self._recompute_proximal(group)
+        for number, group in enumerate(self.groups, start=1):
+            if self._preempt() and not self._steps:
+                raise Abandoned
+            await self._accumulate(group)
+            if number % (len(self.groups) // self._config.trainer.steps_per_update) == 0:
+                await self._step()
         return {}
 
     async def _begin_turn(self, first: bool) -> None:
@@ -243,5 +244,5 @@ class EmulatedUpdate:
 
 
 def _batch(group: ReadyGroup, version: int) -> TrainGroup:
-    """Returns a group's batch without values: nothing is computed from it."""
+    """Return a group's batch without values: nothing is computed from it."""
     return TrainGroup(group.group, version, None, (), (), ())

@@ -1,17 +1,15 @@
-"""Replays a profile as a scorer: makes a reward of the seed that a replaying engine wrote on its media.
+"""Scores what an emulated engine made.
 
-The profile says how long a batch keeps a reward worker busy; `seconds` draws that time, and the owner of the device
-waits for it.
+A score is made of the seed that the engine wrote on the media, in no time. How long a batch keeps a reward worker busy
+is the worker's own matter.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 from typing import TYPE_CHECKING
 
 from omni_async.performance.media import seed_of
-from omni_async.performance.service import ServiceTime
 from omni_async.types import Prompt, Score
 
 if TYPE_CHECKING:
@@ -19,21 +17,10 @@ if TYPE_CHECKING:
 
 
 class ReplayScorer:
-    """A `Scorer` that replays a profile.
-
-    Rewards are uniform in [0, 1) and a function of the sample's seed alone; `seed` decides how long batches take.
-    """
+    """A `Scorer` whose rewards are uniform in [0, 1) and a function of the sample's seed alone."""
 
     name = "replay"
     accepts = ("image", "video", "audio")
-
-    def __init__(self, service: ServiceTime, seed: str) -> None:
-        self._service = service
-        self._random = random.Random(seed)
-
-    def seconds(self, samples: int) -> float:
-        """Draw the time of the next batch of `samples`."""
-        return self._service.sample(self._random, samples)
 
     def score(self, media: list[np.ndarray], prompts: list[Prompt]) -> list[Score]:
         """Score media by their seeds. ValueError for media too short to carry a seed."""

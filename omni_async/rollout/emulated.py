@@ -1,149 +1,262 @@
-"""Emulates an engine that takes the time of a real one and makes real trajectories, without a model: for tests of the
-rest of the system.
+"""Implements an engine without a model, on a device that takes as long as it is told.
 
-It takes one denoising step at a time with continuous batching: a sample joins the running batch as soon as there is
-room and leaves it after its last step. The policy's velocity is 0 in every version; transitions, noise and log-probs
-are the real ones, so they agree with a recomputation that also uses velocity 0. Media are flat: one
-colour or one level, derived from the seed. The engine waits for a request or a step's service time; `generate` and
-`close` unblock it.
+Requests, versions and reports are real. `times` says how long things take: `ReplayedTimes` replays a profile, in which
+a job is a batch of waiting requests that start and end together; `StepTimes` is `rollout.emulated`, with which whatever
+runs takes one denoising step at a time, and a sample joins as soon as there is room and leaves after its last step.
+`make` says what a sample is made of: `RandomPayload` is bytes of a profile's sizes, `omni_async.rollout.zero_velocity`
+makes real trajectories of a policy that does nothing.
+
+Every step is stamped with the version that took it, and a swap falls between two steps. The engine sleeps on the event
+loop, never in a thread, so it runs on a loop of virtual time too. It waits for a request, a swap, or the device;
+`generate`, `swap` and `close` unblock it. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from tensordict import TensorDict
-
-from omni_async.config.schema import Emulated
-from omni_async.families import SamplingSpec
-from omni_async.media import Media
+from omni_async.performance.device import Device
+from omni_async.performance.draws import Draws
+from omni_async.performance.media import SEED_BYTES, random_bytes, with_seed
+from omni_async.performance.profile import Payload, Profile
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.rollout.engine_task import EngineTask
-from omni_async.rollout.payloads import Staged
 from omni_async.rollout.staged import StagedVersion
-from omni_async.rollout.stepping import InFlight, check_request, take_steps
-from omni_async.sde.schedules import linear
 from omni_async.types import SampleRequest, WeightManifest, WeightReport
 from omni_async.version_spans import VersionSpans
-from omni_async.weights.buckets import WeightError
+from omni_async.weights.digest import WeightError, verify
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from omni_async.config.schema import Emulated
 
-def flat_media(seed: int, spec: SamplingSpec) -> Media:
-    """Returns media of the spec's shapes, of one colour or one level, which depend on the seed alone."""
-    levels = torch.tensor(list(hashlib.blake2b(str(seed).encode(), digest_size=3).digest()), dtype=torch.uint8)
-    parts: dict[str, Any] = {}
-    for one in spec.media():
-        if one.part == "audio":
-            parts |= {"audio": torch.full(one.shape, int(levels[0]) / 255), "sample_rate": one.rate}
-        else:
-            parts[one.part] = levels[:, None, None].expand(one.shape).clone()
-        if one.part == "video":
-            parts["fps"] = one.rate
-    return Media(**parts)
+# Samples leased together arrive one by one, because messages take time that no device spends: samples that come within
+# this time of the first, or this share of the job if that is shorter, belong to the same batch. The job is planned from
+# the first sample's arrival all the same.
+_INSTANT_S = 0.02
+_INSTANT_SHARE = 0.05
+# Trajectories are windows of one random buffer, at offsets below this many bytes; storing one copies it.
+_OFFSETS = 4096
+
+Make = Callable[[SampleRequest, VersionSpans], Trajectory]
+
+
+class EngineTimes:
+    """The seconds that an engine's device takes; nothing unless a method says otherwise.
+
+    `in_batches`: samples start together and end together, and `step` is asked once for all steps of a batch; otherwise
+    a sample joins and leaves at any step. `gather`: how long the first sample waits for others.
+    """
+
+    in_batches = False
+    gather = 0.0
+
+    def step(self, samples: int, num_steps: int) -> float:
+        raise NotImplementedError
+
+    def decode(self) -> float:
+        return 0.0
+
+    def stage(self, version: int) -> float:
+        return 0.0
+
+    def swap(self) -> float:
+        return 0.0
+
+
+class StepTimes(EngineTimes):
+    """The times of `rollout.emulated`."""
+
+    def __init__(self, times: Emulated) -> None:
+        self._times = times
+
+    def step(self, samples: int, num_steps: int) -> float:
+        return self._times.step_s + self._times.per_sample_s * (samples - 1)
+
+    def decode(self) -> float:
+        return self._times.decode_s
+
+
+class ReplayedTimes(EngineTimes):
+    """A profile's times of the engine `name`.
+
+    `takes_turns`: the device also serves other roles, and taking new weights includes the time to switch to this one.
+    """
+
+    in_batches = True
+
+    def __init__(self, name: str, profile: Profile, seed: int, *, max_batch: int, takes_turns: bool = False) -> None:
+        self._draws = Draws(name, seed, profile)
+        self._profile = profile
+        self._seed = seed
+        self._takes_turns = takes_turns
+        self.gather = min(_INSTANT_S, _INSTANT_SHARE * profile.generate.mean(max_batch))
+
+    def step(self, samples: int, num_steps: int) -> float:
+        return self._draws.seconds("generate", samples) / num_steps
+
+    def stage(self, version: int) -> float:
+        """Draw the time of a publish, the same on all engines: it is over when every engine has the version."""
+        return Draws(f"publish/{version}", self._seed, self._profile).seconds("publish")
+
+    def swap(self) -> float:
+        return self._draws.seconds("swap") + (self._draws.seconds("switch") if self._takes_turns else 0.0)
+
+
+class RandomPayload:
+    """Makes samples of random bytes, of a profile's sizes; media begin with the sample's seed."""
+
+    def __init__(self, payload: Payload, seed: int) -> None:
+        self._size = payload.trajectory
+        self._trajectories = random_bytes(payload.trajectory + _OFFSETS, seed)
+        self._media = random_bytes(max(payload.media, SEED_BYTES), seed)
+
+    def __call__(self, request: SampleRequest, versions: VersionSpans) -> Trajectory:
+        offset = request.seed % _OFFSETS
+        # Bytes instead of tensors: no code between this engine and an emulated rank or scorer reads them.
+        tensors: Any = self._trajectories[offset : offset + self._size]
+        media: Any = with_seed(self._media, request.seed)
+        return Trajectory(tensors, media, versions)
+
+
+@dataclass
+class _Sample:
+    """A request that waits, and then runs. `arrived` is in the loop's time; `versions` took the steps so far."""
+
+    request: SampleRequest
+    arrived: float
+    made: asyncio.Future[None]
+    versions: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Swap:
+    version: int
+    asked: float
+    done: asyncio.Future[None]
 
 
 class EmulatedEngine:
-    """A `RolloutEngine` without a model. `latent_shape(spec)`, `sigmas(steps, spec)` and `blank_conditioning(spec)` are
-    a policy's methods, or stand in for them: what is returned then fits a real trainer of that policy."""
+    """A `RolloutEngine` of at most `max_batch` samples at a time."""
 
-    def __init__(
-        self,
-        name: str,
-        times: Emulated,
-        *,
-        max_batch: int,
-        latent_shape: Callable[[SamplingSpec], tuple[int, ...]],
-        blank_conditioning: Callable[[SamplingSpec], TensorDict] = lambda spec: TensorDict({}, batch_size=[]),
-        sigmas: Callable[[int, SamplingSpec], torch.Tensor] = lambda steps, spec: linear(steps),
-    ) -> None:
+    def __init__(self, name: str, times: EngineTimes, make: Make, *, max_batch: int) -> None:
         self.name = name
         self._times = times
+        self._make = make
         self._max_batch = max_batch
-        self._latent_shape = latent_shape
-        self._blank_conditioning = blank_conditioning
-        self._sigmas = sigmas
+        self._device = Device()
         self._version, self._digest = 0, ""
-        self._staged: StagedVersion[Staged] = StagedVersion(name)
-        self._waiting: deque[tuple[InFlight, asyncio.Future[Trajectory]]] = deque()
-        self._running: list[tuple[InFlight, asyncio.Future[Trajectory]]] = []
+        self._staged: StagedVersion[tuple[WeightManifest, float]] = StagedVersion(name)
+        self._waiting: deque[_Sample] = deque()
+        self._running: list[_Sample] = []
+        self._step_s = 0.0  # of the batch that runs
+        self._since: float | None = None  # when what runs could have started, until it has
+        self._swap: _Swap | None = None
         self._work = asyncio.Event()
-        self._task = EngineTask(name, lambda: [result for _, result in (*self._running, *self._waiting)])
+        self._task = EngineTask(name, self._unanswered)
 
     async def start(self) -> WeightReport:
         self._task.start(self._run())
-        return WeightReport(engine=self.name, version=self._version, digest=self._digest)
+        return WeightReport(self.name, self._version, self._digest)
 
     async def generate(self, request: SampleRequest) -> Trajectory:
-        check_request(request)
         self._task.require()
-        sigmas = self._sigmas(request.num_inference_steps, request.spec)
-        sample = InFlight(request, sigmas, self._latent_shape(request.spec))
-        result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, result))
+        loop = asyncio.get_running_loop()
+        sample = _Sample(request, loop.time(), loop.create_future())
+        self._waiting.append(sample)
         self._work.set()
-        return await result
+        await sample.made
+        return self._make(request, VersionSpans.of(sample.versions))
 
     async def stage(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> str:
-        started = time.perf_counter()
+        """Take a version in, for as long as `times` says, the time to check the digest included.
+
+        EngineError if the bytes differ from the manifest.
+        """
+        self._task.require()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
-            await asyncio.to_thread(Staged(manifest, buckets).verify)
+            await asyncio.to_thread(verify, manifest, buckets)
         except WeightError as error:
             raise EngineError(f"{self.name}: {error}") from error
-        self._staged.put(manifest.version, Staged(manifest, buckets, time.perf_counter() - started))
+        await asyncio.sleep(max(0.0, started + self._times.stage(manifest.version) - loop.time()))
+        self._staged.put(manifest.version, (manifest, loop.time() - started))
         return manifest.digest
 
     async def swap(self, version: int) -> WeightReport:
         self._task.require()
-        staged = self._staged.take(version)
-        # Steps are computed between two awaits of the task, so this always falls between two steps.
-        self._version, self._digest = version, staged.manifest.digest
-        return WeightReport(engine=self.name, version=self._version, digest=self._digest, staged_s=staged.staged_s)
+        manifest, staged_s = self._staged.take(version)
+        loop = asyncio.get_running_loop()
+        self._swap = swap = _Swap(version, loop.time(), loop.create_future())
+        self._work.set()
+        await swap.done
+        self._digest = manifest.digest
+        return WeightReport(self.name, version, manifest.digest, staged_s, loop.time() - swap.asked)
 
     async def close(self) -> None:
         await self._task.close()
 
+    def _unanswered(self) -> list[asyncio.Future[Any]]:
+        swaps = [self._swap.done] if self._swap is not None else []
+        return [sample.made for sample in (*self._running, *self._waiting)] + swaps
+
     async def _run(self) -> None:
         while True:
-            await self._iterate()
+            if self._swap is not None:
+                await self._switch(self._swap)
+            elif self._running:
+                await self._step()
+            elif self._waiting:
+                await self._begin()
+            else:
+                self._work.clear()
+                await self._work.wait()
 
-    async def _iterate(self) -> None:
-        self._running = [(s, r) for s, r in self._running if not r.done()]
-        while self._waiting and len(self._running) < self._max_batch:
+    async def _switch(self, swap: _Swap) -> None:
+        await self._device.busy(self._times.swap(), since=swap.asked)
+        self._version, self._swap = swap.version, None
+        if not swap.done.done():
+            swap.done.set_result(None)
+
+    async def _begin(self) -> None:
+        """Form a batch of what waits; all its samples have the same number of steps if they also end together."""
+        self._since = self._waiting[0].arrived
+        if len(self._waiting) < self._max_batch and self._times.gather:
+            await asyncio.sleep(self._times.gather)
+        self._join()
+        if self._times.in_batches:
+            self._step_s = self._times.step(len(self._running), self._running[0].request.num_inference_steps)
+
+    def _join(self) -> None:
+        while self._waiting and len(self._running) < self._max_batch and self._fits(self._waiting[0].request):
             self._running.append(self._waiting.popleft())
-        if not self._running:
-            self._work.clear()
-            await self._work.wait()
-            return
-        await asyncio.sleep(self._times.step_s + self._times.per_sample_s * (len(self._running) - 1))
-        self._step()
-        for sample, result in [pair for pair in self._running if pair[0].done]:
-            await asyncio.sleep(self._times.decode_s)
-            if not result.done():
-                result.set_result(_trajectory(sample, self._blank_conditioning(sample.request.spec)))
 
-    def _step(self) -> None:
-        """Takes one step of everything running; samples of different shapes take theirs one shape after the other."""
-        by_shape: dict[tuple[int, ...], list[InFlight]] = {}
-        for sample, _ in self._running:
-            by_shape.setdefault(sample.shape, []).append(sample)
-        for shape, samples in by_shape.items():
-            take_steps(samples, torch.zeros(len(samples), *shape), self._version)
+    def _fits(self, request: SampleRequest) -> bool:
+        if not (self._times.in_batches and self._running):
+            return True
+        return request.num_inference_steps == self._running[0].request.num_inference_steps
 
+    async def _step(self) -> None:
+        """Take one denoising step of everything that runs."""
+        if not self._times.in_batches:
+            self._join()
+            self._step_s = self._times.step(len(self._running), 1)
+        since, self._since = self._since, None
+        await self._device.busy(self._step_s, since)
+        for sample in self._running:
+            sample.versions.append(self._version)
+        for sample in [one for one in self._running if len(one.versions) >= one.request.num_inference_steps]:
+            await self._decode(sample)
 
-def _trajectory(sample: InFlight, conditioning: TensorDict) -> Trajectory:
-    request = sample.request
-    tensors = sample.tensors(conditioning)
-    return Trajectory(
-        TensorDict(tensors, batch_size=[]),
-        flat_media(request.seed, request.spec),
-        VersionSpans.of(sample.versions),
-    )
+    async def _decode(self, sample: _Sample) -> None:
+        if seconds := self._times.decode():
+            await self._device.busy(seconds)
+        self._running.remove(sample)
+        if not sample.made.done():
+            sample.made.set_result(None)

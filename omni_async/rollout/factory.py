@@ -26,28 +26,19 @@ def build_engine(
     """
     rollout = config.rollout
     if profile is not None:
-        from omni_async.rollout.replay_engine import ReplayEngine
+        from omni_async.rollout.emulated import EmulatedEngine, RandomPayload, ReplayedTimes
 
-        return ReplayEngine(
-            engine_name,
-            profile,
-            max_batch=rollout.max_batch,
-            seed=config.run.seed,
-            takes_turns=config.placement.colocated,
-        )
+        batch, seed = rollout.max_batch, config.run.seed
+        times = ReplayedTimes(engine_name, profile, seed, max_batch=batch, takes_turns=config.placement.colocated)
+        return EmulatedEngine(engine_name, times, RandomPayload(profile.payload, seed), max_batch=batch)
     match rollout.engine:
         case "emulated":
-            from omni_async.rollout.emulated import EmulatedEngine
+            from omni_async.rollout.emulated import EmulatedEngine, StepTimes
+            from omni_async.rollout.zero_velocity import ZeroVelocity
 
             policy = load_policy(family, config.model.path)
-            return EmulatedEngine(
-                engine_name,
-                rollout.emulated,
-                max_batch=rollout.max_batch,
-                latent_shape=policy.latent_shape,
-                blank_conditioning=policy.blank_conditioning,
-                sigmas=policy.sigmas,
-            )
+            make = ZeroVelocity(policy.latent_shape, policy.blank_conditioning, policy.sigmas)
+            return EmulatedEngine(engine_name, StepTimes(rollout.emulated), make, max_batch=rollout.max_batch)
         case "diffusers":
             from omni_async.rollout.diffusers_engine import DiffusersEngine
 

@@ -1,5 +1,7 @@
-"""Groups samples into bundles: samples of a group that always run together and are simulated as one, where
-simulating each would take minutes."""
+"""Groups samples into bundles, where simulating each sample would take minutes.
+
+The samples of a bundle are of one group, always run together and are simulated as one.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,29 @@ _MOST_BUNDLES = 600_000
 _FEWEST_PER_ENGINE = 1
 
 
-def choose_bundle(config: Config, updates: int) -> int:
-    """Returns 1 if that is fast enough. Otherwise returns the smallest bundle that is fast enough, divides a group
-    and what an engine computes or a reward worker scores together, and leaves every engine enough bundles."""
-    per_update = config.trainer.groups_per_update * config.rollout.group_size
-    in_flight = (config.staleness.max_updates + 1) * per_update / config.rollout.workers
-    whole = math.gcd(
-        config.rollout.group_size, config.rollout.max_batch, config.rollout.max_inflight, config.reward.batch
-    )
+def choose_bundle(config: Config, updates: int, most: int = _MOST_BUNDLES, fewest: float = _FEWEST_PER_ENGINE) -> int:
+    """Return the smallest bundle that leaves at most `most` of them to simulate, and else the largest there can be.
+
+    It divides a group and what an engine computes or a reward worker scores together, and leaves every engine `fewest`.
+    """
+    rollout = config.rollout
+    per_update = config.trainer.groups_per_update * rollout.group_size
+    in_flight = (config.staleness.max_updates + 1) * per_update / rollout.workers
+    whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
     bundles = [
         bundle
         for bundle in range(1, whole + 1)
-        if whole % bundle == 0 and (bundle == 1 or in_flight / bundle >= _FEWEST_PER_ENGINE)
+        if whole % bundle == 0 and (bundle == 1 or in_flight / bundle >= fewest)
     ]
-    return next((bundle for bundle in bundles if updates * per_update / bundle <= _MOST_BUNDLES), bundles[-1])
+    return next((bundle for bundle in bundles if updates * per_update / bundle <= most), bundles[-1])
 
 
 def in_bundles(config: Config, bundle: int) -> Config:
-    """Returns the configuration that counts bundles where the recipe counts samples. Raises ValueError unless all
-    samples that run together are a whole number of bundles: anything else would be another job."""
+    """Return the configuration that counts bundles where the recipe counts samples.
+
+    Raises ValueError unless all samples that run together are a whole number of bundles: anything else would be another
+    job.
+    """
     rollout, reward, buffer = config.rollout, config.reward, config.buffer
     together = {
         "rollout.group_size": rollout.group_size,

@@ -45,27 +45,15 @@ _NARROWEST = 120  # columns; narrower terminals wrap lines, which is better than
 
 
 def add_simulate(commands: Any) -> None:
-    """Adds the command to the command line's subparsers. Imports nothing heavy."""
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
     parser = commands.add_parser(
         "simulate",
         help="predict a job's throughput and staleness in virtual time",
         description=_SIMULATE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_job(parser, "override a value of the recipe (values are YAML)")
     add = parser.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.path=value",
-        help="override a value of the recipe (values are YAML)",
-    )
-    add(
-        "--profile",
-        metavar="P",
-        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
-    )
     add("--updates", type=_positive, metavar="N", help="updates to simulate (default: the recipe's, at least 200)")
     add("--seed", type=int, default=0, help="of the service times (default: 0)")
     add(
@@ -78,6 +66,18 @@ def add_simulate(commands: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
 
 
+def add_job(parser: argparse.ArgumentParser, overrides: str) -> None:
+    """Add what names a job to predict: its recipe, changes of it (`overrides`: the help), its profile."""
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help=overrides)
+    add(
+        "--profile",
+        metavar="P",
+        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
@@ -85,7 +85,7 @@ def _positive(text: str) -> int:
 
 
 def simulate_recipe(options: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config, profile = _read(options)
 
     from rich.console import Console
@@ -100,7 +100,7 @@ def simulate_recipe(options: argparse.Namespace) -> int:
         console.print("buckets are not told apart: every sample takes the profile's times and bytes")
     jobs, problems = _jobs(config, options)
     if options.json is not None:
-        _write(options.json, b"")  # better refused now than after minutes
+        write_json(options.json, b"")  # better refused now than after minutes
     for problem in problems:
         console.print(problem)
     for note in _notes(jobs, profile):
@@ -114,33 +114,44 @@ def simulate_recipe(options: argparse.Namespace) -> int:
     if bundles := {found.bundle for _, _, found in results} - {1}:
         console.print(f"simulated in bundles of {max(bundles)} samples; --bundle 1 simulates every sample alone")
     if options.json is not None:
-        _write(options.json, _as_json(options.recipe, profile, results))
+        write_json(options.json, _as_json(options.recipe, profile, results))
     return 0
 
 
 def _read(options: argparse.Namespace) -> tuple[Config, Profile]:
     from omni_async.actors.plan import require_trainable
-    from omni_async.performance.profile import load_profile, require_room, shipped_profiles
+    from omni_async.performance.profile import require_room
 
     named = [] if options.profile is None else [f"emulation.profile={json.dumps(options.profile)}"]
     config = load(options.recipe, [*options.overrides, *named])
-    if config.emulation is None:
-        raise ConfigError(
-            "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of "
-            f"{', '.join(shipped_profiles())}"
-        )
-    try:
-        profile = load_profile(config.emulation.profile)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1) if named else str(error)) from None
+    profile = profile_of(config, options.profile)
     require_trainable(config)
     require_room(config, profile.payload)
     return config, profile
 
 
+def profile_of(config: Config, name: str | None) -> Profile:
+    """Load the profile that `--profile` names (None: the recipe's). ConfigError, one line, if there is none."""
+    from omni_async.performance.profile import load_profile, shipped_profiles
+
+    if name is None:
+        if config.emulation is None:
+            raise ConfigError(
+                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
+                f" {', '.join(shipped_profiles())}"
+            )
+        return load_profile(config.emulation.profile)
+    try:
+        return load_profile(name)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1)) from None
+
+
 def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, Config, int]], list[str]]:
-    """Returns the jobs to simulate, each with its number of updates, and those that cannot be simulated, with the
-    reason. Raises ConfigError if an option does not fit."""
+    """Return the jobs to simulate, each with its number of updates, and why others cannot be simulated.
+
+    ConfigError if an option does not fit.
+    """
     from omni_async.simulation.bundles import in_bundles
     from omni_async.simulation.simulate import Steady, default_updates
     from omni_async.simulation.sweep import arms, synchronous
@@ -165,7 +176,7 @@ def _jobs(config: Config, options: argparse.Namespace) -> tuple[list[tuple[str, 
 
 
 def _notes(jobs: list[tuple[str, Config, int]], profile: Profile) -> list[str]:
-    """Lists the stages that the profile has no time for, and which of the jobs need them."""
+    """List the stages that the profile has no time for, and which of the jobs need them."""
     from omni_async.simulation.times import not_measured
 
     needed_by: dict[str, list[str]] = {}
@@ -193,7 +204,7 @@ def _simulate(name: str, config: Config, profile: Profile, updates: int, options
 
 @contextmanager
 def _progress(name: str, updates: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
+    """Show a bar on a terminal, a line now and then elsewhere; both on stderr, so that stdout is the result alone."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -236,7 +247,8 @@ def _as_json(recipe: Path, profile: Profile, results: list[tuple[str, Config, Si
     return msgspec.json.format(content, indent=2) + b"\n"
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_json(path: Path, content: bytes) -> None:
+    """Write the file that `--json` names. ConfigError, one line, if that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

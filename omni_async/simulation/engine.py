@@ -1,5 +1,4 @@
-"""Simulates a rollout engine in virtual time: what a producer and an emulated engine do together, without making
-anything.
+"""Simulates a rollout engine on the fast path of virtual time: a producer and an emulated engine in one.
 
 An engine leases samples whenever it has a free slot, and generates them batch after batch; a batch is formed when
 everything else of that instant has happened. It waits for a lease (unblocked by admission and by free trajectory
@@ -8,7 +7,7 @@ slots), for a free slot (a batch's end), and, before a batch, for the end of a p
   step     at the next boundary between two denoising steps, which lie evenly in a batch's time; the batch ends a pause
            later
   request  when all samples in the engine, running or queued for its next batch, are done
-  drain    when all leased samples are done; nothing is leased meanwhile
+  drain    when all leased samples are done; nothing is leased until the pause is over
 
 There are many engines and they do most of what happens, so only leasing is a coroutine; the loop calls the rest.
 """
@@ -30,8 +29,10 @@ _INSTANT_S = 1e-9
 
 
 class Batch:
-    """Samples that are generated together. `swaps`: (first denoising step, version that computes from that step on),
-    oldest first."""
+    """Samples that are generated together.
+
+    `swaps`: (first denoising step, version that computes from that step on), oldest first.
+    """
 
     __slots__ = ("end", "paused", "requests", "start", "step_s", "steps", "swaps")
 
@@ -45,7 +46,7 @@ class Batch:
         self.swaps = [(0, version)]
 
     def next_boundary(self, now: float) -> int:
-        """Returns the first denoising step that has not begun; `steps` if none is left."""
+        """Return the first denoising step that has not begun; `steps` if none is left."""
         if self.step_s <= 0:
             return self.steps
         return min(self.steps, math.ceil((now - self.start - self.paused - _INSTANT_S) / self.step_s))
@@ -59,15 +60,17 @@ class Batch:
         return next(version for first, version in reversed(self.swaps) if step >= first)
 
     def versions(self, window: SdeWindow | None) -> VersionSpans:
-        """Returns the versions of the trained steps: the window's steps, or all."""
+        """Return the versions of the trained steps: the window's steps, or all."""
         if len(self.swaps) == 1:
             return VersionSpans.same(self.swaps[0][1], window.size if window else self.steps)
         return VersionSpans.of(self.version_at(step) for step in (window.steps if window else range(self.steps)))
 
 
 class SimulatedEngine:
-    """A rollout engine whose batches only take time. Calls `swapped` when it holds a version whose time `stage`
-    could not predict."""
+    """A rollout engine whose batches only take time.
+
+    Calls `swapped` when it holds a version whose time `stage` could not predict.
+    """
 
     def __init__(self, name: str, world: World, swapped: Callable[[], None]) -> None:
         self.name = name
@@ -94,7 +97,7 @@ class SimulatedEngine:
         self._reserved = world.meters.reserved["trajectories"]
 
     async def lease(self) -> None:
-        """Leases samples until the run is over."""
+        """Lease samples until the run is over."""
         coordinator, capacity = self._world.coordinator, self._rollout.max_inflight
         while True:
             while self._held >= capacity or (self._drains and self._pending is not None):
@@ -112,7 +115,7 @@ class SimulatedEngine:
             self._waiting.add(self._idle_since, self._loop.now)
 
     def _wake(self) -> None:
-        """Schedules `_act`, once everything else of this instant has happened."""
+        """Schedule `_act`, once everything else of this instant has happened."""
         if not self._woken:
             self._woken = True
             self._loop.when_settled(self._act)
@@ -186,12 +189,16 @@ class SimulatedEngine:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def stage(self, version: int) -> float | None:
-        """Takes a version that has arrived. Returns when the engine will hold it, or None if that depends on samples
-        it must finish first; it then calls `swapped`."""
+        """Take a version that has arrived.
+
+        Returns when the engine will hold it, or None if that depends on samples it must finish first; it then calls
+        `swapped`.
+        """
         now, batch = self._loop.now, self._batch
         in_engine = self._held if self._drains else min(self._held, self._rollout.max_batch)
-        if self._world.config.weights.swap != "step" and in_engine:
+        if self._drains or (in_engine and self._world.config.weights.swap == "request"):
             self._pending, self._owed = version, in_engine
+            self._wake()
             return None
         pause = self._draws.seconds("swap")
         self._version = version
@@ -207,7 +214,7 @@ class SimulatedEngine:
         return begins + pause
 
     def _swap(self) -> None:
-        """Ends the pause at the boundary that `request` and `drain` waited for."""
+        """End the pause at the boundary that `request` and `drain` waited for."""
         if self._pending is None:
             raise ValueError(f"{self.name} has nothing to swap to")
         self._version, self._pending, self._working = self._pending, None, False

@@ -1,5 +1,4 @@
-"""Measures a running simulation: which roles work and which wait, and how full the buffers are, in the steady part
-of the run."""
+"""Measures what the roles and the buffers of a simulation do in the steady part of the run."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class Gauge:
 
     @property
     def mean(self) -> float:
-        """Returns the mean over the window, once that is closed."""
+        """Return the mean over the window, once that is closed."""
         self.set(self.value)
         return self._integral / self._window.seconds if self._window.seconds > 0 else 0.0
 
@@ -89,15 +88,17 @@ class Meters:
         self._window.closed = self._clock()
 
     def fractions(self, role: str) -> dict[str, float]:
-        """Returns the fractions of the window in which the role's workers were `busy`, waited without input
-        (`starved`), or waited without permission to make more (`backpressured`: only engines, which need no input).
-        The rest, up to 1, is pauses."""
+        """Return the fractions of the window in which the role's workers worked, or waited.
+
+        They were `busy`, waited without input (`starved`), or waited without permission to make more (`backpressured`:
+        only engines, which need no input). The rest, up to 1, is pauses.
+        """
         total = self._workers[role] * self._window.seconds
         busy, waiting = (periods[role].seconds / total if total > 0 else 0.0 for periods in (self.busy, self.waiting))
         starved, backpressured = (0.0, waiting) if role == "rollout" else (waiting, 0.0)
         return {"busy": busy, "starved": starved, "backpressured": backpressured}
 
     def occupancy(self, buffer: str, each: int = 1) -> Occupancy:
-        """Returns how full a buffer was; one slot of the simulation stands for `each` slots of the job."""
+        """Return how full a buffer was; one slot of the simulation stands for `each` slots of the job."""
         gauge = self.reserved[buffer]
         return Occupancy(self._capacities[buffer] * each, gauge.mean * each, gauge.largest * each)

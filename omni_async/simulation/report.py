@@ -17,8 +17,10 @@ _BAR = 40
 
 
 def show(console: Console, config: Config, found: Simulated, sync: Simulated) -> None:
-    """Prints one job: the law beside the simulation, the roles, the staleness, the buffers. `sync`: the same job,
-    one stage after the other."""
+    """Print one job: the law beside the simulation, the roles, the staleness, the buffers.
+
+    `sync`: the same job, one stage after the other.
+    """
     console.print(_steps(config, found, sync))
     console.print(_stages(found))
     rate, per_device = found.images_per_s, found.images_per_s_per_device
@@ -31,7 +33,7 @@ def show(console: Console, config: Config, found: Simulated, sync: Simulated) ->
 
 
 def show_sweep(console: Console, rows: Sequence[tuple[str, Config, Simulated]]) -> None:
-    """Prints a row per schedule and budget; speed-ups are against the first row."""
+    """Print a row per schedule and budget; speed-ups are against the first row."""
     columns = (
         "s/update",
         "law",
@@ -116,7 +118,7 @@ def _buffers(found: Simulated) -> Table:
 
 
 def remarks(config: Config, found: Simulated) -> list[str]:
-    """Says what holds the job up, and which key would change that."""
+    """Say what holds the job up, and which key would change that."""
     times, budget = found.times, config.staleness.max_updates
     name, seconds = times.bottleneck
     needed = smallest_useful_budget(times)

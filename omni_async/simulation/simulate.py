@@ -39,9 +39,11 @@ _PROMPTS = (Prompt(0, "simulated"),)
 
 
 class Steady:
-    """Updates whose steps count: after the first `first`, up to number `last`. Left out are the warm-up, until the
-    pipeline has filled and turned over once, and the drain, from where nothing more is admitted; in between whole
-    periods of publishes and waves."""
+    """Updates whose steps count: after the first `first`, up to number `last`.
+
+    Left out are the warm-up, until the pipeline has filled and turned over once, and the drain, from where nothing more
+    is admitted; in between whole periods of publishes and waves.
+    """
 
     def __init__(self, config: Config, updates: int) -> None:
         budget, every = config.staleness.max_updates, config.weights.publish_every
@@ -58,7 +60,7 @@ class Steady:
 
 
 def default_updates(config: Config) -> int:
-    """Returns the recipe's number of updates, or more where those would hardly leave a steady part."""
+    """Return the recipe's number of updates, or more where those would hardly leave a steady part."""
     return max(_UPDATES, config.trainer.updates)
 
 
@@ -71,13 +73,12 @@ def simulate(
     bundle: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulated:
-    """Simulates the job that `config` describes on devices with `profile`'s times (unscaled), for `updates` updates
-    (None: the recipe's, at least 200).
+    """Simulate the job that `config` describes on devices with `profile`'s times (unscaled).
 
-    `bundle`: samples of a group that are simulated as one (None: 1 unless that would take minutes). `progress` is
-    called with the number of every update. Groups are never rejected, validation and checkpoints are left out. Raises
-    ValueError for too few updates or a bundle that does not divide a group; RuntimeError if the run fails, which would
-    be a bug.
+    `updates`: how many (None: the recipe's, at least 200). `bundle`: samples of a group that are simulated as one
+    (None: 1 unless that would take minutes). `progress` is called with the number of every update. Groups are never
+    rejected, validation and checkpoints are left out. Raises ValueError for too few updates or a bundle that does not
+    divide a group; RuntimeError if the run fails, which would be a bug.
     """
     started = time.perf_counter()
     profile = with_estimates(profile, config)
@@ -166,8 +167,10 @@ def _world(config: Config, profile: Profile, updates: int, seed: int, bundle: in
 
 
 def _bare(config: Config, updates: int) -> Config:
-    """Removes what takes no virtual time: validation, logged images, and the rejection of groups whose samples all
-    earn the same."""
+    """Remove what takes no virtual time.
+
+    That is validation, logged images, and the rejection of groups whose samples all earn the same.
+    """
     advantage = replace(config.algorithm.advantage, drop_zero_variance=False)
     return replace(
         config,
@@ -197,8 +200,11 @@ async def _play(world: World, updated: Callable[[int], None]) -> None:
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """Makes garbage collection rare: a simulation makes millions of small objects and hardly a cycle, and looking
-    for cycles as often as usual takes a fifth of its time."""
+    """Make garbage collection rare.
+
+    A simulation makes millions of small objects and hardly a cycle, and looking for cycles as often as usual takes a
+    fifth of its time.
+    """
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000, usual[1], usual[2])
     try:

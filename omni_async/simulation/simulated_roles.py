@@ -1,5 +1,10 @@
-"""Simulates the other roles in virtual time: light coroutines around the real coordinator that take a profile's time
-for what they would do.
+"""Simulates the roles on the fast path of virtual time: light coroutines that take a profile's time and make nothing.
+
+The real roles run in virtual time too, with emulated devices, but a job then costs 24 times the CPU time (100 engines
+and 100 updates, 40,000 samples: 22.7 s for 0.94 s), for the tasks and timers of every sample and the periodic flushes
+of every role. A sweep or a search makes dozens of such jobs. So this module and `engine` describe the roles once more,
+and nothing else does: coordinator, profile and draws (`omni_async.performance.draws`) are the real roles' own, and
+`tests/simulation/test_real_roles.py` holds times and staleness to theirs.
 
 | role      | waits for                                   | unblocked by                               |
 |-----------|---------------------------------------------|--------------------------------------------|
@@ -24,7 +29,7 @@ _SCORE = Score(0.0)
 
 
 async def reward_worker(name: str, world: World) -> None:
-    """Scores one batch at a time, of the samples that are there, until the run is over."""
+    """Score one batch at a time, of the samples that are there, until the run is over."""
     coordinator, loop, draws = world.coordinator, world.loop, world.draws(name)
     shared = world.shared if world.config.placement.reward_in_turn else None
     busy, starved, reserved = (
@@ -65,7 +70,7 @@ class SimulatedTrainer:
         self._units = samples_per_rank(config, config.rollout.group_size * world.bundle)
 
     async def run(self) -> None:
-        """Trains until all updates are made, or the run is over."""
+        """Train until all updates are made, or the run is over."""
         config = self._world.config
         every, last = config.weights.publish_every, config.trainer.updates
         await self._publish(0)
@@ -90,25 +95,38 @@ class SimulatedTrainer:
             groups += taken
             if streams:
                 for _ in taken:
-                    await self._work(self._passes())
-        passes = 0.0 if streams else sum(self._passes() for _ in groups)
-        await self._work(
-            passes + sum(self._draws.seconds("step") for _ in range(world.config.trainer.steps_per_update))
-        )
+                    await self._work(self._pass_group)
+        await self._work(self._step if streams else self._train_collected)
         finished = UpdateReport(version, tuple(group.group for group in groups), {}, started, world.loop.now)
         await world.coordinator.update_done(finished)
         return True
 
-    def _passes(self) -> float:
-        """Draws the seconds of one group's forward and backward passes."""
-        proximal = self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
-        return proximal + self._draws.seconds("train", self._units)
+    def _recompute_proximal(self) -> float:
+        return self._draws.seconds("proximal", self._units) if self._world.plan.proximal else 0.0
 
-    async def _work(self, seconds: float) -> None:
+    def _pass_group(self) -> float:
+        return self._recompute_proximal() + self._draws.seconds("train", self._units)
+
+    def _step(self) -> float:
+        return self._draws.seconds("step")
+
+    def _train_collected(self) -> float:
+        """Draw the seconds of all passes and steps, in the order in which an emulated trainer draws them."""
+        trainer, seconds = self._world.config.trainer, 0.0
+        for _ in range(trainer.groups_per_update):
+            seconds += self._recompute_proximal()
+        for number in range(1, trainer.groups_per_update + 1):
+            seconds += self._draws.seconds("train", self._units)
+            if number % (trainer.groups_per_update // trainer.steps_per_update) == 0:
+                seconds += self._step()
+        return seconds
+
+    async def _work(self, draw: Callable[[], float]) -> None:
+        """Work for the seconds that are drawn once the trainer has its devices."""
         shared = self._world.shared
         if shared is not None:
             await shared.take("trainer", self._draws)
-        await self._busy(seconds)
+        await self._busy(draw())
         if shared is not None:
             shared.leave()
 
@@ -129,13 +147,12 @@ class SimulatedPublisher:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._draws = world.draws("publisher")
         self._next: int | None = None
         self._missing = 0
         self._changed = Event()
 
     def withdraw(self) -> None:
-        """Drops a version that has not left, because a newer one is about to be copied out."""
+        """Drop a version that has not left, because a newer one is about to be copied out."""
         self._next = None
 
     def publish(self, version: int) -> None:
@@ -143,21 +160,21 @@ class SimulatedPublisher:
         self._changed.notify()
 
     def swapped(self) -> None:
-        """Counts one more engine that holds the version."""
+        """Count one more engine that holds the version."""
         self._missing -= 1
         if not self._missing:
             self._world.count_groups()
             self._changed.notify()
 
     async def run(self, engines: Sequence[SimulatedEngine]) -> None:
-        """Delivers versions until every engine holds the last one."""
+        """Deliver versions until every engine holds the last one."""
         world, version = self._world, 0
         while version < world.config.trainer.updates:
             while self._next is None:
                 await self._changed.wait()
             version, self._next = self._next, None
             await world.coordinator.announce(version, digest_of(version))
-            await world.loop.sleep_until(world.loop.now + self._draws.seconds("publish"))
+            await world.loop.sleep_until(world.loop.now + world.draws(f"publish/{version}").seconds("publish"))
             await self._deliver(version, engines)
 
     async def _deliver(self, version: int, engines: Sequence[SimulatedEngine]) -> None:
@@ -176,7 +193,7 @@ class SimulatedPublisher:
 
 
 async def watch(world: World) -> None:
-    """Waits until the run is over. Raises RuntimeError if it did not end as it should."""
+    """Wait until the run is over. Raises RuntimeError if it did not end as it should."""
     while True:
         for event in await world.coordinator.events():
             if event.kind == "ended":

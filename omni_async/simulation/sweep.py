@@ -23,18 +23,18 @@ class Arm(NamedTuple):
 
 
 def arms(config: Config) -> list[Arm]:
-    """Returns every baseline, and `async` with every budget; buffers are large enough that only the budget binds."""
+    """Return every baseline, and `async` with every budget; buffers are large enough that only the budget binds."""
     found = [_arm(str(name), _scheduled(config, name)) for name in _BASELINES]
     return found + [_arm(f"async S={budget}", with_budget(_scheduled(config, "async"), budget)) for budget in BUDGETS]
 
 
 def synchronous(config: Config) -> Config:
-    """Returns the same job on the same partition, one stage after the other."""
+    """Return the same job on the same partition, one stage after the other."""
     return _scheduled(config, "sync")
 
 
 def with_budget(config: Config, budget: int) -> Config:
-    """Sets the budget, room for all that it admits, and a publish at least as often as it requires."""
+    """Set the budget, room for all that it admits, and a publish at least as often as it requires."""
     groups = (budget + 1) * config.trainer.groups_per_update
     buffer = replace(
         config.buffer,

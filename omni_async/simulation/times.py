@@ -1,5 +1,7 @@
-"""Computes what the law needs of a job: its stage times, with what its algorithm streams and recomputes; and lists
-what the profile has not measured."""
+"""Computes what the law needs of a job, and lists what the profile has not measured.
+
+That is its stage times, with what its algorithm streams and recomputes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from omni_async.performance.unmeasured import unmeasured, with_estimates
 
 
 def times_of(config: Config, profile: Profile) -> StageTimes:
-    """Returns mean seconds per update, in the profile's time."""
+    """Return mean seconds per update, in the profile's time."""
     plan = plan_updates(config)
     return stage_times(
         config,
@@ -25,5 +27,5 @@ def times_of(config: Config, profile: Profile) -> StageTimes:
 
 
 def not_measured(config: Config, profile: Profile) -> list[str]:
-    """Returns sentences about stages that the job needs and the profile has no time for."""
+    """Return sentences about stages that the job needs and the profile has no time for."""
     return unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)

@@ -1,8 +1,7 @@
-"""Tunes a recipe: the split of N devices, the staleness budget and the buffers that make the most images, as fresh as
-they can be at that rate.
+"""Tunes a recipe: what makes the most images, as fresh as they can be at that rate.
 
-The law ranks the splits, simulations of the real control plane find the rest. Pure computation: waits for nothing, and
-is the same for the same arguments.
+It chooses the split of N devices, the staleness budget and the buffers. The law ranks the splits, simulations of the
+real control plane find the rest. Pure computation: waits for nothing, and is the same for the same arguments.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_no_slower(self) -> bool:
-        """Returns whether the chosen keys make as many images per second as the recipe does, if that takes no more
-        devices."""
+        """Return whether the chosen keys are as fast as the recipe, if that takes no more devices."""
         return self.recipe_devices > self.devices or self.chosen.images_per_s >= self.recipe.images_per_s
 
 
@@ -86,7 +84,7 @@ def tune(
     keep: Collection[str] = (),
     progress: Callable[[int, Point], None] | None = None,
 ) -> Tuned:
-    """Searches for the best keys of a recipe.
+    """Search for the best keys of a recipe.
 
     `config`: the recipe. `keep`: keys that stay as it says. `budget`: most simulations. Raises ConfigError if there is
     nothing to tune.
@@ -132,8 +130,11 @@ def tune(
 
 
 def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
-    """Simulates the recipe. If it fits on the devices, nothing slower may be recommended, and it is a candidate
-    itself where nothing but tuned keys sets it apart from the others."""
+    """Simulate the recipe.
+
+    If it fits on the devices, nothing slower may be recommended, and it is a candidate itself where nothing but tuned
+    keys sets it apart from the others.
+    """
     keys = keys_of(config, TUNED)
     point = trials.at(keys) if fits and trials.config == config else None
     point = point or trials.run(config, keys)
@@ -142,7 +143,7 @@ def _as_it_is(trials: Trials, config: Config, *, fits: bool) -> Point:
 
 
 def overlapped(config: Config) -> Config:
-    """Returns the recipe itself if its roles may overlap, else with `schedule: async`."""
+    """Return the recipe itself if its roles may overlap, else with `schedule: async`."""
     in_turns = config.placement.colocated or not config.reward.streaming or config.trainer.streaming == "off"
     if config.schedule is None and not in_turns:
         return config
@@ -150,7 +151,7 @@ def overlapped(config: Config) -> Config:
 
 
 def _in_step(trials: Trials, chosen: Point, schedules: Collection[ScheduleName]) -> dict[str, Point]:
-    """Simulates the synchronous schedules on the chosen devices, where the schema allows them."""
+    """Simulate the synchronous schedules on the chosen devices, where the schema allows them."""
     found: dict[str, Point] = {}
     for schedule in schedules:
         config = apply_schedule(replace(with_keys(trials.config, chosen.keys), schedule=schedule))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni_async.config import Config, ConfigError, load
+from omni_async.config import ConfigError, load
+from omni_async.simulation.command import add_job, profile_of, write_json
 from omni_async.simulation.tune_keys import TUNED, with_keys
 
 if TYPE_CHECKING:
-    from omni_async.performance.profile import Profile
     from omni_async.simulation.tune_trials import Point
 
     Progress = Callable[[int, Point], None]
@@ -43,28 +43,16 @@ recipe or as trainer.workers=4). Keys that can be kept: {keys}.
 
 
 def add_tune(commands: Any) -> None:
-    """Adds the command to the command line's subparsers. Imports nothing heavy."""
+    """Add the command to the command line's subparsers. Imports nothing heavy."""
     tune = commands.add_parser(
         "tune",
         help="choose staleness, buffers and the split of N devices by simulation",
         description=_TUNE.format(keys=", ".join(TUNED)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_job(tune, "change the recipe first; goes into the written file too")
     add = tune.add_argument
-    add("recipe", type=Path, metavar="RECIPE", help="a YAML file")
-    add(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="key.path=value",
-        help="change the recipe first; goes into the written file too",
-    )
     add("--devices", type=int, metavar="N", help="devices to deal to the roles")
-    add(
-        "--profile",
-        metavar="P",
-        help="a profile.json, or the name of a shipped profile (default: the recipe's emulation.profile)",
-    )
     add(
         "--keep",
         action="append",
@@ -82,9 +70,9 @@ def add_tune(commands: Any) -> None:
 
 
 def tune_recipe(options: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
+    """Return the exit code. Raises ConfigError, one line, for what is wrong with the arguments."""
     config = load(options.recipe, options.overrides)
-    profile = _profile(config, options.profile)
+    profile = profile_of(config, options.profile)
     _require_usable(options)
 
     import msgspec
@@ -94,7 +82,7 @@ def tune_recipe(options: argparse.Namespace) -> int:
     out = options.out or Path(f"{options.recipe.stem}.tuned.yaml")
     require_writable(out, options.recipe)
     if options.json is not None:
-        _write_json(options.json, b"")
+        write_json(options.json, b"")
 
     from omni_async.simulation.simulate import simulate
     from omni_async.simulation.times import not_measured
@@ -128,36 +116,11 @@ def tune_recipe(options: argparse.Namespace) -> int:
         draw(tuned, out.with_suffix(".png"))
         written.append(out.with_suffix(".png"))
     if options.json is not None:
-        _write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
+        write_json(options.json, msgspec.json.format(msgspec.json.encode(tuned), indent=2) + b"\n")
         written.append(options.json)
     if written:
         sys.stdout.write(f"wrote {', '.join(str(path) for path in written)}\n")
     return 0
-
-
-def _write_json(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"--json: cannot write {path}: {error.strerror or error}") from None
-
-
-def _profile(config: Config, name: str | None) -> Profile:
-    from omni_async.performance.profile import load_profile, shipped_profiles
-
-    if name is None:
-        if config.emulation is None:
-            shipped = ", ".join(shipped_profiles())
-            raise ConfigError(
-                "--profile: required, because the recipe has no emulation.profile; a run's profile.json, or one of"
-                f" {shipped}"
-            )
-        return load_profile(config.emulation.profile)
-    try:
-        return load_profile(name)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("emulation.profile", "--profile", 1)) from None
 
 
 def _require_usable(options: argparse.Namespace) -> None:
@@ -170,12 +133,27 @@ def _require_usable(options: argparse.Namespace) -> None:
             raise ConfigError(f"--keep: {key} is not tuned; keys that are: {', '.join(TUNED)}")
 
 
-def _progress(budget: int) -> AbstractContextManager[Progress]:
-    """Shows a bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result
-    alone."""
-    if sys.stderr.isatty():
-        return _bar(budget)
-    return nullcontext(_line)
+@contextmanager
+def _progress(budget: int) -> Iterator[Progress]:
+    """Show a bar on a terminal, a line per simulation elsewhere; both on stderr, so that stdout is the result alone."""
+    if not sys.stderr.isatty():
+        yield _line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("simulation"),
+        MofNCompleteColumn(),
+        TextColumn("at most"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=budget)
+        yield lambda made, point: bar.update(task, completed=made, description=_summary(point))
 
 
 def _line(made: int, point: Point) -> None:
@@ -189,28 +167,3 @@ def _summary(point: Point) -> str:
         f"{split} workers, S {keys['staleness.max_updates']}, groups {keys['buffer.groups']}: {point.images_per_s:.3g}"
         " images/s"
     )
-
-
-def _bar(budget: int) -> AbstractContextManager[Progress]:
-    from contextlib import contextmanager
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (
-        TextColumn("simulation"),
-        MofNCompleteColumn(),
-        TextColumn("at most"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-
-    @contextmanager
-    def shown() -> Any:
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=budget)
-            yield lambda made, point: bar.update(task, completed=made, description=_summary(point))
-
-    return shown()

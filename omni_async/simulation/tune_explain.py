@@ -77,7 +77,7 @@ class Explainer:
         return f"{self._value(path)} ({meaning}), because {self._against(path)}"
 
     def _against(self, path: str) -> str:
-        """Compares with the nearest other values; of numbers one smaller and one larger."""
+        """Compare with the nearest other values; of numbers one smaller and one larger."""
         others = self._trials.compared(self._chosen, path)
         numbers = sorted(value for value in others if isinstance(value, int))
         here = self._value(path)
@@ -93,7 +93,7 @@ class Explainer:
         )
 
     def _change(self, other: Point) -> str:
-        """Phrases the images per second of `other` against the chosen point: `loses 11 %`."""
+        """Phrase the images per second of `other` against the chosen point: `loses 11 %`."""
         ratio = other.images_per_s / self._chosen.images_per_s - 1
         if abs(ratio) <= max(_NOTHING, self._trials.noise):
             return "changes nothing"
@@ -129,7 +129,7 @@ class Explainer:
         return "; ".join(parts)
 
     def _alternative(self) -> str:
-        """Describes the best other split by the law."""
+        """Describe the best other split by the law."""
         if self._other is None:
             return f"the {self._devices} {device_kind(self._config)} can be dealt no other way"
         stage, slowest = self._other.times.bottleneck
@@ -162,8 +162,10 @@ class Explainer:
 
 
 def reasons(trials: Trials, chosen: Point, ranked: Sequence[Split], devices: int) -> dict[str, str]:
-    """Returns a sentence for every key that was not kept, and for `schedule` where the recipe's own would stop
-    everything from overlapping."""
+    """Return a sentence for every key that was not kept.
+
+    There is one for `schedule` too, where the recipe's own would stop everything from overlapping.
+    """
     return Explainer(trials, chosen, ranked, devices).reasons()
 
 

@@ -1,5 +1,7 @@
-"""Computes the Pareto front: what more staleness buys, and nothing that is slower and no fresher than something
-else."""
+"""Computes the Pareto front: what more staleness buys.
+
+Nothing on it is slower and no fresher than something else.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ _ROWS = 12
 
 
 def front(points: Sequence[Point], chosen: Point) -> list[Point]:
-    """Returns the front, freshest first: each point is faster than all before it whose staleness, mean and maximum,
-    is no higher. `chosen` is always among them."""
+    """Return the front, freshest first.
+
+    Each point is faster than all before it whose staleness, mean and maximum, is no higher. `chosen` is always among
+    them.
+    """
     kept: list[Point] = []
     for point in sorted(points, key=_freshness):
         fresher = [
@@ -32,14 +37,14 @@ def _freshness(point: Point) -> tuple[int, float, float]:
 
 
 def _same(point: Point, chosen: Point) -> bool:
-    """Returns whether a point is as fast as the chosen one, and no fresher by more than chance."""
+    """Return whether a point is as fast as the chosen one, and no fresher by more than chance."""
     as_fast = abs(point.images_per_s / chosen.images_per_s - 1) <= _WORTH
     fresher = point.simulated.staleness_mean <= chosen.simulated.staleness_mean - _FRESHER
     return as_fast and not fresher and point.simulated.staleness_max >= chosen.simulated.staleness_max
 
 
 def _thinned(points: list[Point], chosen: Point) -> list[Point]:
-    """Keeps at most _ROWS points: as long as there are more, drops the one whose next faster neighbour is closest."""
+    """Keep at most _ROWS points: as long as there are more, drops the one whose next faster neighbour is closest."""
     points = sorted(points, key=lambda point: point.images_per_s)
     while len(points) > _ROWS:
         gaps = [

@@ -1,4 +1,5 @@
 """Handles the keys that tuning chooses, as a mapping from key path to value, and the values that are worth trying.
+
 Pure: no clock, no randomness.
 
 A change of one key brings along what depends on it (`moved`), so that two settings differ in what is compared and not
@@ -35,7 +36,7 @@ SWAPS = ("step", "request", "drain")
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """Returns the configuration with these keys set; its checks are not run."""
+    """Return the configuration with these keys set; its checks are not run."""
     for path, value in keys.items():
         section, key = path.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
@@ -43,7 +44,7 @@ def with_keys(config: Config, keys: Keys) -> Config:
 
 
 def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
-    """Returns the configuration's values of these keys."""
+    """Return the configuration's values of these keys."""
     found: dict[str, Value] = {}
     for path in paths:
         section, key = path.split(".")
@@ -52,13 +53,15 @@ def keys_of(config: Config, paths: Iterable[str]) -> dict[str, Value]:
 
 
 def count(keys: Keys, path: str) -> int:
-    """Returns the value of a key that is a number."""
+    """Return the value of a key that is a number."""
     return int(keys[path])
 
 
 def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
-    """Returns keys under which nothing but S and the split can bind: every admitted group and sample has a slot,
-    every version is published at once."""
+    """Return keys under which nothing but S and the split can bind.
+
+    Every admitted group and sample has a slot, every version is published at once.
+    """
     groups = (max_updates + 1) * config.trainer.groups_per_update
     return {
         **split,
@@ -73,22 +76,26 @@ def roomy(config: Config, split: Keys, max_updates: int) -> dict[str, Value]:
 
 
 def fewest_trajectories(config: Config, keys: Keys) -> int:
-    """Returns the trajectory slots below which engines cannot fill their batches. What smaller batches cost is not
-    asked: a profile that was measured at one size cannot say."""
+    """Return the trajectory slots below which engines cannot fill their batches.
+
+    What smaller batches cost is not asked: a profile that was measured at one size cannot say.
+    """
     batch = min(config.rollout.max_batch, count(keys, INFLIGHT))
     admitted = (count(keys, S) + 1) * config.trainer.groups_per_update * config.rollout.group_size
     return min(count(keys, ENGINES) * batch, admitted)
 
 
 def half_batch(config: Config, keys: Keys) -> int:
-    """Returns half a batch of an engine: the unit in which trajectory slots are searched."""
+    """Return half a batch of an engine: the unit in which trajectory slots are searched."""
     return max(1, min(config.rollout.max_batch, count(keys, INFLIGHT)) // 2)
 
 
 def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Value]:
-    """Returns the keys with one of them changed. With S, publish_every or the window, there is a slot for every
-    group that S admits, and publish_every stays allowed; with the split, the trajectory slots grow with the samples
-    that engines and reward workers hold."""
+    """Return the keys with one of them changed.
+
+    With S, publish_every or the window, there is a slot for every group that S admits, and publish_every stays allowed;
+    with the split, the trajectory slots grow with the samples that engines and reward workers hold.
+    """
     after = {**keys, path: value}
     if value == keys[path]:
         return after
@@ -106,7 +113,7 @@ def moved(config: Config, keys: Keys, path: str, value: Value) -> dict[str, Valu
 
 
 def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Value]:
-    """Returns the keys with another split."""
+    """Return the keys with another split."""
     after = dict(keys)
     for path, workers in split.items():
         after = moved(config, after, path, workers)
@@ -114,13 +121,13 @@ def dealt(config: Config, keys: Keys, split: Mapping[str, int]) -> dict[str, Val
 
 
 def _held(config: Config, keys: Keys) -> int:
-    """Counts samples in batches of engines and of reward workers."""
+    """Count samples in batches of engines and of reward workers."""
     batch = engine_batch(with_keys(config, {**keys, TRAJECTORIES: 2**31}))
     return count(keys, ENGINES) * batch + count(keys, REWARDERS) * config.reward.batch
 
 
 def values(config: Config, keys: Keys, path: str) -> list[Value]:
-    """Returns the values to try of a key that has few, the most modest first; the one that is set is among them."""
+    """Return the values to try of a key that has few, the most modest first; the one that is set is among them."""
     if path == SWAP:
         return list(SWAPS)
     if path == PUBLISH:

@@ -25,7 +25,7 @@ def draw(tuned: Tuned, path: Path) -> None:
 
 
 def picture(tuned: Tuned) -> Figure:
-    """Plots images/s against mean staleness."""
+    """Plot images/s against mean staleness."""
     figure = Figure(figsize=(8.0, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.scatter(*_coordinates(tuned.points), s=16, color=_OTHER, label="simulated")

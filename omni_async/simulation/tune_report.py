@@ -1,5 +1,4 @@
-"""Reports the result of a search as text: the front, the recommendation with its reasons, and the comparison with
-the recipe and the law."""
+"""Reports the result of a search as text: the front, the choice with its reasons, the recipe and the law beside it."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _RARE = {WINDOW, PUBLISH, SWAP, INFLIGHT}
 
 
 def text(tuned: Tuned) -> str:
-    """Returns the whole report, for a terminal or a pipe."""
+    """Return the whole report, for a terminal or a pipe."""
     parts = [
         (
             f"Throughput against staleness: {tuned.devices} {tuned.kind}, profile {tuned.profile}, {tuned.simulations}"
@@ -166,7 +165,7 @@ def _remarks(tuned: Tuned) -> list[str]:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """Formats a head and rows as Markdown, aligned to be read as it is."""
+    """Format a head and rows as Markdown, aligned to be read as it is."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     rule = ["-" * (width - 1) + ":" if width > 1 else "-" for width in widths]
     return "\n".join(
@@ -176,5 +175,5 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with three significant digits."""
+    """Format a number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

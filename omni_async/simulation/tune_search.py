@@ -1,5 +1,6 @@
-"""Searches for the recommended keys: first how far each split gets with how much staleness, then the smallest and
-plainest settings that get as far.
+"""Searches for the recommended keys.
+
+First how far each split gets with how much staleness, then the smallest and plainest settings that get as far.
 
     scan     the best splits with every budget S, and nothing else that could bind
     refine   at the smallest S within LOSS of the best: buffers as small, windows as narrow and publishes as frequent as
@@ -51,8 +52,10 @@ BUFFER_NAMES = {TRAJECTORIES: "trajectories", GROUPS: "replay"}
 
 
 def search(trials: Trials, splits: Sequence[Split]) -> Point:
-    """Returns the recommended point; `trials` then holds everything that was tried. `splits`: the best by the law
-    first."""
+    """Return the recommended point; `trials` then holds everything that was tried.
+
+    `splits`: the best by the law first.
+    """
     variation = max(stage.variation for stage in trials.profile.stages().values())
     # No budget is smaller than a kept publish interval allows.
     fewest = count(trials.kept, PUBLISH) - 1 if PUBLISH in trials.kept else 0
@@ -76,7 +79,7 @@ def search(trials: Trials, splits: Sequence[Split]) -> Point:
 
 
 def budgets_to_scan(split: Split, variation: float, fewest: int = 0) -> list[int]:
-    """Returns all small budgets from `fewest` on, up to two more than the law asks for; of larger ones a few."""
+    """Return all small budgets from `fewest` on, up to two more than the law asks for; of larger ones a few."""
     needed = smallest_useful_budget(split.times, variation)
     top = max(needed, fewest, 1) + 2
     every = range(min(top, _EVERY_BUDGET_TO) + 1)
@@ -102,27 +105,31 @@ def fastest(points: Sequence[Point]) -> Point:
 
 
 def tolerated(noise: float, loss: float) -> float:
-    """Returns the fraction of images per second that is given up for something smaller or plainer; no less than
-    chance may take or give."""
+    """Return the fraction of images per second that is given up for something smaller or plainer.
+
+    It is no less than chance may take or give.
+    """
     return max(loss, _NOISES * noise)
 
 
 def _recommendable(trials: Trials) -> float:
-    """Returns the images per second that a recommendation needs: within LOSS of the best, and no fewer than the
-    recipe makes, where anything makes as many."""
+    """Return the images per second that a recommendation needs.
+
+    That is within LOSS of the best, and no fewer than the recipe makes, where anything makes as many.
+    """
     best = fastest(trials.points).images_per_s
     return max((1 - tolerated(trials.noise, LOSS)) * best, min(trials.floor, best))
 
 
 def smallest_budget(trials: Trials) -> Point:
-    """Returns the fastest point of the smallest S that is within LOSS of the best."""
+    """Return the fastest point of the smallest S that is within LOSS of the best."""
     points, enough = trials.points, _recommendable(trials)
     smallest = min(_budget(point) for point in points if point.images_per_s >= enough)
     return fastest([point for point in points if _budget(point) == smallest])
 
 
 def narrowed(trials: Trials) -> Point:
-    """Returns `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
+    """Return `smallest_budget`, after simulating budgets between it and the next smaller one that was simulated."""
     while True:
         start = smallest_budget(trials)
         below = max(
@@ -133,9 +140,11 @@ def narrowed(trials: Trials) -> Point:
 
 
 def refine(trials: Trials, start: Point) -> Point:
-    """Moves from `start` with roomy buffers to the most modest point that is at most MODEST slower than any found on
-    the way. Ends when a whole round of keys changes nothing, so that all of them were compared at the point that is
-    returned."""
+    """Move from `start` with roomy buffers to the most modest point that is nearly as fast.
+
+    It is at most MODEST slower than any found on the way. Ends when a whole round of keys changes nothing, so that all
+    of them were compared at the point that is returned.
+    """
     here, seen = start, [start]
     for _ in range(_ROUNDS):
         before = here
@@ -152,7 +161,7 @@ def refine(trials: Trials, start: Point) -> Point:
 
 
 def _short_lists(trials: Trials) -> list[str]:
-    """Lists the keys with few values."""
+    """List the keys with few values."""
     paths = [WINDOW, PUBLISH, INFLIGHT]
     if trials.config.schedule is None:
         paths.append(SWAP)  # otherwise the schedule decides it
@@ -162,7 +171,7 @@ def _short_lists(trials: Trials) -> list[str]:
 
 
 def _enough(trials: Trials, seen: Sequence[Point]) -> float:
-    """Returns the images per second that a plainer setting has to make."""
+    """Return the images per second that a plainer setting has to make."""
     return max(
         (1 - tolerated(trials.noise, MODEST)) * fastest(seen).images_per_s,
         _recommendable(trials),
@@ -170,8 +179,10 @@ def _enough(trials: Trials, seen: Sequence[Point]) -> float:
 
 
 def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> Point:
-    """Returns the plainest point that is fast enough, else the fastest, of those that differ from `here` by this key
-    alone."""
+    """Return the plainest point that is fast enough, else the fastest.
+
+    All of them differ from `here` by this key alone.
+    """
     others = trials.compared(here, path)
     order = (
         [*values(trials.config, here.keys, path)]
@@ -184,8 +195,10 @@ def _plainest(trials: Trials, here: Point, path: str, seen: Sequence[Point]) -> 
 
 
 def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enough: float) -> list[Point]:
-    """Returns the points tried on the ascending grid on the way to the smallest value that makes `enough` images per
-    second."""
+    """Return the points tried on the ascending grid.
+
+    They are on the way to the smallest value that makes `enough` images per second.
+    """
     tried: list[Point] = []
     low, high = 0, len(grid) - 1
     while low <= high:
@@ -199,13 +212,13 @@ def _bisected(trials: Trials, here: Point, path: str, grid: Sequence[int], enoug
 
 
 def _samples_grid(trials: Trials, here: Point) -> list[int]:
-    """Lists values from full batches of every engine to the most that was ever reserved, by half batches."""
+    """List values from full batches of every engine to the most that was ever reserved, by half batches."""
     fewest = fewest_trajectories(trials.config, here.keys)
     return _grid(fewest, _reserved(here, TRAJECTORIES), half_batch(trials.config, here.keys))
 
 
 def _groups_grid(trials: Trials, here: Point) -> list[int]:
-    """Lists values up to the most that was ever reserved, by quarters of an update."""
+    """List values up to the most that was ever reserved, by quarters of an update."""
     unit = max(1, trials.config.trainer.groups_per_update // 4)
     return _grid(unit, _reserved(here, GROUPS), unit)
 
@@ -216,8 +229,10 @@ def _grid(fewest: int, most: int, unit: int) -> list[int]:
 
 
 def _reserved(here: Point, path: str) -> int:
-    """Returns the most slots of a buffer that were ever reserved at once. The simulator may count bundles, so only
-    the fraction is meaningful."""
+    """Return the most slots of a buffer that were ever reserved at once.
+
+    The simulator may count bundles, so only the fraction is meaningful.
+    """
     occupancy = here.simulated.buffers[BUFFER_NAMES[path]]
     return math.ceil(count(here.keys, path) * occupancy.largest / occupancy.capacity)
 

@@ -1,5 +1,6 @@
-"""Lists how N devices can be split between the roles, best first by the law, so that only what is close to the best
-needs to be simulated.
+"""Lists how N devices can be split between the roles, best first by the law.
+
+Only what is close to the best needs to be simulated.
 
 Devices are accelerators where the recipe places any role on them, else CPUs. A worker takes what `placement.<role>`
 says. A role whose workers take none keeps the recipe's number of workers; reward workers beside the devices are as many
@@ -52,22 +53,26 @@ def device_kind(config: Config) -> Literal["gpus", "cpus"]:
 
 
 def devices_each(config: Config) -> dict[str, float]:
-    """Returns the devices that one worker of each role takes."""
+    """Return the devices that one worker of each role takes."""
     kind, placement = device_kind(config), config.placement
     roles = ((ENGINES, placement.rollout), (REWARDERS, placement.reward), (RANKS, placement.trainer))
     return {path: float(getattr(resources, kind)) for path, resources in roles}
 
 
 def share_cpus(config: Config, devices: int, kept: Keys) -> bool:
-    """Returns whether the roles run on fewer CPUs than they take together, as an operating system lets them: their
-    numbers are then the recipe's."""
+    """Return whether the roles run on fewer CPUs than they take together, as an operating system lets them.
+
+    Their numbers are then the recipe's.
+    """
     return device_kind(config) == "cpus" and sum(_fewest_needed(config, kept).values()) > devices + _ROUNDING
 
 
 def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) -> list[Split]:
-    """Returns every split that uses the devices up, best first; a role whose number of workers is kept may leave
-    some idle. Returns the kept split alone where CPUs are shared. Raises ConfigError if there are too few
-    accelerators."""
+    """Return every split that uses the devices up, best first.
+
+    A role whose number of workers is kept may leave some idle. Returns the kept split alone where CPUs are shared.
+    Raises ConfigError if there are too few accelerators.
+    """
     law = _Law(config, profile)
     if share_cpus(config, devices, kept):
         return [law.of({path: count(kept, path) for path in SPLIT})]
@@ -78,7 +83,7 @@ def ranked_splits(config: Config, profile: Profile, devices: int, kept: Keys) ->
 
 
 def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
-    """Returns the first splits, without those that the schema refuses. Raises ConfigError if that leaves none."""
+    """Return the first splits, without those that the schema refuses. Raises ConfigError if that leaves none."""
     problems = [check(with_keys(config, _roomy(config, split.keys))) for split in ranked]
     allowed = [split for split, problem in zip(ranked, problems, strict=True) if problem is None]
     if not allowed:
@@ -87,7 +92,7 @@ def worth_simulating(config: Config, ranked: Sequence[Split]) -> list[Split]:
 
 
 def split_by_law(config: Config, profile: Profile, keys: Keys) -> Split:
-    """Returns the split with these numbers of workers, whatever the other keys say."""
+    """Return the split with these numbers of workers, whatever the other keys say."""
     return _Law(config, profile).of({path: count(keys, path) for path in SPLIT})
 
 
@@ -116,7 +121,7 @@ def _roomy(config: Config, workers: dict[str, int]) -> dict[str, Value]:
 
 
 def _fewest_needed(config: Config, kept: Keys) -> dict[str, float]:
-    """Returns the devices of each role that takes any, with the kept number of workers or as few as can be."""
+    """Return the devices of each role that takes any, with the kept number of workers or as few as can be."""
     fewest = {ENGINES: 1, REWARDERS: 1, RANKS: fewest_ranks(config.trainer)}
     fewest |= {path: count(kept, path) for path in SPLIT if path in kept}
     return {path: fewest[path] * each for path, each in devices_each(config).items() if each}
@@ -133,7 +138,7 @@ def _require_enough(config: Config, devices: int, kept: Keys) -> None:
 
 
 def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
-    """Yields every number of ranks and of reward workers, with as many engines as then fit."""
+    """Yield every number of ranks and of reward workers, with as many engines as then fit."""
     config = law.config
     each = devices_each(config)
     for ranks in _useful_ranks(config, _counts(config.trainer.workers, each[RANKS], devices, kept.get(RANKS))):
@@ -150,7 +155,7 @@ def _splits(law: _Law, devices: int, kept: Keys) -> Iterator[dict[str, int]]:
 
 
 def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
-    """Yields the numbers of ranks that training accepts and that leave the busiest rank less than fewer do."""
+    """Yield the numbers of ranks that training accepts and that leave the busiest rank less than fewer do."""
     least = math.inf
     for ranks in counts:
         trainer = replace(config.trainer, workers=ranks)
@@ -162,7 +167,7 @@ def _useful_ranks(config: Config, counts: range) -> Iterator[int]:
 
 
 def _counts(recipe: int, each: float, devices: float, kept: Value | None) -> range:
-    """Returns the numbers of workers that fit: the recipe's if they take no devices, the kept one, or any."""
+    """Return the numbers of workers that fit: the recipe's if they take no devices, the kept one, or any."""
     fitting = math.floor(devices / each + _ROUNDING) if each else recipe
     if kept is not None:
         return range(int(kept), min(fitting, int(kept)) + 1)

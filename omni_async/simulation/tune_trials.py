@@ -16,6 +16,7 @@ from omni_async.actors.plan import plan_updates
 from omni_async.config import Config
 from omni_async.config.checks import check
 from omni_async.performance.profile import Profile
+from omni_async.simulation.bundles import choose_bundle
 from omni_async.simulation.result import Simulated
 from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 
@@ -24,6 +25,7 @@ from omni_async.simulation.tune_keys import Keys, Value, moved, with_keys
 _FEWEST_UPDATES = 16
 _MOST_UPDATES = 160
 _PRECISION = 0.005
+# Few enough that a run takes about a second; the same in every run.
 _MOST_BUNDLES = 10_000
 _SEEDS = 3
 
@@ -56,9 +58,12 @@ class Trials:
         seed: int = 0,
         progress: Callable[[int, Point], None] | None = None,
     ) -> None:
-        """Takes the job and the simulator. `kept`: keys that stay as they are, whatever is asked for. `progress` is
-        called with the number of simulations made, and the last one. `floor`: images per second that no
-        recommendation may fall short of, where anything reaches them."""
+        """Take the job and the simulator.
+
+        `kept`: keys that stay as they are, whatever is asked for. `progress` is called with the number of simulations
+        made, and the last one. `floor`: images per second that no recommendation may fall short of, where anything
+        reaches them.
+        """
         self.config = config
         self.profile = profile
         self.kept = kept
@@ -70,7 +75,7 @@ class Trials:
         self._seed = seed
         self._progress = progress
         self._steady = steady_updates(config, profile)
-        self._bundle = _bundle(config, self._steady)
+        self._bundle = choose_bundle(config, self._steady, _MOST_BUNDLES, fewest=0)
         self._points: dict[tuple[tuple[str, Value], ...], Point | None] = {}
 
     @property
@@ -82,11 +87,11 @@ class Trials:
         return [point for point in self._points.values() if point is not None]
 
     def moved(self, here: Point, path: str, value: Value) -> Point | None:
-        """Simulates `here` with one key changed, and what depends on it."""
+        """Simulate `here` with one key changed, and what depends on it."""
         return self.at(moved(self.config, here.keys, path, value))
 
     def compared(self, here: Point, path: str) -> dict[Value, Point]:
-        """Returns everything simulated so far that differs from `here` by that key alone, by its value."""
+        """Return everything simulated so far that differs from `here` by that key alone, by its value."""
         found = {}
         for point in self.points:
             value = point.keys[path]
@@ -95,8 +100,10 @@ class Trials:
         return found
 
     def at(self, keys: Keys) -> Point | None:
-        """Returns the result of these keys; None if the schema refuses the keys, or if they have not been simulated
-        and the budget is spent."""
+        """Return the result of these keys.
+
+        None if the schema refuses the keys, or if they have not been simulated and the budget is spent.
+        """
         keys = {**keys, **self.kept}
         name = tuple(sorted(keys.items()))
         if name not in self._points:
@@ -109,8 +116,10 @@ class Trials:
         return self._points[name]
 
     def refusal(self, keys: Keys) -> str | None:
-        """Returns why the schema refuses these keys, or why the algorithm cannot stream as `trainer.streaming: on`
-        demands, which also depends on S."""
+        """Return why the schema refuses these keys, or why the algorithm cannot stream, which also depends on S.
+
+        It has to where `trainer.streaming: on` demands it.
+        """
         config = with_keys(self.config, {**keys, **self.kept})
         problem = check(config)
         if problem is None and config.trainer.streaming == "on" and (plan := plan_updates(config)).mode == "collect":
@@ -120,8 +129,10 @@ class Trials:
         return problem
 
     def measure_noise(self, point: Point) -> None:
-        """Measures the change that another seed makes, as a fraction of images per second: half the range over a
-        few. Smaller differences mean nothing."""
+        """Measure the change that another seed makes, as a fraction of images per second: half the range over a few.
+
+        Smaller differences mean nothing.
+        """
         if any(stage.variation for stage in self.profile.stages().values()):
             config = with_keys(self.config, point.keys)
             speeds = [
@@ -131,7 +142,7 @@ class Trials:
             self.noise = (max(speeds) - min(speeds)) / 2 / point.images_per_s
 
     def run(self, config: Config, keys: dict[str, Value], seed: int | None = None) -> Point:
-        """Simulates any configuration of the same job, whatever the budget says."""
+        """Simulate any configuration of the same job, whatever the budget says."""
         seed = self._seed if seed is None else seed
         updates = self._steady + 2 * (config.staleness.max_updates + 1)
         simulated = self._simulate(config, self.profile, updates=updates, seed=seed, bundle=self._bundle)
@@ -144,8 +155,10 @@ class Trials:
 
 
 def steady_updates(config: Config, profile: Profile) -> int:
-    """Returns the updates that a run needs: the more the service times vary and the fewer jobs average that out, the
-    more."""
+    """Return the updates that a run needs.
+
+    The more the service times vary and the fewer jobs average that out, the more.
+    """
     samples = config.trainer.groups_per_update * config.rollout.group_size
     jobs = (
         (profile.generate, samples / config.rollout.max_batch),
@@ -154,14 +167,3 @@ def steady_updates(config: Config, profile: Profile) -> int:
     )
     needed = max((stage.variation / _PRECISION) ** 2 / max(1.0, count) for stage, count in jobs)
     return math.ceil(min(max(needed, _FEWEST_UPDATES), _MOST_UPDATES))
-
-
-def _bundle(config: Config, updates: int) -> int:
-    """Returns how many samples are simulated as one, the same in every run: as few as let a run take about a second,
-    and none that a batch would have to split."""
-    rollout = config.rollout
-    whole = math.gcd(rollout.group_size, rollout.max_batch, rollout.max_inflight, config.reward.batch)
-    samples = updates * config.trainer.groups_per_update * rollout.group_size
-    return next(
-        (bundle for bundle in range(1, whole + 1) if whole % bundle == 0 and samples / bundle <= _MOST_BUNDLES), whole
-    )

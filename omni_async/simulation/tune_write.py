@@ -21,8 +21,10 @@ _WIDTH = 140
 
 
 def require_writable(out: Path, recipe: Path) -> None:
-    """Checks, before anything is searched, that the file can be written and would not replace the recipe. Raises
-    ConfigError."""
+    """Check, before anything is searched, that the file can be written and would not replace the recipe.
+
+    Raises ConfigError.
+    """
     if out.exists() and out.samefile(recipe):
         raise ConfigError(f"--out: {out} is the recipe itself; the tuned one extends it, so give another name")
     try:
@@ -36,8 +38,11 @@ def require_writable(out: Path, recipe: Path) -> None:
 
 
 def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str], tuned: Tuned) -> None:
-    """Writes the tuned recipe. `config` is the recipe with the command line's overrides, which go into the file too.
-    Raises ConfigError if it cannot be written."""
+    """Write the tuned recipe.
+
+    `config` is the recipe with the command line's overrides, which go into the file too. Raises ConfigError if it
+    cannot be written.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(
@@ -53,7 +58,7 @@ def write_tuned(out: Path, recipe: Path, config: Config, overrides: Sequence[str
 
 
 def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned) -> str:
-    """Returns the text of the recipe. `base`: the recipe's path relative to the file's folder."""
+    """Return the text of the recipe. `base`: the recipe's path relative to the file's folder."""
     simulated = tuned.chosen.simulated
     head = (
         f"{number(tuned.chosen.images_per_s)} images/s on {tuned.devices} {tuned.kind} ({number(simulated.step_s)} s"
@@ -81,8 +86,10 @@ def tuned_yaml(base: str, config: Config, overrides: Sequence[str], tuned: Tuned
 
 
 def _given(config: Config, overrides: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the command line changed, as a tree of final values, without what tuning chose: of a section
-    given as a whole, the rest of it."""
+    """Return what the command line changed, as a tree of final values, without what tuning chose.
+
+    Of a section given as a whole, the rest of it.
+    """
     resolved: Any = msgspec.to_builtins(config)
     tree: dict[str, Any] = {}
     for override in overrides:

@@ -1,5 +1,6 @@
-"""Provides an asyncio event loop on virtual time: when nothing is ready it jumps to the next timer instead of waiting
-for it.
+"""Provides an asyncio event loop on virtual time.
+
+When nothing is ready it jumps to the next timer instead of waiting for it.
 
 The loop owns the time of everything that runs on it: `loop.time()`, `asyncio.sleep`, `asyncio.timeout`, and
 `VirtualClock` for code that takes a `Clock`. Callbacks run in the order they were scheduled, timers of one instant too,
@@ -36,8 +37,10 @@ class DeadlockError(RuntimeError):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """A task that is hashed by number instead of by address in memory, which differs from run to run: asyncio keeps
-    tasks in sets, and cancels those of a TaskGroup in the set's order."""
+    """A task that is hashed by number instead of by address in memory, which differs from run to run.
+
+    asyncio keeps tasks in sets, and cancels those of a TaskGroup in the set's order.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class _NumberedTask(asyncio.Task[T]):
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """The event loop on virtual time. Time starts at `start` seconds; `dice` draws the order of what is ready
-    together."""
+    """The event loop on virtual time.
+
+    Time starts at `start` seconds; `dice` draws the order of what is ready together.
+    """
 
     # BaseEventLoop keeps ready callbacks in a deque and runs one iteration per `_run_once`; the timers are kept here,
     # as tuples, because those compare much faster than its TimerHandles.
@@ -111,24 +116,28 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_when(self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
-        """Calls back at a time, like `call_at`, but cheaper: the call cannot be cancelled, and what the callback
-        raises ends the loop."""
+        """Call back at a time, like `call_at`, but cheaper.
+
+        The call cannot be cancelled, and what the callback raises ends the loop.
+        """
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers, callback, args))
 
     def when_settled(self, callback: Callable[[], object]) -> None:
-        """Calls back when nothing else is ready at this instant: for callers that act on all that happens in it, in
-        whatever order it happens. What the callback raises ends the loop."""
+        """Call back when nothing else is ready at this instant.
+
+        For callers that act on all that happens in it, in whatever order. What the callback raises ends the loop.
+        """
         self._settling.append(callback)
 
     def sleep_until(self, when: float) -> asyncio.Future[None]:
-        """Returns a future that is done at that time, or now if it has passed. Cheaper than `asyncio.sleep`."""
+        """Return a future that is done at that time, or now if it has passed. Cheaper than `asyncio.sleep`."""
         future: asyncio.Future[None] = self.create_future()
         self.call_when(when, _complete, future)
         return future
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Calls the function at once, in this thread: what it returns or raises is in the future."""
+        """Call the function at once, in this thread: what it returns or raises is in the future."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -141,7 +150,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers.clear()
 
     def _run_once(self) -> None:
-        """Runs until `stop`, which BaseEventLoop looks for between calls of this method."""
+        """Run until `stop`, which BaseEventLoop looks for between calls of this method."""
         ready, timers, pop = self._ready, self._timers, heapq.heappop
         while True:
             if not ready and not self._stopping and not (timers and timers[0][0] <= self._instant):
@@ -170,7 +179,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             callback()
 
     def _jump(self) -> None:
-        """Jumps to the next timer."""
+        """Jump to the next timer."""
         timers = self._timers
         while timers and timers[0][3] is None and timers[0][2].cancelled():
             self._drop(heapq.heappop(timers)[2])
@@ -187,12 +196,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._ready.append(timer)
 
     def _drop(self, timer: Any) -> None:
-        """Counts a cancelled timer that was taken from the heap."""
+        """Count a cancelled timer that was taken from the heap."""
         timer._scheduled = False
         self._num_cancelled -= 1
 
     def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
-        """Counts a timer that is cancelled, as TimerHandle calls it. Timeouts that were not needed must not pile up."""
+        """Count a timer that is cancelled, as TimerHandle calls it. Timeouts that were not needed must not pile up."""
         if not timer._scheduled:  # type: ignore[attr-defined]
             return
         self._num_cancelled += 1
@@ -203,7 +212,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._num_cancelled = 1
 
     def _write_to_self(self) -> None:
-        """Does nothing: `call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
+        """Do nothing: `call_soon_threadsafe` wakes a loop that sleeps; this one never does."""
 
 
 class VirtualClock:
@@ -217,8 +226,10 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0, dice: random.Random | None = None) -> T:
-    """Runs a coroutine as `asyncio.run` does, in virtual time from `start` seconds on, with ready callbacks in the
-    order of `dice`. Raises DeadlockError as soon as nothing can go on."""
+    """Run a coroutine as `asyncio.run` does, in virtual time from `start` seconds on.
+
+    Ready callbacks run in the order of `dice`. Raises DeadlockError as soon as nothing can go on.
+    """
     if asyncio._get_running_loop() is not None:
         raise RuntimeError("run() cannot be called from a running event loop")
     with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(start, dice)) as runner:
@@ -241,7 +252,7 @@ def _list_waiting(tasks: set[asyncio.Task[Any]]) -> str:
 
 
 def _await_chain(task: asyncio.Task[Any]) -> str:
-    """Returns the chain of coroutines a task is in, outermost first, each with its file and line."""
+    """Return the chain of coroutines a task is in, outermost first, each with its file and line."""
     frames: list[str] = []
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from omni_async.actors.plan import Plan
 from omni_async.config import Config
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.waiting import Event
+from omni_async.performance.draws import Draws
 from omni_async.performance.profile import Profile
 from omni_async.simulation.meters import Meters
 from omni_async.simulation.virtual_time import VirtualTimeLoop
@@ -19,13 +19,15 @@ T = TypeVar("T")
 
 
 def digest_of(version: int) -> str:
-    """Returns the digest of a version, which has no weights here."""
+    """Return the digest of a version, which has no weights here."""
     return f"version {version}"
 
 
 def at_once(call: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a call of the coordinator that does not wait, for callers that are no coroutines. Raises
-    RuntimeError if it would wait."""
+    """Return the result of a call of the coordinator that does not wait, for callers that are no coroutines.
+
+    Raises RuntimeError if it would wait.
+    """
     try:
         call.send(None)
     except StopIteration as finished:
@@ -34,30 +36,18 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError(f"{call} waits")
 
 
-class Draws:
-    """The service times of one worker, from a random stream of its own: they do not depend on which worker is busy
-    when."""
-
-    def __init__(self, name: str, seed: int, profile: Profile) -> None:
-        self.name = name
-        stream = random.Random(f"{seed}/{name}")
-        self._stages = {stage: service.sampler(stream) for stage, service in profile.stages().items()}
-
-    def seconds(self, stage: str, units: float = 1) -> float:
-        """Draws the seconds of one job of this stage of the profile."""
-        return self._stages[stage](units)
-
-
 class SharedDevices:
-    """Devices that the roles use in turns. A role has them while any of its workers works; then the role that asked
-    first gets them. Every worker takes the profile's `switch` when it first works after its role got the devices back.
+    """Devices that the roles use in turns.
+
+    A role has them while any of its workers works; then the role that asked first gets them. Every worker takes the
+    profile's `switch` when it first works after its role got the devices back.
 
     `take` waits for the other roles' work to end; unblocked by `leave`.
     """
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         self._loop = loop
-        self._holder = "rollout"
+        self._holder = "trainer"  # which made the version that the engines wait for
         self._working = 0
         self._turn = 0
         self._last_turn: dict[Draws, int] = {}
@@ -82,8 +72,11 @@ class SharedDevices:
 
 @dataclass
 class World:
-    """The state of one simulation. `bundle`: samples that are simulated as one; `config` counts in bundles, service
-    times in samples. `shared` is None where every role has devices of its own."""
+    """The state of one simulation.
+
+    `bundle`: samples that are simulated as one; `config` counts in bundles, service times in samples. `shared` is None
+    where every role has devices of its own.
+    """
 
     config: Config
     profile: Profile
@@ -98,8 +91,10 @@ class World:
     taken: int = 0
 
     def count_groups(self, taken: int = 0) -> None:
-        """Updates the gauges after a call that may have admitted groups or freed slots; the trainer took `taken`
-        more."""
+        """Update the gauges after a call that may have admitted groups or freed slots.
+
+        The trainer took `taken` more.
+        """
         self.taken += taken
         admitted, released = (
             self.coordinator.ledger.admitted,

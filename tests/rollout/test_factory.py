@@ -13,8 +13,8 @@ from omni_async.config.schema import Config, Placement, Resources
 from omni_async.families import find_family
 from omni_async.performance.profile import Profile
 from omni_async.performance.service import NOTHING
+from omni_async.rollout.emulated import EmulatedEngine, ReplayedTimes
 from omni_async.rollout.factory import build_engine
-from omni_async.rollout.replay_engine import ReplayEngine
 from tests.rollout.conftest import make_request
 
 
@@ -51,7 +51,8 @@ def test_engines_batch_as_the_configuration_says(engine: str, checkpoint: str) -
 def test_a_profile_is_replayed_whatever_engine_and_checkpoint_are_named() -> None:
     profile = Profile(name="p", source="a test", generate=NOTHING, score=NOTHING, train=NOTHING)
     engine = build_engine(config("vllm_omni", "no/checkpoint"), "e0", find_family("qwen_image"), profile)
-    assert isinstance(engine, ReplayEngine) and engine.name == "e0"
+    assert isinstance(engine, EmulatedEngine) and engine.name == "e0"
+    assert isinstance(engine._times, ReplayedTimes)
 
 
 def test_a_family_without_a_vllm_pipeline_is_refused(checkpoint: str) -> None:

@@ -1,5 +1,5 @@
-"""Compares the simulator with the real producers, reward workers, trainer and publisher with emulated devices, on
-the same virtual time."""
+"""Holds the simulator, which is the fast path of virtual time, to the real producers, reward workers, trainer and
+publisher with emulated devices on the same virtual time. Both draw the same times, so that varying ones agree too."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.tracking.rundir import RunDirectory
 
 UPDATES = 32
-PROFILE = make_profile(
-    generate=(2.0, 0.5),
-    score=(0.5, 0.2),
-    train=(0.1, 0.25),
-    proximal=(0.2, 0.1),
-    step=0.5,
-    export=0.6,
-    publish=1.5,
-    swap=0.3,
-    switch=1.0,
+VARIED = make_profile(
+    generate=(2.0, 0.5, 0.3),
+    score=(0.5, 0.2, 0.4),
+    train=(0.1, 0.25, 0.2),
+    proximal=(0.2, 0.1, 0.2),
+    step=(0.5, 0.0, 0.1),
+    export=(0.6, 0.0, 0.1),
+    publish=(1.5, 0.0, 0.2),
+    swap=(0.3, 0.0, 0.2),
+    switch=(1.0, 0.0, 0.1),
 )
 LONGEST_S = 1e5  # virtual: the roles' periodic flushes hide a deadlock
 
 
-def job(folder: Path, profile: Profile, schedule: ScheduleName, **changes: Any) -> Config:
+def job(folder: Path, profile: Profile, schedule: ScheduleName | None = "async", **changes: Any) -> Config:
     write_profile(folder / "profile.json", profile)
     config = make_config(
         **{
@@ -86,15 +86,13 @@ def measured(config: Config) -> tuple[float, list[int]]:
 
     run(main())
     steady = Steady(config, UPDATES)
-    steps = [
-        b - a for a, b in zip(ends[steady.first - 1 : steady.last - 1], ends[steady.first : steady.last], strict=True)
-    ]
-    return statistics.fmean(steps), staleness
+    return (ends[steady.last - 1] - ends[steady.first - 1]) / (steady.last - steady.first), staleness
 
 
 def agree(config: Config, profile: Profile) -> None:
     step, staleness = measured(config)
     found = simulate(config, profile, updates=UPDATES, seed=config.run.seed)
+    # Who asks first in one instant may differ, and so may what an engine draws for its next batch.
     assert found.step_s == pytest.approx(step, rel=0.02)
     assert max(staleness) <= config.staleness.max_updates
     assert found.staleness_mean == pytest.approx(statistics.fmean(staleness), abs=0.1)
@@ -102,7 +100,15 @@ def agree(config: Config, profile: Profile) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_simulator_takes_the_time_of_the_real_roles(schedule: ScheduleName, tmp_path: Path) -> None:
-    agree(job(tmp_path, PROFILE, schedule), PROFILE)
+    agree(job(tmp_path, VARIED, schedule), VARIED)
+
+
+def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share(tmp_path: Path) -> None:
+    config = job(
+        tmp_path, VARIED, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1)
+    )
+    assert not config.placement.reward_in_turn
+    agree(config, VARIED)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +128,11 @@ def test_the_simulator_takes_the_time_of_the_real_roles(schedule: ScheduleName, 
     ids=lambda changes: ",".join(key.split("__")[1] for key in changes),
 )
 def test_it_does_so_with_any_other_key(changes: dict[str, Any], tmp_path: Path) -> None:
-    agree(job(tmp_path, PROFILE, "async", **changes), PROFILE)
-
-
-def test_it_does_so_where_scorers_need_none_of_the_devices_that_the_others_share(tmp_path: Path) -> None:
-    config = job(
-        tmp_path, PROFILE, "sync_colocated", placement__rollout=Resources(gpus=1), placement__trainer=Resources(gpus=1)
-    )
-    assert not config.placement.reward_in_turn
-    agree(config, PROFILE)
+    agree(job(tmp_path, VARIED, None, **changes), VARIED)
 
 
 @pytest.mark.parametrize("role", ["generate", "score", "publish"])
 def test_it_does_so_whatever_holds_the_job_up(role: str, tmp_path: Path) -> None:
-    slow = {"generate": (6.0, 1.0), "score": (1.0, 1.5), "publish": (60.0,)}[role]
-    profile = make_profile(
-        **{"generate": (2.0, 0.5), "score": (0.5, 0.2), "train": (0.1, 0.25), "export": 0.6, "swap": 0.3, role: slow}
-    )
-    agree(job(tmp_path, profile, "async"), profile)
+    slow = {"generate": (6.0, 1.0, 0.3), "score": (1.0, 1.5, 0.3), "publish": (60.0, 0.0, 0.3)}[role]
+    profile = replace(VARIED, **{role: getattr(make_profile(**{role: slow}), role)})
+    agree(job(tmp_path, profile), profile)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from omni_async.control.supervisor import Supervisor, TaskFailed
 from omni_async.control.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
 
@@ -40,15 +39,6 @@ def test_time_starts_where_it_is_set_and_the_clock_shows_it() -> None:
         return before, clock.now()
 
     assert run(main(), start=1e9) == (1e9, 1e9 + 2.5)
-
-
-def test_time_stands_still_while_anything_is_ready() -> None:
-    async def main() -> float:
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) == 0.0
 
 
 def test_sleepers_wake_in_the_order_of_their_times_and_those_of_one_time_in_the_order_they_slept() -> None:
@@ -144,37 +134,6 @@ def test_the_same_program_runs_the_same_way_twice() -> None:
 
 
 # ---- asyncio itself --------------------------------------------------------------------------------------------------
-
-
-def test_queues_conditions_and_task_groups_work() -> None:
-    async def main() -> list[tuple[float, int]]:
-        queue: asyncio.Queue[int] = asyncio.Queue(maxsize=2)
-        received = []
-
-        async def produce() -> None:
-            for number in range(4):
-                await queue.put(number)
-
-        async def consume() -> None:
-            for _ in range(4):
-                await asyncio.sleep(1)
-                received.append((asyncio.get_running_loop().time(), await queue.get()))
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(produce())
-            tasks.create_task(consume())
-        return received
-
-    assert run(main()) == [(1, 0), (2, 1), (3, 2), (4, 3)]
-
-
-def test_what_main_raises_is_raised() -> None:
-    async def main() -> None:
-        await asyncio.sleep(1)
-        raise KeyError("main")
-
-    with pytest.raises(KeyError, match="main"):
-        run(main())
 
 
 def test_what_is_left_at_the_end_is_cancelled_and_cleans_up() -> None:
@@ -384,22 +343,6 @@ def test_tasks_are_cancelled_after_a_deadlock_and_clean_up_in_virtual_time() -> 
     with pytest.raises(DeadlockError):
         run(main())
     assert cleaned == [2]
-
-
-def test_a_supervised_run_fails_in_virtual_time_as_it_does_in_real_time() -> None:
-    async def fails() -> None:
-        await asyncio.sleep(5)
-        raise OSError("engine")
-
-    async def main() -> float:
-        async with Supervisor() as supervisor:
-            supervisor.start("engine", fails())
-            supervisor.start("idle", asyncio.Event().wait())
-            with pytest.raises(TaskFailed, match="engine: OSError: engine"):
-                await supervisor.wait()
-        return asyncio.get_running_loop().time()
-
-    assert run(main()) == 5
 
 
 def test_dice_decide_in_which_order_ready_tasks_run() -> None:
