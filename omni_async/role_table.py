@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from omni_async.config.schema import Config, Resources
 from omni_async.services import find_service, service_names
-from omni_async.worker import Worker
+from omni_async.worker import COORDINATOR, READER, REWARD, ROLLOUT, TRAINER, Worker
 
 CONTROL = Resources(cpus=0.01)
 
@@ -135,23 +135,23 @@ def _slots(role: str, number: int) -> tuple[Worker, ...]:
 
 def _ranks(config: Config) -> tuple[Worker, ...]:
     number = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
-    return Worker("trainer"), *(Worker("trainer", rank) for rank in range(1, number))
+    return Worker(TRAINER), *(Worker(TRAINER, rank) for rank in range(1, number))
 
 
 _SITES = "omni_async.runtime.sites"
 
 BUILT_IN = (
     RoleSpec(
-        "coordinator",
-        lambda config: (Worker("coordinator"),),
+        COORDINATOR,
+        lambda config: (Worker(COORDINATOR),),
         f"{_SITES}:coordinator",
         works="none",
         long_calls=frozenset({"next_samples", "next_to_score", "closing", "next_groups", "events", "addresses"}),
         colocated=False,
     ),
     RoleSpec(
-        "rollout",
-        lambda config: _slots("rollout", config.rollout.workers) if _online(config) else (),
+        ROLLOUT,
+        lambda config: _slots(ROLLOUT, config.rollout.workers) if _online(config) else (),
         f"{_SITES}:producer",
         "placement.rollout",
         "replace",
@@ -163,15 +163,15 @@ BUILT_IN = (
         lost=_engine_lost,
     ),
     RoleSpec(
-        "reader",
-        lambda config: () if _online(config) else (Worker("reader"),),
+        READER,
+        lambda config: () if _online(config) else (Worker(READER),),
         f"{_SITES}:reader",
         "placement.rollout",
         starts_last=True,
     ),
     RoleSpec(
-        "reward",
-        lambda config: _slots("reward", config.reward.workers) if _online(config) else (),
+        REWARD,
+        lambda config: _slots(REWARD, config.reward.workers) if _online(config) else (),
         f"{_SITES}:rewarder",
         "placement.reward",
         "replace",
@@ -180,7 +180,7 @@ BUILT_IN = (
         lost=_scorer_lost,
     ),
     RoleSpec(
-        "trainer",
+        TRAINER,
         _ranks,
         f"{_SITES}:trainer",
         "placement.trainer",

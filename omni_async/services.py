@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 from omni_async.entry_points import load_registered
+from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
-# Names of built-in roles, and of others that the timeline shows.
-TAKEN = frozenset({"coordinator", "driver", "publisher", "reader", "reward", "rollout", "trainer"})
+# Also of what the timeline shows beside the roles.
+_TAKEN = frozenset({*BUILT_IN_ROLES, "driver", "publisher"})
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def find_service(name: str) -> ServiceRole:
     """Returns the service registered as `name`. ValueError lists the installed ones, or says why its package, which is
     foreign code, gives none."""
     points = {point.name: point for point in entry_points(group=GROUP)}
-    if name in TAKEN:
+    if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
     if name not in points:
         if not points:

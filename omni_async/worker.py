@@ -11,6 +11,15 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+# The roles that omni_async itself brings; one of another package has another name.
+COORDINATOR, ROLLOUT, READER, REWARD, TRAINER = BUILT_IN_ROLES = (
+    "coordinator",
+    "rollout",
+    "reader",
+    "reward",
+    "trainer",
+)
+
 _NAME = re.compile(r"(?P<role>[^-.\d]+)(?:-(?P<index>\d+))?(?:\.(?P<number>\d+))?")
 
 

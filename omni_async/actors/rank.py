@@ -56,7 +56,7 @@ class Rank:
         self._fetched: dict[int, _Share] = {}  # by group of the update
         self._spent: set[int] = set()  # groups accumulated since the last step
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
@@ -74,7 +74,7 @@ class Rank:
             if resume is not None:
                 self._engine.load(resume, read_state(Path(resume)).engine)
 
-        await self._run(work)
+        await self._in_thread(work)
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
         """Reads this rank's share of a group: see `RankApi`."""
@@ -91,13 +91,13 @@ class Rank:
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
         """Runs a forward pass over this rank's share of a group, before the update's first step."""
         mine = self._share(batch)
-        return await self._run(lambda: self._engine.recompute_proximal(mine))
+        return await self._in_thread(lambda: self._engine.recompute_proximal(mine))
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
         """Runs forward and backward over this rank's share of a group."""
         mine = self._share(batch)
         self._spent.add(batch.group)
-        await self._run(lambda: self._engine.accumulate(mine, row_weight))
+        await self._in_thread(lambda: self._engine.accumulate(mine, row_weight))
 
     def _share(self, batch: TrainGroup) -> GroupBatch:
         from omni_async.training.groups import GroupBatch
@@ -120,18 +120,18 @@ class Rank:
         for group in self._spent:
             del self._fetched[group]
         self._spent.clear()
-        return await self._run(lambda: self._engine.step(grad_scale))
+        return await self._in_thread(lambda: self._engine.step(grad_scale))
 
     async def discard(self) -> None:
         self._spent.clear()
-        await self._run(lambda: self._engine.discard())
+        await self._in_thread(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:
         """Copies this rank's rows of the weights out as `version`; returns them on rank 0, and None elsewhere, where
         `share` hands them over. The memory of snapshots that were released is used again: two sets are enough on rank
         0, where at most one snapshot is on its way when the next is taken, and one elsewhere, where the next waits."""
         async with self._sharing:
-            snapshot = await self._run(lambda: self._snapshot(version))
+            snapshot = await self._in_thread(lambda: self._snapshot(version))
         if self._layout.rank == 0 or snapshot is None:
             return snapshot
         self._exported[version] = snapshot
@@ -155,7 +155,7 @@ class Rank:
         return None if snapshot is None else replace(snapshot, release=partial(self._free.append, buckets))
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        self._saving, state = await self._run(lambda: self._engine.begin_save(folder))
+        self._saving, state = await self._in_thread(lambda: self._engine.begin_save(folder))
         return state
 
     async def end_save(self) -> None:

@@ -3,7 +3,7 @@ transitions, scorers and algorithms. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from omni_async.algorithms.registry import objectives
 from omni_async.config.describe import describe, description, fields_of, walk
@@ -12,14 +12,14 @@ from omni_async.config.section import Section
 from omni_async.families import PipelineFamily, family_names, find_family
 from omni_async.rewards.registry import names
 from omni_async.services import service_names
+from omni_async.tracking.words import columns
 
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
 def listing() -> Iterator[str]:
     """Yields the lines of the list."""
-    rows = [_HEADINGS, *(_family(find_family(name)) for name in family_names())]
-    yield from _table(rows)
+    yield from columns([_HEADINGS, *(_family(find_family(name)) for name in family_names())])
     yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
     yield f"{'scorers':<16}{', '.join(names())}"
@@ -47,11 +47,3 @@ def _family(family: PipelineFamily) -> tuple[str, ...]:
 
 def _choices(section: type[Section], field: str) -> str:
     return describe(fields_of(section)[field]).removeprefix("one of ").replace("'", "")
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the rows with their columns aligned."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -16,6 +16,7 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.families import PipelineFamily, SamplingSpec
 
+_DEGREE = "trainer.sequence_parallel"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LARGEST_JSON = 10_000_000
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -51,6 +52,33 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
             raise ConfigError(f"model.path: {error.filename} cannot be read: {error.strerror}") from None
         if problem:
             raise ConfigError(f"{key}.{problem}")
+
+
+def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
+    """Checks that `degree` ranks can share the attention heads of the checkpoint in `folder`, which was checked to be
+    whole, and the tokens of the specs, each under the key that it stands at. Raises ConfigError, one line."""
+    if degree == 1:
+        return
+    if family.attention_heads is None:
+        raise ConfigError(f"{_DEGREE}: ranks cannot share the tokens of a {family.name!r} sample, got {degree}; use 1")
+    for component in family.components:
+        if not (file := folder / component / "config.json").is_file():
+            continue  # a checkpoint may go without, as Wan2.2 TI2V does without a second expert
+        heads = json.loads(file.read_bytes()).get(family.attention_heads)
+        if not isinstance(heads, int) or heads < 1:
+            raise ConfigError(f"model.path: {file} does not say its {family.attention_heads}, got {heads!r}")
+        if heads % degree:
+            raise ConfigError(
+                f"{_DEGREE}: {degree} ranks share a sequence, and do not divide the {heads} attention heads of"
+                f" {folder / component}; use a divisor"
+            )
+    for key, spec in specs.items():
+        tokens = spec.shared_tokens(folder)
+        if tokens is not None and tokens % degree:
+            raise ConfigError(
+                f"{key}: a sample has {tokens} tokens, which {_DEGREE} = {degree} does not divide; use another size or"
+                " another degree"
+            )
 
 
 def _parts(listed: dict[str, Any]) -> dict[str, str]:

@@ -163,7 +163,7 @@ class Observer:
             self._untaken.extend(await coordinator.events())
             while self._untaken:
                 event = self._untaken.popleft()
-                self._take(event, store)
+                self._handle(event, store)
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def count(self, coordinator: RunControl) -> None:
@@ -184,7 +184,7 @@ class Observer:
         that has nothing else to record."""
         await self._samples.finish(seconds, keep=self.owns)
 
-    def _take(self, event: RunEvent, store: ObjectStore) -> None:
+    def _handle(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
             case "phase":
                 self._console.phase(event.data["text"])

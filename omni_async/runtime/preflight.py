@@ -29,11 +29,10 @@ from omni_async.performance.profile import Payload, Profile, load_profile, requi
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
 from omni_async.role_table import roles_of
-from omni_async.runtime.model_files import check_checkpoint
+from omni_async.runtime.model_files import check_checkpoint, check_sequence
 from omni_async.runtime.placement import plan_placements
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
-from omni_async.runtime.sequence_check import check_sequence
 from omni_async.types import Prompt
 
 # Enough that an epoch is never over within an update.

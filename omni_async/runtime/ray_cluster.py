@@ -24,14 +24,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from omni_async.control.waiting import first_of
 from omni_async.role_table import RoleSpec
 from omni_async.runtime import ray_room
-from omni_async.runtime.cluster import PeerLost, StartError
+from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import Connection, connect, in_thread
 from omni_async.runtime.ray_processes import Whereabouts, end_process
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
-from omni_async.runtime.role_cluster import RoleCluster
-from omni_async.runtime.sites import Site, build
+from omni_async.runtime.sites import Site, build_role
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
@@ -43,7 +42,7 @@ _CLOSING_S = 30.0
 _STOPPING_S = 10.0
 
 
-class RayCluster(RoleCluster):
+class RayCluster(Cluster):
     """A cluster of Ray actors. `attempt` counts how often the run was begun in this process, from 1."""
 
     stores_die = True
@@ -86,7 +85,6 @@ class RayCluster(RoleCluster):
 
     async def _start(self) -> None:
         await self._reserve()
-        timeout = self._config.run.startup_timeout_s
         await in_thread(self._spawn_all)
         loading = {name for name, _ in self._at_work()}
 
@@ -94,22 +92,16 @@ class RayCluster(RoleCluster):
             await self._actors[name].start()
             loading.discard(name)
 
-        try:
-            async with asyncio.timeout(timeout) as deadline:
-                await asyncio.gather(*map(start, [*loading]))
-                await asyncio.gather(*(self._locate(name) for name in self._actors))
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a timeout within a role
-            late = ", ".join(sorted(loading)) or "the actors"
-            raise StartError(f"{late}: not ready within run.startup_timeout_s = {timeout:g}") from None
+        async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
+            await asyncio.gather(*map(start, [*loading]))
+            await asyncio.gather(*(self._locate(name) for name in self._actors))
 
     async def _reserve(self) -> None:
         self._kind = await in_thread(partial(ray_room.accelerator_kind, self._config.placement.accelerator))
         if self._placements.bundles:
             grows = not self._has_own_ray  # its own one's resources do not
-            self._group = await ray_room.ask(self._placements, self._kind, grows)
-            await ray_room.wait(self._group, self._placements, self._kind)
+            self._group = await ray_room.reserve(self._placements, self._kind, grows)
+            await ray_room.wait_for_room(self._group, self._placements, self._kind)
 
     def _spawn_all(self) -> None:
         for worker in self._all_workers():
@@ -245,9 +237,8 @@ class RayCluster(RoleCluster):
             await in_thread(connection.close)
 
     def _free(self) -> None:
-        with (
-            contextlib.ExitStack() as then
-        ):  # each step is taken, whatever becomes of those before it: Ray itself may be broken
+        # Each step is taken, whatever becomes of those before it: Ray itself may be broken.
+        with contextlib.ExitStack() as then:
             group, self._group = self._group, None
             if group is not None:
                 then.callback(remove_placement_group, group)
@@ -281,4 +272,4 @@ class _DriverStore(RayStore):
 def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
     """Builds a role in its actor's process."""
     host = ray.util.get_node_ip_address()
-    return build(path, Site(worker, inputs, folder, RayStore(), peers, host, own_process=True))
+    return build_role(path, Site(worker, inputs, folder, RayStore(), peers, host, own_process=True))

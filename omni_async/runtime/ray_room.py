@@ -37,7 +37,7 @@ def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
     return {"num_cpus": cpus, "num_gpus": 0, **({"resources": {kind: gpus}} if gpus else {})}
 
 
-async def ask(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
+async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
     """Returns the job's placement group, which may have to wait for its room. `grows`: whether Ray may get more
     machines. Raises ConfigError or StartError if it can never have that."""
     wanted = _bundles(plan, kind)
@@ -49,7 +49,7 @@ async def ask(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
     return group
 
 
-async def wait(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
+async def wait_for_room(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
     """Waits until the group has its room. Raises ConfigError if there is no accelerator of this kind, StartError if
     there is too little of anything else."""
     try:

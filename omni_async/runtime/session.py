@@ -54,7 +54,7 @@ class Session:
         self._roles, self._services = Supervisor(), Supervisor()
         self._table = roles_of(config)
         self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
-        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.close
+        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.stop_replacing
 
     async def run(self, interrupted: asyncio.Event) -> Ending:
         ending, cluster, observer = Ending(), self._cluster, self._observer
@@ -72,14 +72,14 @@ class Session:
                 await first_of(services.wait(), roles.wait(), observer.closing.wait())
             except TaskFailed as error:
                 failure, ending.lost = error, await self._lost_with(error)
-            self._keeper.close()
+            self._keeper.stop_replacing()
             if failure and ending.lost is not None:
                 ending.because("failed", ending.lost, failure)  # this attempt can do nothing more
             else:
-                await self._close(ending, failure, watching)
+                await self._wind_down(ending, failure, watching)
         return ending
 
-    async def _close(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
+    async def _wind_down(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
         """Closes in order: all roles learn that the run is over, the trainer saves, and the remaining events are
         taken."""
         coordinator, observer = self._cluster.coordinator, self._observer

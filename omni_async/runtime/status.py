@@ -3,7 +3,7 @@ behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from omni_async.config import ConfigError
 from omni_async.config.sizes import size_text
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
-from omni_async.tracking.words import duration, validated, validation_curve
+from omni_async.tracking.words import columns, duration, validated, validation_curve
 
 _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
@@ -26,17 +26,11 @@ def running_lines(status: Mapping[str, Any]) -> list[str]:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
-    columns = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
-    parts = [_part(name, where, status)[: len(columns)] for name, where in status["parts"].items()]
-    lines += ["", *_table(columns, parts)]
-    lines += [
-        "",
-        *_table(
-            ["places in", "taken", "of", "ready"], [_buffer(name, held) for name, held in status["buffers"].items()]
-        ),
-    ]
-    lines += ["", f"faults mended: {status['faults']}"]
-    return lines
+    head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
+    parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
+    buffers = [_buffer(name, held) for name, held in status["buffers"].items()]
+    lines += ["", *columns([head, *parts]), "", *columns([["places in", "taken", "of", "ready"], *buffers])]
+    return [*lines, "", f"faults mended: {status['faults']}"]
 
 
 def _progress(found: Mapping[str, Any]) -> list[str]:
@@ -76,13 +70,6 @@ def _buffer(name: str, held: Mapping[str, int]) -> list[str]:
 
 def _groups(counts: Mapping[str, int]) -> str:
     return "groups: " + ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
 
 
 # ---- a run that does not answer --------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ class _Run:
         finally:
             control.answer, control.doing = None, "ending"
             if cluster is not None:
-                await _close(cluster, _SOON_S if is_cancelled() else None)
+                await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
     def _phase(self, control: ControlSocket, text: str) -> None:
@@ -249,7 +249,7 @@ def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink
     return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
 
 
-async def _close(cluster: Cluster, seconds: float | None) -> None:
+async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
     """Closes the cluster. `seconds`: how long a run that leaves at once waits for that."""
     try:
         async with asyncio.timeout(seconds):
