@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from actor_world import Desk, make_config, make_snapshot, play
+from actor_world import Desk, make_config, make_snapshot
 
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.control.clock import ManualClock
@@ -16,6 +16,7 @@ from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import verify
 from omni_async.weights.transport.base import receive
 from omni_async.weights.transport.collective import CollectiveReceiver, CollectiveSender
+from tests.loops import play
 
 # Nothing here waits for it: whoever dies closes its connections, and that ends the others' waits. A machine that stands
 # still for a while must not make the living look dead.

@@ -115,20 +115,17 @@ def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
-def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
+async def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "control.sock"))
     listening.listen()
 
-    async def main() -> None:
-        asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
-        connection, _ = await asyncio.to_thread(listening.accept)
-        connection.recv(100)
-        connection.close()
-        with pytest.raises(ControlError, match="ended before it answered"):
-            await asking
-
-    asyncio.run(main())
+    asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
+    connection, _ = await asyncio.to_thread(listening.accept)
+    connection.recv(100)
+    connection.close()
+    with pytest.raises(ControlError, match="ended before it answered"):
+        await asking
 
 
 @settings(max_examples=60, deadline=None)

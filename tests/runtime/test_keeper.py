@@ -90,7 +90,7 @@ class World:
                 for task in (telling, failing):
                     if task.done():
                         task.result()
-                self.keeper.close()
+                self.keeper.stop_replacing()
                 for name in [*self.team.at_work]:
                     self.team.evict(name)
                 await supervisor.wait()
@@ -154,7 +154,7 @@ def test_the_end_of_a_run_is_no_loss() -> None:
 
 def test_a_failure_after_the_run_closed_is_no_loss() -> None:
     async def story(world: World) -> None:
-        world.keeper.close()
+        world.keeper.stop_replacing()
         world.team.kill("rollout-0")
         await asyncio.sleep(1)
 
@@ -295,7 +295,7 @@ def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending(
         scaling = asyncio.ensure_future(world.keeper.scale("rollout", 3))
         await asyncio.sleep(world.team.start_s / 2)
         world.team.refuse = [PeerLost("rollout-2 is gone: the actor died")]
-        world.keeper.close()
+        world.keeper.stop_replacing()
         with pytest.raises(ValueError, match="the run is ending"):
             await scaling
 

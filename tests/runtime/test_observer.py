@@ -240,40 +240,34 @@ def test_spans_become_busy_fractions(tmp_path):
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
 
-def test_a_videos_file_has_the_number_of_its_tile(tmp_path):
+async def test_a_videos_file_has_the_number_of_its_tile(tmp_path):
     watcher, run, _, _ = observer(tmp_path)
 
-    async def main() -> None:
-        shown = tuple(Shown(reference, Prompt(0, "a cat"), Score(1.0)) for reference in ("there", "film"))
-        control = Control()
-        data = {"version": 2, "versions": [2, 2], "parts": {"reward": 0.5}, "failed": 0}
-        control.log.add("validation", data, shown)
-        control.end("done")
-        await control.conclude()
-        await watcher.watch(control, ImageStore())
-        await watcher.samples_written(10.0)
-
-    asyncio.run(main())
+    shown = tuple(Shown(reference, Prompt(0, "a cat"), Score(1.0)) for reference in ("there", "film"))
+    control = Control()
+    data = {"version": 2, "versions": [2, 2], "parts": {"reward": 0.5}, "failed": 0}
+    control.log.add("validation", data, shown)
+    control.end("done")
+    await control.conclude()
+    await watcher.watch(control, ImageStore())
+    await watcher.samples_written(10.0)
     assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
 
 
-def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
+async def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
     watcher, run, console, _ = observer(tmp_path)
     lost: list[Any] = []
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-        control = Control()
-        for version, reference in ((1, "gone"), (2, "there")):
-            data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
-            control.log.add("validation", data, (Shown(reference, Prompt(0, "a prompt"), Score(1.0)),))
-        control.end("done")
-        await control.conclude()
-        control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
-        await watcher.watch(control, ImageStore())
-        await watcher.samples_written(10.0)
-
-    asyncio.run(main())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    control = Control()
+    for version, reference in ((1, "gone"), (2, "there")):
+        data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
+        control.log.add("validation", data, (Shown(reference, Prompt(0, "a prompt"), Score(1.0)),))
+    control.end("done")
+    await control.conclude()
+    control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
+    await watcher.watch(control, ImageStore())
+    await watcher.samples_written(10.0)
     assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
     assert not lost

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from omni_async.runtime.roles import build_rank
 
 from omni_async.config.schema import Config, Resources
 from omni_async.families import find_family
 from omni_async.role_table import BUILT_IN, CONTROL
 from omni_async.runtime.placement import ActorPlacement, plan_placements
 from omni_async.runtime.preflight import RunInputs
-from omni_async.runtime.roles import build_rank
 from omni_async.store import LocalStore
 
 GPUS = {"rollout": {"cpus": 2, "gpus": 1}, "reward": {"cpus": 4}, "trainer": {"cpus": 2.5, "gpus": 1}}

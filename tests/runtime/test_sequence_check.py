@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from omni_async.runtime.sequence_check import check_sequence
 from runtime_world import write_checkpoint
 
 from omni_async.cli import main
 from omni_async.config import ConfigError
 from omni_async.families import SamplingSpec, find_family
-from omni_async.runtime.sequence_check import check_sequence
 from pipelines.qwen_image.sampling import QwenImageSampling
 from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
 from pipelines.wan2_2.sampling import Wan22Sampling

@@ -158,21 +158,18 @@ def test_a_service_that_does_not_start_ends_the_run_and_is_named(
     assert summary.status == "failed" and said in (summary.reason or "")
 
 
-def test_a_service_is_closed_once_even_if_its_work_never_began() -> None:
+async def test_a_service_is_closed_once_even_if_its_work_never_began() -> None:
     class Closing(services.Service):
         closed = 0
 
         async def close(self) -> None:
             self.closed += 1
 
-    async def main() -> None:
-        service = Closing()
-        host = ServiceHost("closing-0", service, None)  # type: ignore[arg-type]
-        await host.close()
-        await host.close()
-        assert service.closed == 1
-
-    asyncio.run(main())
+    service = Closing()
+    host = ServiceHost("closing-0", service, None)  # type: ignore[arg-type]
+    await host.close()
+    await host.close()
+    assert service.closed == 1
 
 
 @pytest.mark.slow

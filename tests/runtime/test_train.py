@@ -71,33 +71,27 @@ def test_every_status_has_its_exit_code():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_would_skip(number):
+async def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_would_skip(number):
     said: list[str] = []
 
-    async def main() -> None:
-        async with interrupts(said.append) as interrupted:
-            os.kill(os.getpid(), number)
-            await asyncio.wait_for(interrupted.wait(), 5)
-            assert not interrupted.at_once.is_set()
-
-    run_loop(main())
+    async with interrupts(said.append) as interrupted:
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(interrupted.wait(), 5)
+        assert not interrupted.at_once.is_set()
     (line,) = said
     assert "Ctrl-C again leaves at once, without the checkpoint and the timeline" in line
 
 
-def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
+async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
     monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
     said: list[str] = []
 
-    async def main() -> None:
-        async with interrupts(said.append) as interrupted:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(interrupted.wait(), 5)
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(interrupted.at_once.wait(), 5)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    run_loop(main())
+    async with interrupts(said.append) as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(interrupted.wait(), 5)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(interrupted.at_once.wait(), 5)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "a checkpoint that is not written by now is given up" in said[1]
 
 
@@ -124,7 +118,7 @@ def test_outside_the_main_thread_nothing_is_installed_and_nothing_breaks():
     assert seen == [False]
 
 
-def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_happens():
+async def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_happens():
     done: list[str] = []
 
     async def work() -> None:
@@ -134,36 +128,27 @@ def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_hap
             await asyncio.sleep(0)  # as an actor's start that has something to give back
             done.append("cancelled")
 
-    async def main() -> None:
-        interrupted = asyncio.Event()
-        asyncio.get_running_loop().call_soon(interrupted.set)
-        with pytest.raises(Stopped):
-            await unless(interrupted.wait(), work())
-        assert done == ["cancelled"]
-
-    run_loop(main())
+    interrupted = asyncio.Event()
+    asyncio.get_running_loop().call_soon(interrupted.set)
+    with pytest.raises(Stopped):
+        await unless(interrupted.wait(), work())
+    assert done == ["cancelled"]
 
 
-def test_work_that_is_not_interrupted_raises_what_it_raises():
+async def test_work_that_is_not_interrupted_raises_what_it_raises():
     async def work() -> None:
         raise LookupError("no model")
 
-    async def main() -> None:
-        with pytest.raises(LookupError, match="no model"):
-            await unless(asyncio.Event().wait(), work())
-
-    run_loop(main())
+    with pytest.raises(LookupError, match="no model"):
+        await unless(asyncio.Event().wait(), work())
 
 
-def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
+async def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
     async def fail(text: str) -> None:
         raise TaskFailed(text, ValueError(text))
 
-    async def main() -> None:
-        with pytest.raises(TaskFailed):
-            await first_of(fail("a"), fail("b"))
-
-    run_loop(main())
+    with pytest.raises(TaskFailed):
+        await first_of(fail("a"), fail("b"))
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------
@@ -477,14 +462,11 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_
         train(inputs, RememberingConsole())
 
 
-def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
+async def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
     """Covers Ray, which does so when it starts, after the run had begun to listen."""
 
-    async def main() -> None:
-        async with interrupts() as interrupted:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            listen(interrupted)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(interrupted.wait(), 5)
-
-    run_loop(main())
+    async with interrupts() as interrupted:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        listen(interrupted)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(interrupted.wait(), 5)
