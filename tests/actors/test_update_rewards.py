@@ -94,3 +94,11 @@ def test_every_scorer_has_a_history_of_its_own_where_each_has_advantages_of_its_
         assert (count, first, second) == pytest.approx(
             (4, sum(a for a, _ in values) / 4, sum(b for _, b in values) / 4)
         )
+
+
+def test_groups_of_one_prompt_have_means_of_their_own_where_prompts_are_not_tracked():
+    rank = AccountingRank()
+    untracked = {"algorithm.advantage": {"std": "none"}, "trainer.groups_per_update": 2}
+    run_update(make_config(**untracked), [rank], [make_group(i, REWARDS[i], prompt=7) for i in range(2)])
+    for advantages, rewards in zip(rank.groups, REWARDS, strict=False):
+        assert advantages == pytest.approx([r - sum(rewards) / 4 for r in rewards])
