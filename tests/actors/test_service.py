@@ -65,7 +65,8 @@ async def test_it_serves_until_the_run_is_over() -> None:
     await asyncio.sleep(0)
     desk.over.set()
     await running
-    assert service.told == ["close"]
+    await host.close()
+    assert service.told == ["close"], "once"
 
 
 async def test_one_that_ends_before_the_run_counts_as_lost() -> None:
