@@ -14,7 +14,7 @@ import pytest
 
 from omni_async.checkpoint import read_state
 from omni_async.cli import main
-from tests.e2e.runs import COMMAND, ENVIRONMENT, check_every_group_ended_once, command_line, left_behind
+from tests.e2e.runs import check_every_group_ended_once, command_line, left_behind, started
 
 
 def _unknown_key(folder: Path) -> str:
@@ -155,21 +155,10 @@ def test_a_scorer_that_cannot_be_built_is_refused_in_one_line(recipe: Path, capf
 @pytest.mark.thorough
 def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
     overrides = ["trainer.updates=1000", "staleness.max_updates=1"]
-    started = subprocess.Popen(
-        [*COMMAND, str(recipe), *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        env=ENVIRONMENT,
-    )
-    assert started.stdout is not None
-    for line in started.stdout:
-        if line.startswith("update 3/"):
-            started.send_signal(signal.SIGINT)
-            break
-    rest, errors = started.communicate(timeout=60)
-    assert started.returncode == 130, errors
+    with started("update 3/", recipe, *overrides, stderr=subprocess.PIPE) as job:
+        job.send_signal(signal.SIGINT)
+        rest, errors = job.communicate(timeout=60)
+    assert job.returncode == 130, errors
     assert errors == ""
     interrupted = left_behind(recipe, overrides)
     assert interrupted.summary.status == "interrupted" and interrupted.summary.updates >= 3
@@ -206,14 +195,10 @@ def test_ctrl_c_leaves_a_checkpoint_to_continue_from(recipe: Path) -> None:
 
 
 def test_ctrl_c_while_the_model_loads(recipe: Path) -> None:
-    started = subprocess.Popen(
-        [*COMMAND, str(recipe)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
-    )
-    assert started.stdout is not None
-    assert [started.stdout.readline().split()[0] for _ in range(2)] == ["run", "loading"]
-    started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=60)
-    assert started.returncode == 130, errors
-    assert "Traceback" not in errors
+    with started("loading", recipe) as job:
+        job.send_signal(signal.SIGINT)
+        rest, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, rest
+    assert "Traceback" not in rest
     interrupted = left_behind(recipe, [])
     assert interrupted.summary.status == "interrupted" and interrupted.summary.conserved
