@@ -1,5 +1,6 @@
-"""Implements `omni-async`, the command line. Parsing, validation and messages only; everything heavy is imported once a
-command needs it.
+"""Implements `omni-async`, the command line.
+
+Parsing, validation and messages only; everything heavy is imported once a command needs it.
 
 Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
 traceback), 130 interrupted.
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
+    """Parse arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
@@ -98,8 +99,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. Without `arguments` it is this process's own, and all that is left for
-    the process to do then is to end."""
+    """Run a command and return its exit code.
+
+    Without `arguments` it is this process's own, and all that is left for the process to do then is to end.
+    """
     code = _run(_parse(arguments))
     if arguments is None:
         # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
@@ -212,7 +215,7 @@ def _refuse(message: str) -> int:
 
 
 def _tell(message: str) -> None:
-    """Writes one line to stderr, whatever a prompt file or a scorer put into the message."""
+    """Write one line to stderr, whatever a prompt file or a scorer put into the message."""
     sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 

@@ -1,5 +1,7 @@
-"""Lists the roles of a run: one row says all that the runtimes, the placement, the replacing and the scaling of workers
-have to know of a role. What is built is named, and imported where it is built.
+"""Lists the roles of a run.
+
+One row says all that the runtimes, the placement, the replacing and the scaling of workers have to know of a role. What
+is built is named, and imported where it is built.
 
 | role        | workers           | lost                                  | scales |
 |-------------|-------------------|---------------------------------------|--------|
@@ -25,8 +27,10 @@ CONTROL = Resources(cpus=0.01)
 
 
 class Peers(Protocol):
-    """The roles that are told of workers that join and are lost. `stores_die`: what a worker put into the store is gone
-    with its process."""
+    """The roles that are told of workers that join and are lost.
+
+    `stores_die`: what a worker put into the store is gone with its process.
+    """
 
     stores_die: bool
 
@@ -38,11 +42,11 @@ class Peers(Protocol):
 
 
 async def _nobody_joins(peers: Peers, name: str, worker: Any) -> None:
-    """Tells nobody of a new worker: it asks for work by itself."""
+    """Tell nobody of a new worker: it asks for work by itself."""
 
 
 async def _nobody_minds(peers: Peers, name: str, reason: str) -> None:
-    """Tells nobody of a lost worker."""
+    """Tell nobody of a lost worker."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ class RoleSpec:
     lost: Callable[[Peers, str, str], Awaitable[None]] = _nobody_minds
 
     def resources(self, config: Config) -> Resources:
-        """Returns what one worker asks for."""
+        """Return what one worker asks for."""
         return CONTROL if self.section is None else config.resources[self.section]
 
     def is_at_work(self, worker: Worker) -> bool:
-        """Returns whether this worker has a `run` of its own."""
+        """Return whether this worker has a `run` of its own."""
         return self.works == "all" or (self.works == "first" and worker.index is None)
 
     @property
     def waiting_calls(self) -> frozenset[str]:
-        """Returns the calls that may take long, because they wait for something to happen."""
+        """Return the calls that may take long, because they wait for something to happen."""
         return self.long_calls | {"start", "run", *self.services.values()}
 
 
@@ -212,13 +216,15 @@ WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 
 
 def roles_of(config: Config) -> dict[str, RoleSpec]:
-    """Returns the rows of a recipe's run by role: the coordinator, the services, which others may need, and the other
-    built-in roles."""
+    """Return the rows of a recipe's run by role.
+
+    First the coordinator, then the services, which others may need, and the other built-in roles.
+    """
     coordinator, *others = BUILT_IN
     services = (_service(number, role.name) for number, role in enumerate(config.roles))
     return {spec.role: spec for spec in (coordinator, *services, *others)}
 
 
 def scalable_roles() -> tuple[str, ...]:
-    """Returns the roles whose workers may change in number, whichever recipe it is."""
+    """Return the roles whose workers may change in number, whichever recipe it is."""
     return *(spec.role for spec in BUILT_IN if spec.scales), *service_names()

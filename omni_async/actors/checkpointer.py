@@ -34,8 +34,10 @@ _LAST_WRITE_S = 20.0
 
 @dataclass(eq=False)
 class Checkpointer:
-    """A writer of checkpoints into the folder `checkpoints` of the run. The update rule's state is taken when a save
-    begins."""
+    """A writer of checkpoints into the folder `checkpoints` of the run.
+
+    The update rule's state is taken when a save begins.
+    """
 
     config: Config
     ranks: Sequence[RankApi]
@@ -47,8 +49,10 @@ class Checkpointer:
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def save(self, version: int) -> None:
-        """Begins a checkpoint between two updates; `version` is that of the weights. Returns when they may change
-        again."""
+        """Begin a checkpoint between two updates; `version` is that of the weights.
+
+        Returns when they may change again.
+        """
         await self.settle(last=False)
         folder = self.checkpoints / folder_name(version)
         try:
@@ -66,8 +70,10 @@ class Checkpointer:
         )
 
     async def settle(self, last: bool = True) -> None:
-        """Waits until nothing is being written. Raises a failure if it is the `last` one's, and otherwise reports
-        it."""
+        """Wait until nothing is being written.
+
+        Raises a failure if it is the `last` one's, and otherwise reports it.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -85,8 +91,10 @@ class Checkpointer:
             )
 
     async def close(self) -> None:
-        """Gives a checkpoint under way some time to be finished, as other actors that it needs may be gone, and none if
-        the caller is cancelled. An unfinished one is left, in a folder without a name."""
+        """Give a checkpoint under way some time to be finished, and none if the caller is cancelled.
+
+        Other actors that it needs may be gone. An unfinished one is left, in a folder without a name.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():
@@ -120,8 +128,7 @@ class Checkpointer:
         await asyncio.to_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
-        """Puts the trajectories of groups that were ready back into the store, and gives the groups to the
-        coordinator."""
+        """Put trajectories of groups that were ready back into the store, and give the coordinator the groups."""
         groups = []
         for group in state.control.ready:
             trajectories = await asyncio.to_thread(read_group, folder, group.group, len(group.samples))
@@ -131,7 +138,7 @@ class Checkpointer:
 
 
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Returns the group with these references to its trajectories, and without media."""
+    """Return the group with these references to its trajectories, and without media."""
     samples = zip(group.samples, references, strict=True)
     return replace(
         group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)

@@ -1,5 +1,6 @@
-"""Reads preference pairs in place of producers and reward workers, where a run trains on a dataset of pairs and samples
-nothing.
+"""Reads preference pairs, where a run trains on a dataset and samples nothing.
+
+The reader stands in place of producers and reward workers.
 
 A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the
 rejected one. It becomes a trajectory without steps, the image's latents and the prompt's conditioning, and its score is
@@ -43,13 +44,17 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Returns the chosen and the rejected image, each of any size. Called from one thread. ValueError if there is
-        none."""
+        """Return the chosen and the rejected image, each of any size.
+
+        Called from one thread. ValueError if there is none.
+        """
 
 
 class PreferenceReader:
-    """The reader of a dataset of pairs. It encodes images and prompts on `device`; None: the accelerator, or the CPU
-    where placement.rollout.gpus is 0."""
+    """The reader of a dataset of pairs.
+
+    It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0.
+    """
 
     def __init__(
         self,
@@ -76,12 +81,14 @@ class PreferenceReader:
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
     async def start(self) -> None:
-        """Loads text encoder and VAE."""
+        """Load text encoder and VAE."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Reads samples until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread
-        cannot be stopped."""
+        """Read samples until the run is over.
+
+        EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -161,7 +168,7 @@ class PreferenceReader:
         self._conditioning = ConditioningCache(self._codec)
 
     def _make(self, request: SampleRequest) -> tuple[TensorDict, Media]:
-        """Returns the trajectory, on the CPU, and the media that its latents stand for."""
+        """Return the trajectory, on the CPU, and the media that its latents stand for."""
         import torch
         from tensordict import TensorDict
 
@@ -179,8 +186,10 @@ class PreferenceReader:
         return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
 
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
-        """Returns both images of a pair, of the spec's size, and their latents (2, *shape). Encodes both in one batch,
-        so that latents do not depend on what was leased together."""
+        """Return both images of a pair, of the spec's size, and their latents (2, *shape).
+
+        Encodes both in one batch, so that latents do not depend on what was leased together.
+        """
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()
@@ -193,8 +202,11 @@ class PreferenceReader:
 
 
 def fit(media: Media, height: int, width: int) -> Media:
-    """Fits an image to (height, width): the largest centred cut of the wanted aspect ratio, resampled with Lanczos'
-    filter. An image of that size stays as it is."""
+    """Fit an image to (height, width).
+
+    Take the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of that size
+    stays as it is.
+    """
     rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
         return media
@@ -208,5 +220,5 @@ def fit(media: Media, height: int, width: int) -> Media:
 
 
 def _sample_of(sample_id: str) -> int:
-    """Returns the sample's number in its group: 0 of `g12.s0`."""
+    """Return the sample's number in its group: 0 of `g12.s0`."""
     return int(sample_id.rpartition(".s")[2])

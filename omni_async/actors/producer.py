@@ -70,8 +70,10 @@ class Producer:
         await self._engine.start()
 
     async def run(self) -> None:
-        """Generates leased samples until the run is over. A dead engine ends it with EngineError; a failed sample only
-        itself."""
+        """Generate leased samples until the run is over.
+
+        A dead engine ends it with EngineError; a failed sample only itself.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -95,7 +97,7 @@ class Producer:
                 await self._engine.close()
 
     async def leave(self) -> None:
-        """Takes no more samples, and ends when those under way are done."""
+        """Take no more samples, and end when those under way are done."""
         self._leaving = True
         await self._coordinator.engine_leaves(self.name)
 
@@ -114,13 +116,13 @@ class Producer:
             await self._changed.wait_for(condition)
 
     async def _produce(self, request: SampleRequest) -> None:
-        """Generates a sample and hands it over; the engine's slot is free during the second part."""
+        """Generate a sample and hand it over; the engine's slot is free during the second part."""
         finished = await self._generate(request)
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
 
     async def _generate(self, request: SampleRequest) -> Finished | None:
-        """Returns the sample, or None if it failed and was reported to the coordinator."""
+        """Return the sample, or None if it failed and was reported to the coordinator."""
         async with self._slots:
             await self._until(lambda: not self._starting_paused)
             self._running += 1
@@ -153,7 +155,7 @@ class Producer:
         return finished
 
     async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
-        """Stores media apart from the rest, because scorers need them alone."""
+        """Store media apart from the rest, because scorers need them alone."""
         trajectories = self._store.put_all([sample.tensors for sample in finished])
         references = zip(
             *await asyncio.gather(trajectories, self._store.put_all([sample.media for sample in finished])),
@@ -166,15 +168,19 @@ class Producer:
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Joins the sender that wrote `invitation`, once the engine has started, and again when engines come or go. A
-        version that is being received from the former sender is given up."""
+        """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or go.
+
+        A version that is being received from the former sender is given up.
+        """
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.init(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stages in the background, then swaps at the boundary that `weights.swap` names. TransportError if the weights
-        do not arrive, EngineError if they arrive wrong."""
+        """Stage in the background, then swap at the boundary that `weights.swap` names.
+
+        TransportError if the weights do not arrive, EngineError if they arrive wrong.
+        """
         async with self._swapping:
             staging = self._clock.now()
             try:

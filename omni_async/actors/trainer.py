@@ -41,8 +41,11 @@ _MISMATCH_NATS = 1.0
 
 
 class Trainer:
-    """The trainer. `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on
-    the ranks. `checkpoints` is the folder of the run's checkpoints."""
+    """The trainer.
+
+    `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
+    `checkpoints` is the folder of the run's checkpoints.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Trainer:
         self._saved: int | None = None
 
     async def start(self) -> None:
-        """Loads the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
+        """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
         rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
         resume = self._config.checkpoint.resume
         await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self._ranks))
@@ -108,24 +111,23 @@ class Trainer:
             await self._tracer.flush()
 
     async def run_publisher(self) -> None:
-        """Runs the publisher beside `run`, until cancelled: everything that follows an export."""
+        """Run the publisher beside `run`, until cancelled: everything that follows an export."""
         await self._publisher.run()
 
     async def preempt(self) -> None:
-        """Gives the update under way up if it has not changed the weights yet, and saves: the machine will be taken
-        away."""
+        """Give the update up if it has not changed the weights yet, and save: the machine will be taken away."""
         self._preempt = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
-        """Adds an engine and waits until it holds the current weights. EngineError if it does not take them."""
+        """Add an engine and wait until it holds the current weights. EngineError if it does not take them."""
         await self._publisher.admit(engine, producer)
 
     async def remove_engine(self, engine: str) -> None:
-        """Stops publishing to an engine that is gone."""
+        """Stop publishing to an engine that is gone."""
         self._publisher.remove_engine(engine)
 
     async def _update(self) -> bool:
-        """Makes one update. Returns False if the run is over, even before its last group came."""
+        """Make one update. Returns False if the run is over, even before its last group came."""
         started = self._clock.now()
         update = self._rule.begin(self._version, self._tracer, lambda: self._preempt)
         while update.missing:
@@ -155,8 +157,11 @@ class Trainer:
             await self._coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
-        """Reports a large mismatch between engine and trainer. Fresh samples differ from the trainer only by how the
-        two compute: that must stay small beside a policy's own drift."""
+        """Report a large mismatch between engine and trainer.
+
+        Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
+        drift.
+        """
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
             await self._coordinator.phase(
@@ -166,8 +171,10 @@ class Trainer:
             )
 
     async def _publish(self) -> None:
-        """Copies the weights out (that is all the trainer waits for) and leaves the rest to the publisher. A dataset's
-        reader needs none: for it the version's number is enough."""
+        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher.
+
+        A dataset's reader needs none: for it the version's number is enough.
+        """
         if self._config.data.preferences is not None:
             await self._coordinator.announce(self._version, "")
             for reader in self._config.engine_names:
@@ -181,7 +188,7 @@ class Trainer:
         self._publisher.publish(self._with_others(exported[0]))
 
     def _with_others(self, snapshot: Snapshot) -> Snapshot:
-        """Has the other ranks that exported rows of this version share them, beside the training."""
+        """Have the other ranks that exported rows of this version share them, beside the training."""
         sharing = self._ranks[1 : ParallelLayout.of(self._config.trainer).shard_size]
         if not sharing:
             return snapshot

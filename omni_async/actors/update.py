@@ -1,5 +1,7 @@
-"""Makes one policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer
-steps out."""
+"""Makes one policy update.
+
+Prompt groups go in, gradients are accumulated while later groups are still being made, optimizer steps come out.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,14 @@ class Update:
 
     @property
     def missing(self) -> int:
-        """Returns the number of groups that are still missing."""
+        """Return the number of groups that are still missing."""
         return self._config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        """Adds a group and computes with it as early as the plan allows. ObjectLost, with nothing changed, if a rank
-        cannot read the group."""
+        """Add a group and compute with it as early as the plan allows.
+
+        ObjectLost, with nothing changed, if a rank cannot read the group.
+        """
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
         start = len(self.groups) * self._plan.samples_per_group
         await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self._ranks))
@@ -93,7 +97,7 @@ class Update:
             await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
 
     async def finish(self) -> dict[str, float]:
-        """Computes what is left when all groups are in, and returns the metrics of the update."""
+        """Compute what is left when all groups are in, and return the metrics of the update."""
         extra: dict[str, float] = {}
         if self._plan.mode == "as_ready":
             await self._step()
@@ -127,8 +131,10 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
-        """Returns importance weights of every group's samples and steps, made from all of them, and the metrics of the
-        correction."""
+        """Return importance weights of every group's samples and steps, and the correction's metrics.
+
+        The weights are made from all of them.
+        """
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
@@ -155,7 +161,7 @@ class Update:
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
-        """Returns (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
+        """Return (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
         if self._advantage.aggregate == "rewards":
             return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(
                 1, dtype=torch.float64
@@ -206,7 +212,7 @@ class Update:
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
-        """Returns the samples that are trained on."""
+        """Return the samples that are trained on."""
         return [
             group.samples[i]
             for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
@@ -234,8 +240,11 @@ class Update:
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merges the metrics of an update's optimizer steps: maxima stay maxima, everything else is averaged over the steps
-    that have it (steps of other windows have other metrics per denoising step)."""
+    """Merge the metrics of an update's optimizer steps.
+
+    Maxima stay maxima, everything else is averaged over the steps that have it (steps of other windows have other
+    metrics per denoising step).
+    """
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():

@@ -1,5 +1,7 @@
-"""Runs every role on one event loop: for tests, debugging, and machines without Ray. Classes and messages are the same
-as on Ray; nothing is serialised."""
+"""Runs every role on one event loop: for tests, debugging, and machines without Ray.
+
+Classes and messages are the same as on Ray; nothing is serialised.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from omni_async.worker import Worker
 
 
 class InProcessCluster(Cluster):
-    """A cluster of roles in this process. `clock`, the wall clock by default, stamps what happens. Emulated devices
-    sleep on the event loop's time."""
+    """A cluster of roles in this process.
+
+    `clock`, the wall clock by default, stamps what happens. Emulated devices sleep on the event loop's time.
+    """
 
     stores_die = False  # what a worker stored is in the store that all roles share, and stays
 
@@ -35,7 +39,7 @@ class InProcessCluster(Cluster):
         return role
 
     async def connect(self) -> None:
-        """Does nothing: there is only this process."""
+        """Do nothing: there is only this process."""
 
     async def start(self) -> None:
         # One after the other: diffusers and transformers patch torch.nn.Module while they load, for every thread of the
@@ -68,6 +72,6 @@ class InProcessCluster(Cluster):
         return {name: {"pid": os.getpid(), "node": "local"} for name in self._actors}
 
     async def close(self) -> None:
-        """Clears services away, whose work may never have begun; other roles free what they hold when theirs ends."""
+        """Clear services away, whose work may never have begun; other roles free what they hold when theirs ends."""
         for name in [*self._actors]:
             await self._end(name)

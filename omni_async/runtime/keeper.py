@@ -1,5 +1,6 @@
-"""Replaces workers that fail, hang or are killed while the run goes on, where their role allows it (engines, reward
-workers, services), and changes their number.
+"""Replaces workers that fail, hang or are killed while the run goes on, and changes their number.
+
+Their role has to allow it, as that of engines, reward workers and services does.
 
 What a lost worker had under way is leased to others, with the same seeds. Its replacement has a name of its own, so
 late messages of the old worker are not taken for the new one's, and it gets no work before it holds the current
@@ -39,8 +40,10 @@ class GaveUp(RuntimeError):
 
 
 class Restarts:
-    """A count of the replacements in every slot: at most `most` an hour, with pauses that double while the losses
-    follow each other closely."""
+    """A count of the replacements in every slot.
+
+    There may be at most `most` an hour, with pauses that double while the losses follow each other closely.
+    """
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -48,7 +51,7 @@ class Restarts:
         self._when: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def pause(self, slot: str, reason: str) -> float:
-        """Counts a replacement and returns the seconds to wait before it. Raises GaveUp if there were too many."""
+        """Count a replacement and return the seconds to wait before it. Raises GaveUp if there were too many."""
         now, when = self._clock.now(), self._when[slot]
         while when and when[0] < now - _WINDOW_S:
             when.popleft()
@@ -65,8 +68,11 @@ class Restarts:
 
 @dataclass(eq=False)
 class Keeper:
-    """The workers of a run, each replaced in its slot when it is lost. `tell` gets a line for the console about what
-    happens, `record` every fault that was mended. `table`: the rows of the workers' roles."""
+    """The workers of a run, each replaced in its slot when it is lost.
+
+    `tell` gets a line for the console about what happens, `record` every fault that was mended. `table`: the rows of
+    the workers' roles.
+    """
 
     cluster: Cluster
     supervisor: Supervisor
@@ -87,26 +93,26 @@ class Keeper:
         self._event = Event()
 
     def employ(self, name: str, work: Work) -> None:
-        """Takes a worker that has joined, and keeps its slot filled."""
+        """Take a worker that has joined, and keep its slot filled."""
         slot = Worker.parse(name).slot
         self._workers[slot] = name
         self._started[slot] = max(1, self._started[slot])
         self.supervisor.start(slot, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
-        """Marks a worker that was found not to do its part: it is replaced."""
+        """Mark a worker that was found not to do its part: it is replaced."""
         self._given_up[name] = reason
         self._event.notify()
 
     def stop_replacing(self) -> None:
-        """Marks the run as closing: workers that end are not replaced."""
+        """Mark the run as closing: workers that end are not replaced."""
         self._closing = True
         self._event.notify()
 
     # ---- number of workers -------------------------------------------------------------------------------------------
 
     def workers(self, role: str) -> list[str]:
-        """Returns the role's workers that are at work or being replaced, one per slot."""
+        """Return the role's workers that are at work or being replaced, one per slot."""
         return [
             name
             for slot, name in self._workers.items()
@@ -114,8 +120,10 @@ class Keeper:
         ]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Starts or drains workers until there are `count` of the role; surplus ones may still finish what they have.
-        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError."""
+        """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.
+
+        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError.
+        """
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:
@@ -161,7 +169,7 @@ class Keeper:
     # ---- one slot ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, name: str, work: Work) -> None:
-        """Keeps a slot filled until the run is over or the worker may leave. Raises GaveUp."""
+        """Keep a slot filled until the run is over or the worker may leave. Raises GaveUp."""
         slot = Worker.parse(name).slot
         while (reason := await self._until_lost(name, work)) is not None:
             found = self.clock.now()
@@ -185,7 +193,7 @@ class Keeper:
             self._workers.pop(slot, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
-        """Waits until the worker is lost and returns why; None when it has done its work, or needs no replacement."""
+        """Wait until the worker is lost and return why; None when it has done its work, or needs no replacement."""
         self._at_work.add(name)
         try:
             await unless(self._when(lambda: name in self._given_up), work)
@@ -207,7 +215,7 @@ class Keeper:
             await self._event.wait()
 
     async def _replaced(self, slot: str, name: str, reason: str) -> tuple[str, Work] | None:
-        """Starts a replacement and returns its name and work; None if by now no worker is wanted in the slot."""
+        """Start a replacement and return its name and work; None if by now no worker is wanted in the slot."""
         await self.cluster.remove_worker(name, reason)
         for tries in itertools.count(1):
             if name in self._leaving:

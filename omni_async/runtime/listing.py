@@ -1,5 +1,7 @@
-"""Lists what a recipe may name, for `omni-async list`: model families with what they make and run on, engines,
-transitions, scorers and algorithms. Imports no torch."""
+"""Lists what a recipe may name, for `omni-async list`.
+
+Model families come with what they make and run on, then engines, transitions, scorers and algorithms. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
 def listing() -> Iterator[str]:
-    """Yields the lines of the list."""
+    """Yield the lines of the list."""
     yield from columns([_HEADINGS, *(_family(find_family(name)) for name in family_names())])
     yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
@@ -32,8 +34,11 @@ def listing() -> Iterator[str]:
 
 
 def _family(family: PipelineFamily) -> tuple[str, ...]:
-    """Returns a family's row: the parts of its default sample's media, its trained components, the engines that run it
-    and how these may batch its samples."""
+    """Return a family's row.
+
+    It has the parts of its default sample's media, its trained components, the engines that run it and how these may
+    batch its samples.
+    """
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
     engines = ["vllm_omni"] if family.vllm_pipeline and family.vllm_extension else []
     return (

@@ -1,4 +1,5 @@
 """Finds what is missing or cut off in a checkpoint folder, from its small files and the headers of the large ones.
+
 Imports no torch.
 
 A folder in diffusers layout lists its parts in model_index.json; each is a folder with a configuration, and with
@@ -24,8 +25,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
-    """Checks that `folder` holds a whole checkpoint of the family, which makes samples of the specs, each under the key
-    that it stands at. Raises ConfigError, one line, naming the file or the key."""
+    """Check that `folder` holds a whole checkpoint of the family, which makes samples of the specs.
+
+    Each spec is under the key that it stands at. Raises ConfigError, one line, naming the file or the key.
+    """
     index = folder / "model_index.json"
     if not index.is_file():
         raise ConfigError(
@@ -55,8 +58,11 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
 
 
 def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
-    """Checks that `degree` ranks can share the attention heads of the checkpoint in `folder`, which was checked to be
-    whole, and the tokens of the specs, each under the key that it stands at. Raises ConfigError, one line."""
+    """Check that `degree` ranks can share the checkpoint's attention heads and the tokens of the specs.
+
+    The checkpoint in `folder` was checked to be whole; each spec is under the key that it stands at. Raises
+    ConfigError, one line.
+    """
     if degree == 1:
         return
     if family.attention_heads is None:
@@ -82,7 +88,7 @@ def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Map
 
 
 def _parts(listed: dict[str, Any]) -> dict[str, str]:
-    """Returns the class of each part by its folder. What a checkpoint goes without is listed as null."""
+    """Return the class of each part by its folder. What a checkpoint goes without is listed as null."""
     entries = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2}
     return {Path(name).name: str(cls) for name, (_, cls) in sorted(entries.items()) if cls is not None}
 
@@ -123,7 +129,7 @@ def _check_weights(part: Path) -> None:
 
 
 def _wrong_with(file: Path) -> str | None:
-    """Returns what is wrong with a safetensors file, which should be as long as its header says."""
+    """Return what is wrong with a safetensors file, which should be as long as its header says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

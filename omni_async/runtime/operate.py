@@ -82,7 +82,7 @@ def operate(options: argparse.Namespace) -> int:
 
 
 def _say_what_is_left(run: Path, as_json: bool) -> int:
-    """Prints what a run that does not answer has left behind."""
+    """Print what a run that does not answer has left behind."""
     import msgspec
 
     from omni_async.runtime.status import left_behind, left_behind_lines

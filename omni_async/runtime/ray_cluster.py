@@ -1,5 +1,7 @@
-"""Runs every role as a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a
-Ray that this process has started already is used as it is, and left running.
+"""Runs every role as a long-lived Ray actor.
+
+A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has started already is
+used as it is, and left running.
 
 Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
 is elsewhere.
@@ -60,7 +62,7 @@ class RayCluster(Cluster):
 
     @property
     def _has_own_ray(self) -> bool:
-        """Returns whether Ray was started for this run, on this machine."""
+        """Return whether Ray was started for this run, on this machine."""
         return self._connection is not None and self._connection.started and self._connection.local is not None
 
     # ---- coming up ---------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ class RayCluster(Cluster):
             raise
 
     async def start(self) -> None:
-        """Starts the actors side by side, then loads their models. Raises PeerLost if Ray is lost meanwhile."""
+        """Start the actors side by side, then load their models. Raises PeerLost if Ray is lost meanwhile."""
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
@@ -114,7 +116,7 @@ class RayCluster(Cluster):
         )
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
-        """Starts an actor in the worker's place, around what `make` returns there."""
+        """Start an actor in the worker's place, around what `make` returns there."""
         name, spec = str(worker), self._table[worker.role]
         placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
         options = ray_room.actor_options(self._kind, placement.cpus, placement.gpus)
@@ -137,8 +139,11 @@ class RayCluster(Cluster):
         return spec.emulated and self._config.emulation is not None
 
     def _placement_beside(self, spec: RoleSpec) -> ActorPlacement:
-        """Returns the placement of a worker that the job did not begin with. A Ray that was started for this run counts
-        the CPUs that the run asked for at its start, not those of the machine: one more worker shares them."""
+        """Return the placement of a worker that the job did not begin with.
+
+        A Ray that was started for this run counts the CPUs that the run asked for at its start, not those of the
+        machine: one more worker shares them.
+        """
         resources, emulated = spec.resources(self._config), self._is_emulated(spec)
         cpus = 0.0 if emulated or self._has_own_ray else resources.cpus
         return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
@@ -149,20 +154,20 @@ class RayCluster(Cluster):
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def services(self) -> dict[str, Any]:
-        """Returns what runs until it is cancelled; also the health of those that only answer, and of Ray."""
+        """Return what runs until it is cancelled; also the health of those that only answer, and of Ray."""
         working = {name for name, _ in self._at_work()}
         health = {f"health of {name}": self._watch(name) for name in self._actors if name not in working}
         return {"Ray": self._watch_ray(), **super().services(), **health}
 
     async def _watch_ray(self) -> None:
-        """Raises PeerLost when Ray itself is gone."""
+        """Raise PeerLost when Ray itself is gone."""
         if self._connection is None:
             await asyncio.Event().wait()  # it was not this cluster that connected
             return
         raise PeerLost(f"Ray is gone: {await self._connection.lost(self._config.run.health_timeout_s)}")
 
     async def _run_worker(self, name: str) -> None:
-        """Runs a worker until its work is done. Raises PeerLost if it dies or hangs."""
+        """Run a worker until its work is done. Raises PeerLost if it dies or hangs."""
         await first_of(self._actors[name].run(), self._watch(name))
 
     async def _watch(self, name: str) -> None:
@@ -172,7 +177,7 @@ class RayCluster(Cluster):
             await self._check(name)
 
     async def _check(self, name: str) -> None:
-        """Raises PeerLost unless the actor answers in time."""
+        """Raise PeerLost unless the actor answers in time."""
         deadline = self._config.run.health_timeout_s
         try:
             async with asyncio.timeout(deadline):
@@ -200,7 +205,7 @@ class RayCluster(Cluster):
     # ---- workers that come and go ------------------------------------------------------------------------------------
 
     async def _start_late(self, name: str) -> Proxy:
-        """Starts a worker. Raises StartError if it is not ready in time: there may be no room for it."""
+        """Start a worker. Raises StartError if it is not ready in time: there may be no room for it."""
         timeout = self._config.run.startup_timeout_s
         worker = await in_thread(partial(self._spawn, Worker.parse(name)))
         try:
@@ -217,7 +222,7 @@ class RayCluster(Cluster):
         return worker
 
     async def _end(self, name: str) -> None:
-        """Ends the worker's process, and with it what it stored."""
+        """End the worker's process, and with it what it stored."""
         handle, where = self._handles.pop(name, None), self._where.pop(name, None)
         self._actors.pop(name, None)
         if where is not None:
@@ -226,8 +231,7 @@ class RayCluster(Cluster):
             ray.kill(handle)
 
     async def close(self) -> None:
-        """Frees the run's actors, its placement group, and Ray itself if it was started for the run, which ends
-        everything in it."""
+        """Free the run's actors and placement group, and end the Ray that was started for the run."""
         connection, self._connection = self._connection, None
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
             with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
@@ -270,6 +274,6 @@ class _DriverStore(RayStore):
 
 
 def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
-    """Builds a role in its actor's process."""
+    """Build a role in its actor's process."""
     host = ray.util.get_node_ip_address()
     return build_role(path, Site(worker, inputs, folder, RayStore(), peers, host, own_process=True))

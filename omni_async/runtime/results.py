@@ -1,5 +1,6 @@
-"""Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written
-does not cost the others.
+"""Writes what a run leaves when it ends.
+
+The summary comes first, and every file by itself, so that one that cannot be written does not cost the others.
 
 An attempt of the command that has nothing to record leaves the results of the attempts before as they are: it adds its
 line to `attempts.jsonl`, and that is all.
@@ -45,13 +46,13 @@ class Results:
     _unwritten: dict[str, str] = field(default_factory=dict, init=False)
 
     def spans_of(self, observer: Observer) -> list[Span]:
-        """Returns every span of the attempt; none, and no timeline is written, if they cannot be read."""
+        """Return every span of the attempt; none, and no timeline is written, if they cannot be read."""
         spans: list[Span] = []
         self._try_to_write(self.run.trace, lambda: spans.extend(observer.spans.all()))
         return spans
 
     def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
-        """Writes all results. Returns the summary as it is on disk then, with what could not be written."""
+        """Write all results. Returns the summary as it is on disk then, with what could not be written."""
         path = self.run.summary
         if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
             if self.run.trace.name not in self._unwritten:
@@ -69,7 +70,7 @@ class Results:
         return replace(summary, unwritten=self._unwritten)
 
     def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
-        """Writes the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
+        """Write the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
         run = self.run
         if observer.made and run.trace.name not in self._unwritten:
             self._try_to_write(run.profile, lambda: self._write_profile(summary, spans))
@@ -88,14 +89,14 @@ class Results:
             write_atomic(self.run.profile, encode_profile(profile))
 
     def _remove(self, remove: Callable[[], None]) -> None:
-        """Removes what is not needed any more; where that cannot be done it stays, and does no harm."""
+        """Remove what is not needed any more; where that cannot be done it stays, and does no harm."""
         try:
             remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
 
     def _try_to_write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Writes a file and returns whether that could be done."""
+        """Write a file and return whether that could be done."""
         self._unwritten.pop(path.name, None)
         try:
             write()
@@ -109,8 +110,10 @@ class Results:
         return path.name not in self._unwritten
 
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
-        """Ends the run in MLflow. If the attempt has nothing to record it never began there, and `finish` leaves it as
-        it is."""
+        """End the run in MLflow.
+
+        If the attempt has nothing to record it never began there, and `finish` leaves it as it is.
+        """
         if self.mlflow is None:
             return
         run = self.run

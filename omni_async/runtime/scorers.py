@@ -22,8 +22,10 @@ from omni_async.runtime.preflight import RunInputs
 
 
 def try_scorers(inputs: RunInputs) -> list[str]:
-    """Returns notes for the console: which scorers could not be tried, and why. Raises ConfigError, one line, if one
-    cannot be built or fails twice in the same way."""
+    """Return notes for the console: which scorers could not be tried, and why.
+
+    Raises ConfigError, one line, if one cannot be built or fails twice in the same way.
+    """
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
         return []  # no scorer is asked

@@ -1,5 +1,4 @@
-"""Renders `omni-async status`: for a run that answers from its answer, for one that does not from what it left
-behind."""
+"""Renders `omni-async status`, from the answer of a run or from what it left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
 
 def running_lines(status: Mapping[str, Any]) -> list[str]:
-    """Renders a running job for a person: how far it is and how it learns, then its parts and buffers."""
+    """Render a running job for a person: how far it is and how it learns, then its parts and buffers."""
     if "doing" in status:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
@@ -76,9 +75,11 @@ def _groups(counts: Mapping[str, int]) -> str:
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run that does not answer. running: another process has it all the same, on another machine
-    perhaps. update: the last one in its metrics, 0 if there is none; numbers: that update's. checkpoint: the newest
-    folder."""
+    """The state of a run that does not answer.
+
+    running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
+    there is none; numbers: that update's. checkpoint: the newest folder.
+    """
 
     run: str
     running: bool
@@ -91,7 +92,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left_behind(folder: Path) -> LeftBehind:
-    """Reads the run's files. Raises ConfigError, one line, if they cannot be read."""
+    """Read the run's files. Raises ConfigError, one line, if they cannot be read."""
     run = RunDirectory(folder)
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
@@ -118,7 +119,7 @@ def left_behind(folder: Path) -> LeftBehind:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers that say how it learns; of preferences that is not their reward."""
+    """Return the numbers that say how it learns; of preferences that is not their reward."""
     learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
     return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
 
@@ -133,7 +134,7 @@ def _round(line: Mapping[str, Any]) -> ValidationPoint:
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
-    """Renders for a person how a run ended, or that it was cut off, and how to go on with it."""
+    """Render for a person how a run ended, or that it was cut off, and how to go on with it."""
     if found.summary is not None and not found.running:
         return [*_ended(found.summary), *_goes_on(found)]
     state = (
