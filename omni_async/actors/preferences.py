@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,33 +51,25 @@ class Pairs(Protocol):
         """
 
 
+@dataclass(eq=False)
 class PreferenceReader:
     """The reader of a dataset of pairs.
 
     It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        pairs: Pairs,
-        policy: Policy,
-        coordinator: CoordinatorApi,
-        store: ObjectStore,
-        clock: Clock,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.name = name
-        self._config = config
-        self._pairs = pairs
-        self._policy = policy
-        self._coordinator = coordinator
-        self._store = store
-        self._clock = clock
-        self._device = device
-        self._tracer = Tracer(name, coordinator, clock)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+    name: str
+    config: Config
+    pairs: Pairs
+    policy: Policy
+    coordinator: CoordinatorApi
+    store: ObjectStore
+    clock: Clock
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        self._tracer = Tracer(self.name, self.coordinator, self.clock)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         # The pair encoded last: a lease brings a pair's two samples one after the other.
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
@@ -105,19 +98,19 @@ class PreferenceReader:
                 self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_samples(self) -> None:
-        capacity = self._config.rollout.max_inflight
+        capacity = self.config.rollout.max_inflight
         while True:
-            asked = self._clock.now()
-            requests = await self._coordinator.next_samples(self.name, capacity, capacity)
-            self._tracer.add("backpressured", asked, self._clock.now())
+            asked = self.clock.now()
+            requests = await self.coordinator.next_samples(self.name, capacity, capacity)
+            self._tracer.add("backpressured", asked, self.clock.now())
             if not requests:
                 return
             for request in requests:
                 await self._read(request)
 
     async def _read(self, request: SampleRequest) -> None:
-        limit = self._config.rollout.timeout_s
-        started = self._clock.now()
+        limit = self.config.rollout.timeout_s
+        started = self.clock.now()
         try:
             async with asyncio.timeout(limit) as deadline:
                 tensors, made = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
@@ -126,11 +119,11 @@ class PreferenceReader:
                 raise EngineError(
                     f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}"
                 ) from None
-            await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
+            await self.coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
             return
-        finished = self._clock.now()
+        finished = self.clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
-        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(made))
+        reference, media = await asyncio.gather(self.store.put(tensors), self.store.put(made))
         # No policy made the sample, so there is no version that took a step of it.
         result = SampleResult(
             request.sample_id,
@@ -143,15 +136,15 @@ class PreferenceReader:
             finished=finished,
             nbytes=nbytes(tensors) + nbytes(made),
         )
-        await self._coordinator.samples_done(self.name, [result])
+        await self.coordinator.samples_done(self.name, [result])
 
     async def _score_samples(self) -> None:
-        while jobs := await self._coordinator.next_to_score(self.name, self._config.reward.batch):
+        while jobs := await self.coordinator.next_to_score(self.name, self.config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
                 results = [
                     ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs
                 ]
-            await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+            await self.coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -160,11 +153,11 @@ class PreferenceReader:
 
         from omni_async.rollout.conditioning import ConditioningCache
 
-        device = self._device
+        device = self.device
         if device is None:
-            gpus = self._config.placement.rollout.gpus
+            gpus = self.config.placement.rollout.gpus
             device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else torch.device("cpu")
-        self._codec = self._policy.load_codec(getattr(torch, self._config.model.dtype)).to(device)
+        self._codec = self.policy.load_codec(getattr(torch, self.config.model.dtype)).to(device)
         self._conditioning = ConditioningCache(self._codec)
 
     def _make(self, request: SampleRequest) -> tuple[TensorDict, Media]:
@@ -180,7 +173,7 @@ class PreferenceReader:
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
             "conditioning": self._conditioning.of(request),
-            "sigmas": self._policy.sigmas(request.num_inference_steps, request.spec),
+            "sigmas": self.policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }
         return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
@@ -193,7 +186,7 @@ class PreferenceReader:
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()
-            media = [fit(one, *shape.shape[1:]) for one in self._pairs.media(pair)]
+            media = [fit(one, *shape.shape[1:]) for one in self.pairs.media(pair)]
             latents = self._codec.encode_media(media, spec)
             if not latents.isfinite().all():
                 raise ValueError(f"pair {pair}: the VAE's latents are not finite")
