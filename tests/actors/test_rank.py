@@ -101,9 +101,11 @@ async def fetched(made: Rank, size: int, weights: bool = False, start: int = 0) 
     return batch
 
 
-async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
-    engine = Engine(rank)
-    made = Rank(ParallelLayout(rank, world), lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
+async def started(
+    rank: int, world: int, paired: bool = False, engine: Engine | None = None, store: LocalStore | None = None
+) -> tuple[Rank, Engine]:
+    engine = engine or Engine(rank)
+    made = Rank(ParallelLayout(rank, world), lambda: engine, store or LocalStore(), paired)  # type: ignore[arg-type,return-value]
     await made.setup(None, None)
     return made, engine
 
@@ -134,40 +136,37 @@ async def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
     assert engine.calls[-1] == "accumulate 0.25"
 
 
-@pytest.mark.parametrize(("rank", "start", "own"), [(1, 0, [1]), (2, 0, None), (2, 2, [0]), (1, 2, None)])
-async def test_a_rank_without_a_sample_takes_one_that_does_not_count(
-    rank: int, start: int, own: list[int] | None
+@pytest.mark.parametrize(
+    ("rank", "start", "paired", "own"),
+    [
+        (1, 0, False, [1]),
+        (2, 0, False, None),
+        (2, 2, False, [0]),
+        (1, 2, False, None),
+        *((rank, 2 * rank, True, [0, 1]) for rank in range(4)),
+    ],
+)
+async def test_a_rank_without_a_sample_takes_one_that_does_not_count_and_of_a_pair_every_rank_takes_both(
+    rank: int, start: int, paired: bool, own: list[int] | None
 ) -> None:
-    made, engine = await started(rank, 4)
-    await made.accumulate(await fetched(made, 2, True, start), 1.0)
-    [(_, group)] = engine.groups
-    assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == (own or [0])
-    assert (len(group.staleness), len(group.weights or ()), group.size) == (1, 1, 2)
+    made, engine = await started(rank, 4, paired)
+    batch = await fetched(made, 2, True, start)
+    drifts = await made.recompute_proximal(batch)
+    await made.accumulate(batch, 1.0)
+    [(_, _), (_, group)] = engine.groups
+    taken = own or [0]
+    assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == taken
+    assert [drift.log_ratio for drift in drifts] == [(float(i),) for i in taken]
+    assert (len(group.staleness), len(group.weights or ()), group.size) == (len(taken), len(taken), 2)
     assert group.counts == (own is not None)
-
-
-async def test_both_samples_of_a_pair_go_to_every_rank() -> None:
-    for rank in range(3):
-        made, engine = await started(rank, 3, paired=True)
-        await made.accumulate(await fetched(made, 2, start=2 * rank), 1.0)
-        [(_, group)] = engine.groups
-        assert group.counts
-        assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == [0, 1]
-
-
-async def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
-    made, engine = await started(1, 2)
-    assert [drift.log_ratio for drift in await made.recompute_proximal(await fetched(made, 4))] == [(1.0,), (3.0,)]
-    assert [kind for kind, _ in engine.groups] == ["proximal"]
 
 
 # ---- groups that are read --------------------------------------------------------------------------------------------
 
 
 async def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
-    store, engine = LossyStore("b"), Engine(1)  # another rank's
-    made = Rank(ParallelLayout(1, 2), lambda: engine, store)  # type: ignore[arg-type,return-value]
-    await made.setup(None, None)
+    store = LossyStore("b")  # another rank's
+    made, engine = await started(1, 2, store=store)
     await made.fetch(9, ["b", 1, "b", 3], 0)
     store.lost = {1, 3}
     batch = make_batch(4)
@@ -233,15 +232,11 @@ async def test_a_snapshot_stays_as_it_is_until_it_is_released() -> None:
     assert third.buckets[0] is not second.buckets[0]
     assert np.shares_memory(third.buckets[0], second.buckets[0])
     assert len(engine.sets) == 2
-
-
-async def test_released_memory_is_used_for_every_later_version() -> None:
-    made, engine = await started(0, 1)
-    for version in range(5):
-        snapshot = await made.export(version)
-        assert content(snapshot) == version
-        snapshot.release()
-    assert len(engine.sets) == 1
+    for version in range(4, 8):
+        third.release()
+        third = await made.export(version)
+        assert content(third) == version
+    assert len(engine.sets) == 2, "released memory is used for every later version"
 
 
 class CopyingStore(LocalStore):
@@ -252,9 +247,7 @@ class CopyingStore(LocalStore):
 
 
 async def test_another_rank_shares_the_rows_it_exported_and_uses_their_memory_again() -> None:
-    engine = Engine(1)
-    made = Rank(ParallelLayout(1, 2), lambda: engine, CopyingStore())  # type: ignore[arg-type,return-value]
-    await made.setup(None, None)
+    made, engine = await started(1, 2, store=CopyingStore())
     for version in (2, 3):
         assert await made.export(version) is None
         shared = await made.share(version)
@@ -276,8 +269,7 @@ async def test_another_rank_copies_no_further_version_out_while_one_is_being_sha
             return await super().put(value)
 
     for fails in (False, True):
-        made = Rank(ParallelLayout(1, 2), lambda: engine, Slow())  # type: ignore[arg-type,return-value]
-        await made.setup(None, None)
+        made, _ = await started(1, 2, engine=engine, store=Slow())
         await made.export(2)
         sharing = asyncio.create_task(made.share(2))
         following = asyncio.create_task(made.export(3))
@@ -296,9 +288,7 @@ async def test_another_rank_copies_no_further_version_out_while_one_is_being_sha
 
 
 async def test_a_rank_that_holds_a_further_copy_of_the_weights_exports_nothing() -> None:
-    engine = Engine(1, spare=True)
-    made = Rank(ParallelLayout(1, 2), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
-    await made.setup(None, None)
+    made, engine = await started(1, 2, engine=Engine(1, spare=True))
     assert await made.export(2) is None
     assert engine.calls[-1] == "snapshot 2"
     with pytest.raises(KeyError):

@@ -93,14 +93,8 @@ async def test_an_exception_of_the_role_arrives_as_itself(echo):
     with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
         await echo.run()
     assert type(failed_long.value) is ValueError
-
-
-async def test_an_exception_that_cannot_travel_still_tells_its_story(echo):
-    with pytest.raises(Exception, match="the far side: broken"):
+    with pytest.raises(Exception, match="the far side: broken"):  # it cannot travel, and still tells its story
         await echo.require_fields(("broken",))
-
-
-async def test_a_method_the_role_does_not_have_is_an_attribute_error(echo):
     with pytest.raises(AttributeError, match="no_such_call"):
         await echo.no_such_call()
 
@@ -171,6 +165,8 @@ async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
     reference = await store.put(image)
     assert np.array_equal(await store.get(reference), image)
     assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
+    values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
+    assert [await store.get(reference) for reference in await store.put_all(values)] == values
 
 
 async def test_media_are_read_where_the_store_has_them(local_ray):
@@ -213,12 +209,6 @@ async def test_small_values_that_are_put_together_share_an_object_and_large_ones
     assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
     assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
     assert await store.put_all([]) == []
-
-
-async def test_what_is_neither_array_nor_tensor_is_stored_too(local_ray):
-    store = RayStore()
-    values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
-    assert [await store.get(reference) for reference in await store.put_all(values)] == values
 
 
 def make_cluster(folder: Path, **sections: Any) -> RayCluster:
@@ -281,6 +271,7 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
         with pytest.raises(ValueError, match="Failed to look up actor"):
             ray.get_actor(f"run-{number}/1/trainer")
 
+    asyncio.run(make_cluster(tmp_path).close())  # of one that never started
     for number in range(2):
         asyncio.run(main(number))
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
@@ -295,8 +286,3 @@ async def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_pa
     proxies = [cluster._host(Worker.parse(slot), ray_roles.Echo) for slot in cluster._placements.actors]
     assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
     await cluster.close()
-
-
-def test_closing_a_cluster_that_never_started_changes_nothing(local_ray, tmp_path):
-    asyncio.run(make_cluster(tmp_path).close())
-    assert ray.is_initialized()
