@@ -122,9 +122,17 @@ class ControlSocket:
 
 
 def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """Send a request and return the run's answer; `tell` gets what the run waits for meanwhile.
+    """Send a request and return the run's answer.
 
-    Raises NotRunning if no process serves the socket, ControlError for what else goes wrong.
+    Args:
+        path: the socket in the run's folder.
+        request: what is asked for.
+        timeout_s: seconds to wait for each line of the answer; None: for ever.
+        tell: gets what the run waits for meanwhile.
+
+    Raises:
+        NotRunning: no process serves the socket.
+        ControlError: anything else went wrong, or cannot be done.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

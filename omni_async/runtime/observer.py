@@ -361,6 +361,15 @@ class Observer:
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
     ) -> Summary:
+        """Return what became of the run.
+
+        Args:
+            status: how it ended.
+            reason: why, in one line; None if it is done.
+            peak_memory: bytes of all processes; None if that was not sampled.
+            finished: when the last role ended, in seconds of the clock.
+            spans: those of this attempt, from which the busy fractions follow.
+        """
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,

@@ -33,8 +33,14 @@ PromptCheck = Callable[[Prompt], str | None]
 def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
     """Read a prompt file.
 
-    `key` is the configuration path that named the file, for messages. Raises ConfigError, also for what one of `checks`
-    misses in a prompt.
+    Args:
+        path: a `.txt` or `.jsonl` file.
+        key: the configuration path that named the file, for messages.
+        max_chars: how many characters a prompt may have.
+        checks: what scorers and the model require of every prompt.
+
+    Raises:
+        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires.
     """
     text = _read(path, key)
     parse = _parser(path, key)

@@ -75,9 +75,16 @@ def connect(
 ) -> Connection:
     """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs.
 
-    A start is tried again and again until `timeout_s` are over. A connection that this process has already is used, and
-    not ended by `close`. Raises StartError, one line, if Ray cannot be reached or started. `stop`: set when it is not
-    wanted any more.
+    A connection that this process has already is used, and not ended by `close`.
+
+    Args:
+        address: as `run.ray_address`.
+        cpus: what the job asks for; a Ray of this machine has at least those of the machine.
+        timeout_s: seconds in which a start that fails is tried again and again.
+        stop: set when it is not wanted any more.
+
+    Raises:
+        StartError: one line, if Ray cannot be reached or started.
     """
     global _current
     if ray.is_initialized():

@@ -52,6 +52,7 @@ from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
+from tests.loops import play, settle  # noqa: F401 (for tests that find them here)
 
 STEPS = 5
 

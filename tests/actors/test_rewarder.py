@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from actor_world import Desk, make_config, make_job
+from actor_world import Desk, make_config, make_job, play, settle
 
 from omni_async.actors.rewarder import Rewarder
 from omni_async.config.schema import Scorer as ScorerConfig
@@ -22,7 +22,6 @@ from omni_async.simulation import virtual_time
 from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.store import LocalStore
 from omni_async.types import Prompt, Score, ScoreResult
-from tests.loops import play, settle
 
 BLOCKED_AT_MOST_S = 5.0
 
