@@ -29,6 +29,7 @@ class Team:
         self.refuse: list[Exception] = []
         self.linger: set[str] = set()  # those that do not end at once
         self.drained: set[str] = set()
+        self.remove_s = 0.0
 
     async def work(self, name: str) -> None:
         if name in self.drained:
@@ -46,6 +47,7 @@ class Team:
         self.at_work[name].set_result(None)
 
     async def remove_worker(self, name: str, reason: str) -> None:
+        await asyncio.sleep(self.remove_s)
         self.lost.append((name, reason))
 
     async def start_worker(self, name: str) -> Work:
@@ -316,3 +318,13 @@ async def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() 
         world.team.kill("rollout-0")
         await asyncio.sleep(10)
     assert world.team.started == ["rollout-0.2"]
+
+
+async def test_a_worker_that_is_not_needed_any_more_when_it_is_lost_is_neither_replaced_nor_counted() -> None:
+    async with keeping(restarts=0) as world:
+        world.team.remove_s = 5.0
+        world.team.kill("rollout-1")
+        await asyncio.sleep(1)
+        await world.keeper.scale("rollout", 1)
+        await asyncio.sleep(100)
+        assert world.keeper.workers("rollout") == ["rollout-0"] and not world.team.started
