@@ -19,7 +19,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Team:
-    """A Workforce whose workers work until they are lines to fail, to end, or to leave."""
+    """The part of a cluster that a keeper uses: its workers work until they are told to fail, to end, or to leave."""
 
     def __init__(self, start_s: float = 5.0) -> None:
         self.start_s = start_s
