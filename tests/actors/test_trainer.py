@@ -419,3 +419,19 @@ def test_a_failed_update_lets_the_checkpoint_that_is_being_written_be_finished(t
     with pytest.raises(ValueError, match="cannot be trained"):
         stage.play()
     assert stage.kept == ["update-000001"]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_preempted_trainer_gives_its_update_up_between_groups_or_at_its_end_and_saves(tmp_path, group):
+    stage = Stage(tmp_path, 4, **{"trainer.streaming": "off", "trainer.updates": 2})
+    fetch, fetched = stage.ranks[0].fetch, list[int]()
+
+    async def fetch_and_preempt(*arguments: Any) -> None:
+        await fetch(*arguments)
+        fetched.append(arguments[0])
+        if len(fetched) == group:
+            await stage.trainer.preempt()
+
+    stage.ranks[0].fetch = fetch_and_preempt
+    stage.play()
+    assert len(fetched) == group and stage.desk.updates == [] and stage.kept == ["update-000000"]
