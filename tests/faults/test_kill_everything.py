@@ -79,9 +79,10 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 
 
 def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
-    """Runs the command and kills its whole session after that update, and the first checkpoint: without one there
-    would be nothing to go on from."""
-    with started(f"update {update}/", *arguments) as job:
+    """Runs the command and kills its whole session after that update or a later one, once there is a checkpoint:
+    without one there would be nothing to go on from."""
+    reached = tuple(f"update {number}/" for number in range(update, 100))
+    with started(reached, *arguments) as job:
         assert job.stdout is not None
         while not any(runs.glob("*/checkpoints/update-*")):
             assert job.stdout.readline(), "the job ended before its first checkpoint"
