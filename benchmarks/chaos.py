@@ -69,14 +69,11 @@ class Run:
     @contextmanager
     def _begun(self) -> Iterator[subprocess.Popen[str]]:
         """Starts the job and yields its process after the first update."""
-        command = [sys.executable, "-m", "omni_async.cli", "train", str(self.job.recipe), *self.job.overrides]
         log = self.job.folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         _log(f"{self.job.folder.name} run: see {log}")
         with log.open("w") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+            process = self.job.start(out)
             try:
                 while process.poll() is None and "update " not in log.read_text():
                     time.sleep(0.2)
@@ -131,7 +128,7 @@ def report(calm: Run | None, run: Run) -> list[str]:
         lines.append(
             f"| {role} | {len(kills)} ({sum(kill.how == 'SIGSTOP' for kill in kills)}) | {len(mended)} | {took} |"
         )
-    again = sum(int(str(line["attempts"])) > 1 for line in ledger)
+    again = sum(line["attempts"] > 1 for line in ledger)
     lines += [
         "",
         (

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
@@ -54,22 +55,7 @@ class Job:
         code; None if it was killed."""
         self.attempts += 1
         began = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "omni_async.cli",
-            "train",
-            str(self.recipe),
-            *self.overrides,
-            "checkpoint.resume=auto",
-        ]
-        job = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        job = self.start(subprocess.PIPE, "checkpoint.resume=auto")
         assert job.stdout is not None
         try:
             for line in job.stdout:
@@ -84,6 +70,12 @@ class Job:
         finally:
             end_job(job)
             self.seconds += time.monotonic() - began
+
+    def start(self, out: int | IO[str], *more: str) -> subprocess.Popen[str]:
+        """Starts the command with `more` overrides; what it says goes to `out`."""
+        command = [sys.executable, "-m", "omni_async.cli", "train", str(self.recipe), *self.overrides, *more]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
 
     def _has_checkpoint(self) -> bool:
         return any(self.folder.glob("*/checkpoints/update-*"))
@@ -101,7 +93,7 @@ class Job:
         (run,) = self.folder.glob(f"{self.config.run.name}-*/")
         return run
 
-    def lines(self, name: str) -> list[dict[str, object]]:
+    def lines(self, name: str) -> list[dict[str, Any]]:
         """Reads a file of JSON lines. Raises ValueError, with the line's number, if one is no JSON."""
         found = []
         for number, line in enumerate(read_lines(self.run / name), 1):
@@ -138,12 +130,12 @@ def problems(job: Job) -> list[str]:
         require_prefix(job.run / "ledger.jsonl", read_state(next(newest_first(job.run / "checkpoints"))).control.ledger)
     except LedgerDamaged as error:
         found.append(str(error))
-    groups = sorted(int(str(line["group"])) for line in ledger)
+    groups = sorted(line["group"] for line in ledger)
     if groups != [*range(len(groups))]:
         found.append(
             f"{len(groups)} lines for groups {groups[0]} to {groups[-1]}, {len(set(groups))} of them different"
         )
-    trained = Counter(int(str(line["trained_version"])) for line in ledger if line["event"] == "trained")
+    trained = Counter(line["trained_version"] for line in ledger if line["event"] == "trained")
     wanted = dict.fromkeys(range(1, config.trainer.updates + 1), config.trainer.groups_per_update)
     if trained != wanted:
         wrong = sorted(version for version in wanted.keys() | trained.keys() if trained[version] != wanted.get(version))
@@ -152,9 +144,7 @@ def problems(job: Job) -> list[str]:
     if updates != [*wanted]:
         found.append(f"metrics have {len(updates)} updates, {len(set(map(str, updates)))} of them different")
     if stale := [
-        line
-        for line in ledger
-        if line["event"] == "trained" and int(str(line["staleness"])) > config.staleness.max_updates
+        line for line in ledger if line["event"] == "trained" and line["staleness"] > config.staleness.max_updates
     ]:
         found.append(f"{len(stale)} groups were trained beyond the staleness budget")
     return found

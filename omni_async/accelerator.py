@@ -1,5 +1,7 @@
-"""Finds out which accelerators this machine has: what can be known in a moment, without a driver or torch, and what
-torch says."""
+"""Finds out which accelerators this machine has.
+
+It says what can be known in a moment, without a driver or torch, and what torch says.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 def most_accelerators(
     devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ, kind: str = "auto"
 ) -> tuple[int, str] | None:
-    """Returns an upper bound on the accelerators, as CUDA and Ray count them, and its reason; None if only a driver
-    knows. Takes no time: no torch, no Ray, no driver is asked. `kind`: as `placement.accelerator`."""
+    """Return an upper bound on the accelerators, as CUDA and Ray count them, and its reason.
+
+    It is None if only a driver knows. Takes no time: no torch, no Ray, no driver is asked. `kind`: as
+    `placement.accelerator`.
+    """
     try:
         names = [entry.name for entry in devices.iterdir()]
     except OSError:
@@ -43,7 +48,7 @@ def most_accelerators(
 def _visible(
     names: Sequence[str], pattern: re.Pattern[str], variable: str, devices: Path, environment: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Counts the devices that are there and that the variable does not hide."""
+    """Count the devices that are there and that the variable does not hide."""
     found = sum(pattern.fullmatch(name) is not None for name in names)
     visible = environment.get(variable)
     if not found:
@@ -55,8 +60,10 @@ def _visible(
 
 
 def require_accelerator(key: str, asked: float) -> torch.device:
-    """Returns the accelerator that torch would use. Raises RuntimeError, under `key`, if torch sees none: what was
-    meant for one would run on the CPU unnoticed."""
+    """Return the accelerator that torch would use.
+
+    Raises RuntimeError, under `key`, if torch sees none: what was meant for one would run on the CPU unnoticed.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)

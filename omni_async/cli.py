@@ -1,5 +1,6 @@
-"""Implements `omni-async`, the command line. Parsing, validation and messages only; everything heavy is imported once a
-command needs it.
+"""Implements `omni-async`, the command line.
+
+Parsing, validation and messages only; everything heavy is imported once a command needs it.
 
 Exit codes: 0 done, 1 the run failed or could not write a result, 2 wrong configuration or usage (one message, no
 traceback), 130 interrupted.
@@ -19,7 +20,7 @@ from omni_async import __version__
 from omni_async.benchmark.command import add_bench
 from omni_async.config import Config, ConfigError, load, resolved_yaml
 from omni_async.config.redact import one_line, redact_text
-from omni_async.runtime.operate import add_operations, operate
+from omni_async.runtime.operate import add_command, add_operations, operate
 from omni_async.simulation.command import add_simulate
 from omni_async.simulation.tune_command import add_tune
 
@@ -66,35 +67,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"omni-async {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    raw = argparse.RawDescriptionHelpFormatter
-    train = commands.add_parser("train", help="train from a recipe", description=_TRAIN, formatter_class=raw)
-    check = commands.add_parser(
-        "check",
-        help="validate a recipe and print it with every default filled in",
-        description=_CHECK,
-        formatter_class=raw,
-    )
+    train = add_command(commands, "train", "train from a recipe", _TRAIN)
+    check = add_command(commands, "check", "validate a recipe and print it with every default filled in", _CHECK)
     for command in (train, check):
         command.add_argument("recipe", type=Path, help="a YAML file; docs/configuration.md lists every key")
-        command.add_argument(
-            "overrides",
-            nargs="*",
-            default=[],
-            metavar="key.path=value",
-            help="override a value of the recipe (values are YAML)",
-        )
+        more = "override a value of the recipe (values are YAML)"
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=more)
     check.add_argument(
         "--no-probe", action="store_true", help="do not load the scorers and let them score a synthetic sample"
     )
-    commands.add_parser(
-        "list", help="list model families, engines, algorithms and scorers", description=_LIST, formatter_class=raw
-    )
-    docs = commands.add_parser(
-        "docs", help="write the configuration reference from the schema", description=_DOCS, formatter_class=raw
-    )
-    docs.add_argument(
-        "--out", type=Path, default=Path("docs/configuration.md"), help="file to write (default: docs/configuration.md)"
-    )
+    add_command(commands, "list", "list model families, engines, algorithms and scorers", _LIST)
+    docs = add_command(commands, "docs", "write the configuration reference from the schema", _DOCS)
+    page = Path("docs/configuration.md")
+    docs.add_argument("--out", type=Path, default=page, help=f"file to write (default: {page})")
     add_operations(commands)
     add_bench(commands)
     add_simulate(commands)
@@ -103,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
+    """Parse arguments; `key.path=value` may come after options, too, which argparse alone does not take."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
@@ -114,8 +99,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. Without `arguments` it is this process's own, and all that is left for
-    the process to do then is to end."""
+    """Run a command and return its exit code.
+
+    Without `arguments` it is this process's own, and all that is left for the process to do then is to end.
+    """
     code = _run(_parse(arguments))
     if arguments is None:
         # Python waits for threads first, that of a model which is still loading say. Nobody can catch a
@@ -181,10 +168,8 @@ def _train(config: Config) -> int:
     if summary.status == "failed":
         _tell(f"the run failed: {summary.reason}")
     if summary.unwritten:
-        _tell(
-            "not everything could be written: "
-            + ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
-        )
+        lost = ", ".join(f"{name} ({why})" for name, why in summary.unwritten.items())
+        _tell(f"not everything could be written: {lost}")
         return 1
     return EXIT_CODES[summary.status]
 
@@ -230,7 +215,7 @@ def _refuse(message: str) -> int:
 
 
 def _tell(message: str) -> None:
-    """Writes one line to stderr, whatever a prompt file or a scorer put into the message."""
+    """Write one line to stderr, whatever a prompt file or a scorer put into the message."""
     sys.stderr.write(f"omni-async: {one_line(redact_text(message))}\n")
 
 

@@ -1,5 +1,7 @@
-"""Lists the roles of a run: one row says all that the runtimes, the placement, the replacing and the scaling of workers
-have to know of a role. What is built is named, and imported where it is built.
+"""Lists the roles of a run.
+
+One row says all that the runtimes, the placement, the replacing and the scaling of workers have to know of a role. What
+is built is named, and imported where it is built.
 
 | role        | workers           | lost                                  | scales |
 |-------------|-------------------|---------------------------------------|--------|
@@ -19,14 +21,16 @@ from typing import Any, Literal, Protocol
 
 from omni_async.config.schema import Config, Resources
 from omni_async.services import find_service, service_names
-from omni_async.worker import Worker
+from omni_async.worker import COORDINATOR, READER, REWARD, ROLLOUT, TRAINER, Worker
 
 CONTROL = Resources(cpus=0.01)
 
 
 class Peers(Protocol):
-    """The roles that are told of workers that join and are lost. `stores_die`: what a worker put into the store is gone
-    with its process."""
+    """The roles that are told of workers that join and are lost.
+
+    `stores_die`: what a worker put into the store is gone with its process.
+    """
 
     stores_die: bool
 
@@ -38,11 +42,11 @@ class Peers(Protocol):
 
 
 async def _nobody_joins(peers: Peers, name: str, worker: Any) -> None:
-    """Tells nobody of a new worker: it asks for work by itself."""
+    """Tell nobody of a new worker: it asks for work by itself."""
 
 
 async def _nobody_minds(peers: Peers, name: str, reason: str) -> None:
-    """Tells nobody of a lost worker."""
+    """Tell nobody of a lost worker."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,16 @@ class RoleSpec:
     lost: Callable[[Peers, str, str], Awaitable[None]] = _nobody_minds
 
     def resources(self, config: Config) -> Resources:
-        """Returns what one worker asks for."""
+        """Return what one worker asks for."""
         return CONTROL if self.section is None else config.resources[self.section]
 
     def is_at_work(self, worker: Worker) -> bool:
-        """Returns whether this worker has a `run` of its own."""
+        """Return whether this worker has a `run` of its own."""
         return self.works == "all" or (self.works == "first" and worker.index is None)
 
     @property
     def waiting_calls(self) -> frozenset[str]:
-        """Returns the calls that may take long, because they wait for something to happen."""
+        """Return the calls that may take long, because they wait for something to happen."""
         return self.long_calls | {"start", "run", *self.services.values()}
 
 
@@ -135,23 +139,23 @@ def _slots(role: str, number: int) -> tuple[Worker, ...]:
 
 def _ranks(config: Config) -> tuple[Worker, ...]:
     number = config.trainer.workers if config.emulation is None else 1  # one emulated rank stands for all
-    return Worker("trainer"), *(Worker("trainer", rank) for rank in range(1, number))
+    return Worker(TRAINER), *(Worker(TRAINER, rank) for rank in range(1, number))
 
 
 _SITES = "omni_async.runtime.sites"
 
 BUILT_IN = (
     RoleSpec(
-        "coordinator",
-        lambda config: (Worker("coordinator"),),
+        COORDINATOR,
+        lambda config: (Worker(COORDINATOR),),
         f"{_SITES}:coordinator",
         works="none",
         long_calls=frozenset({"next_samples", "next_to_score", "closing", "next_groups", "events", "addresses"}),
         colocated=False,
     ),
     RoleSpec(
-        "rollout",
-        lambda config: _slots("rollout", config.rollout.workers) if _online(config) else (),
+        ROLLOUT,
+        lambda config: _slots(ROLLOUT, config.rollout.workers) if _online(config) else (),
         f"{_SITES}:producer",
         "placement.rollout",
         "replace",
@@ -163,15 +167,15 @@ BUILT_IN = (
         lost=_engine_lost,
     ),
     RoleSpec(
-        "reader",
-        lambda config: () if _online(config) else (Worker("reader"),),
+        READER,
+        lambda config: () if _online(config) else (Worker(READER),),
         f"{_SITES}:reader",
         "placement.rollout",
         starts_last=True,
     ),
     RoleSpec(
-        "reward",
-        lambda config: _slots("reward", config.reward.workers) if _online(config) else (),
+        REWARD,
+        lambda config: _slots(REWARD, config.reward.workers) if _online(config) else (),
         f"{_SITES}:rewarder",
         "placement.reward",
         "replace",
@@ -180,7 +184,7 @@ BUILT_IN = (
         lost=_scorer_lost,
     ),
     RoleSpec(
-        "trainer",
+        TRAINER,
         _ranks,
         f"{_SITES}:trainer",
         "placement.trainer",
@@ -212,13 +216,15 @@ WORKING = tuple(spec.role for spec in BUILT_IN if spec.works != "none")
 
 
 def roles_of(config: Config) -> dict[str, RoleSpec]:
-    """Returns the rows of a recipe's run by role: the coordinator, the services, which others may need, and the other
-    built-in roles."""
+    """Return the rows of a recipe's run by role.
+
+    First the coordinator, then the services, which others may need, and the other built-in roles.
+    """
     coordinator, *others = BUILT_IN
     services = (_service(number, role.name) for number, role in enumerate(config.roles))
     return {spec.role: spec for spec in (coordinator, *services, *others)}
 
 
 def scalable_roles() -> tuple[str, ...]:
-    """Returns the roles whose workers may change in number, whichever recipe it is."""
+    """Return the roles whose workers may change in number, whichever recipe it is."""
     return *(spec.role for spec in BUILT_IN if spec.scales), *service_names()

@@ -17,19 +17,22 @@ from typing import Any
 import msgspec
 
 from omni_async.entry_points import load_registered
+from omni_async.worker import BUILT_IN_ROLES
 
 GROUP = "omni_async.roles"
-# Names of built-in roles, and of others that the timeline shows.
-TAKEN = frozenset({"coordinator", "driver", "publisher", "reader", "reward", "rollout", "trainer"})
+# Also of what the timeline shows beside the roles.
+_TAKEN = frozenset({*BUILT_IN_ROLES, "driver", "publisher"})
 
 
 @dataclass(frozen=True)
 class ServiceSite:
-    """What a worker of a service is built with, in its process. `name`: the worker's, which no other worker of the
-    attempt has; `index`: its slot, from 0. `config`: the whole recipe; `settings`: the service's own section, or None.
-    `host`: the address under which other machines of the run reach this one. `tell(text)` shows a line on the console;
-    `addresses(role)` waits until a worker of a service is ready, and returns the addresses of those that are, by
-    name."""
+    """What a worker of a service is built with, in its process.
+
+    `name`: the worker's, which no other worker of the attempt has; `index`: its slot, from 0. `config`: the whole
+    recipe; `settings`: the service's own section, or None. `host`: the address under which other machines of the run
+    reach this one. `tell(text)` shows a line on the console; `addresses(role)` waits until a worker of a service is
+    ready, and returns the addresses of those that are, by name.
+    """
 
     name: str
     index: int
@@ -44,20 +47,24 @@ class Service:
     """One worker of a service. Packages subclass it; all methods run on one event loop, which none may hold up."""
 
     async def start(self) -> str:
-        """Gets ready, within `run.startup_timeout_s`, and returns the address that others reach it by; "" if nobody
-        does. What it starts must be ready when this returns."""
+        """Get ready, within `run.startup_timeout_s`, and return the address that others reach it by; "" if nobody does.
+
+        What it starts must be ready when this returns.
+        """
         return ""
 
     async def run(self) -> None:
-        """Serves until it is cancelled, because the run is over or the worker leaves. It counts as lost if it ends
-        earlier, or raises."""
+        """Serve until it is cancelled, because the run is over or the worker leaves.
+
+        It counts as lost if it ends earlier, or raises.
+        """
         await asyncio.Event().wait()
 
     async def drain(self) -> None:
-        """Finishes what it has. No new caller is told its address any more."""
+        """Finish what it has. No new caller is told its address any more."""
 
     async def close(self) -> None:
-        """Frees what it holds; called once, also after a failure."""
+        """Free what it holds; called once, also after a failure."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class ServiceRole:
             )
 
     def load(self) -> Callable[[ServiceSite], Service]:
-        """Loads the function that builds a worker, with all that it imports."""
+        """Load the function that builds a worker, with all that it imports."""
         module, _, name = self.build.partition(":")
         function: Callable[[ServiceSite], Service] = getattr(import_module(module), name)
         return function
@@ -89,16 +96,18 @@ class ServiceRole:
 
 @cache
 def service_names() -> tuple[str, ...]:
-    """Returns the names of all installed services, sorted."""
+    """Return the names of all installed services, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
 
 
 @cache
 def find_service(name: str) -> ServiceRole:
-    """Returns the service registered as `name`. ValueError lists the installed ones, or says why its package, which is
-    foreign code, gives none."""
+    """Return the service registered as `name`.
+
+    ValueError lists the installed ones, or says why its package, which is foreign code, gives none.
+    """
     points = {point.name: point for point in entry_points(group=GROUP)}
-    if name in TAKEN:
+    if name in _TAKEN:
         raise ValueError(f"roles: {name!r} is a role that every run has; a package's role needs another name")
     if name not in points:
         if not points:

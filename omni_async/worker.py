@@ -11,13 +11,24 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+# The roles that omni_async itself brings; one of another package has another name.
+COORDINATOR, ROLLOUT, READER, REWARD, TRAINER = BUILT_IN_ROLES = (
+    "coordinator",
+    "rollout",
+    "reader",
+    "reward",
+    "trainer",
+)
+
 _NAME = re.compile(r"(?P<role>[^-.\d]+)(?:-(?P<index>\d+))?(?:\.(?P<number>\d+))?")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker: its role, the index of its slot (None: the role has one slot, or this is its first), and its number
-    in that slot, from 1."""
+    """One worker: its role, the index of its slot, and its number in that slot, from 1.
+
+    `index` is None if the role has one slot, or this is its first.
+    """
 
     role: str
     index: int | None = None
@@ -25,16 +36,16 @@ class Worker:
 
     @classmethod
     def parse(cls, name: str) -> Worker:
-        """Returns the worker that is called `name`; what is no worker's name is a role of its own."""
+        """Return the worker that is called `name`; what is no worker's name is a role of its own."""
         return _parse(name)
 
     @property
     def slot(self) -> str:
-        """Returns the slot id, which all workers that follow each other in a slot share."""
+        """Return the slot id, which all workers that follow each other in a slot share."""
         return self.role if self.index is None else f"{self.role}-{self.index}"
 
     def numbered(self, number: int) -> Worker:
-        """Returns worker `number` of the same slot."""
+        """Return worker `number` of the same slot."""
         return replace(self, number=number)
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ named is run whole.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ import pytest
 
 # Before any test file imports diffusers: it prepares the import system for a mixed install (`omni_async.compat`).
 import omni_async  # noqa: F401
+from omni_async.simulation.virtual_time import run as run_in_virtual_time
+from tests.loops import play
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -119,6 +122,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section(f"a slice: --slice-seed={chosen.seed} draws it again, --all runs everything")
         for line in chosen.told:
             terminalreporter.line(line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine, in virtual time if it is marked so."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    work = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    if pyfuncitem.get_closest_marker("virtual_time"):
+        play(work, run_in_virtual_time)
+    else:
+        play(work)
+    return True
 
 
 @pytest.fixture(scope="session")

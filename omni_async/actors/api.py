@@ -1,5 +1,7 @@
-"""Defines the Protocols through which roles call each other: a plain object satisfies them in one process, and a proxy
-does across Ray actors."""
+"""Defines the Protocols through which roles call each other.
+
+A plain object satisfies them in one process, and a proxy does across Ray actors.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,11 @@ class CoordinatorApi(Protocol):
 
 
 class ProducerApi(Protocol):
-    """The calls of the publisher to a producer. `invitation` and `parcel` are the weight transport's own: its sender
-    makes them, the producer's receiver understands them."""
+    """The calls of the publisher to a producer.
+
+    `invitation` and `parcel` are the weight transport's own: its sender makes them, the producer's receiver understands
+    them.
+    """
 
     async def join_weights(self, invitation: Any) -> None: ...
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport: ...
@@ -69,20 +74,22 @@ class PublisherApi(Protocol):
     """The publisher, which lives in the trainer's process. `withdraw` and `publish` wait for nothing."""
 
     def withdraw(self) -> None:
-        """Releases memory before an export: a version that was handed over but has not left is superseded."""
+        """Release memory before an export: a version that was handed over but has not left is superseded."""
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Takes over a version; everything that follows happens beside the training."""
+        """Take over a version; everything that follows happens beside the training."""
 
     async def run(self) -> None:
-        """Carries versions to the engines, until cancelled."""
+        """Carry versions to the engines, until cancelled."""
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """Adds an engine: it gets the newest version that went out, and all that follow. EngineError if it does not
-        take it."""
+        """Add an engine: it gets the newest version that went out, and all that follow.
+
+        EngineError if it does not take it.
+        """
 
     def remove_engine(self, name: str) -> None:
-        """Stops sending to an engine that is gone."""
+        """Stop sending to an engine that is gone."""
 
 
 class RankApi(Protocol):
@@ -95,27 +102,34 @@ class RankApi(Protocol):
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None: ...
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Returns the drifts of the group's samples that this rank was dealt, in their order."""
+        """Return the drifts of the group's samples that this rank was dealt, in their order."""
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None: ...
     async def step(self, grad_scale: float) -> dict[str, float]: ...
     async def discard(self) -> None: ...
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        """Reads this rank's share of a group before anything is computed with it, and keeps it for this update. `start`
-        is the number of samples of the update's groups before it, after which the deal goes on. ObjectLost if the share
-        is gone."""
+        """Read this rank's share of a group before anything is computed with it, and keep it for this update.
+
+        `start` is the number of samples of the update's groups before it, after which the deal goes on. ObjectLost if
+        the share is gone.
+        """
 
     async def export(self, version: int) -> Snapshot | None: ...
     async def share(self, version: int) -> SharedRows:
-        """Puts the rows that another rank than 0 exported as `version` into the run's store. Once for each export of a
-        rank that holds a part of the first copy of the weights; no collective, and beside everything else."""
+        """Put the rows that another rank than 0 exported as `version` into the run's store.
+
+        Once for each export of a rank that holds a part of the first copy of the weights; no collective, and beside
+        everything else.
+        """
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        """Copies out what a checkpoint holds of this rank and writes it into `folder` from then on. Returns the rest of
-        the rank's state, as plain values."""
+        """Copy out what a checkpoint holds of this rank and write it into `folder` from then on.
+
+        Returns the rest of the rank's state, as plain values.
+        """
 
     async def end_save(self) -> None:
-        """Waits until the files of `begin_save` are written."""
+        """Wait until the files of `begin_save` are written."""
 
 
 class Abandoned(Exception):
@@ -129,20 +143,22 @@ class PolicyUpdate(Protocol):
 
     @property
     def missing(self) -> int:
-        """Returns the number of groups that are still missing."""
+        """Return the number of groups that are still missing."""
 
     async def add(self, group: ReadyGroup) -> None: ...
 
     async def finish(self) -> dict[str, float]:
-        """Computes what is left when all groups are in, and returns the metrics of the update. Raises Abandoned if the
-        update is to be given up and can be."""
+        """Compute what is left when all groups are in, and return the metrics of the update.
+
+        Raises Abandoned if the update is to be given up and can be.
+        """
 
 
 class UpdateRule(Protocol):
     """The way the trainer turns groups into updates, and its state from one update to the next (for checkpoints)."""
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool]) -> PolicyUpdate:
-        """Begins an update. `preempt` returns whether it is to be given up if it has not changed the weights yet."""
+        """Begin an update. `preempt` returns whether it is to be given up if it has not changed the weights yet."""
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,70 +32,69 @@ from omni_async.types import ReadyGroup
 _LAST_WRITE_S = 20.0
 
 
+@dataclass(eq=False)
 class Checkpointer:
-    """A writer of checkpoints into the folder `checkpoints` of the run. The update rule's state is taken when a save
-    begins."""
+    """A writer of checkpoints into the folder `checkpoints` of the run.
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Sequence[RankApi],
-        rule: UpdateRule,
-        coordinator: CoordinatorApi,
-        store: ObjectStore,
-        checkpoints: Path,
-        tracer: Tracer,
-    ) -> None:
-        self._config = config
-        self._ranks = ranks
-        self._rule = rule
-        self._coordinator = coordinator
-        self._store = store
-        self._checkpoints = checkpoints
-        self._tracer = tracer
-        self._writing: asyncio.Task[None] | None = None
+    The update rule's state is taken when a save begins.
+    """
+
+    config: Config
+    ranks: Sequence[RankApi]
+    rule: UpdateRule
+    coordinator: CoordinatorApi
+    store: ObjectStore
+    checkpoints: Path
+    tracer: Tracer
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def save(self, version: int) -> None:
-        """Begins a checkpoint between two updates; `version` is that of the weights. Returns when they may change
-        again."""
+        """Begin a checkpoint between two updates; `version` is that of the weights.
+
+        Returns when they may change again.
+        """
         await self.settle(last=False)
-        folder = self._checkpoints / folder_name(version)
+        folder = self.checkpoints / folder_name(version)
         try:
-            control = await self._coordinator.continuation()
+            control = await self.coordinator.continuation()
             if control.version != version:
                 return  # the run had ended before this update was answered for: by the ledger it was never made
             await asyncio.to_thread(_clear, partial(folder))
         except OSError as error:
             self._writing = asyncio.create_task(_fail(error), name=folder.name)
             return
-        with self._tracer.span("checkpoint", version=version):
-            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self._ranks))
+        with self.tracer.span("checkpoint", version=version):
+            engines = await asyncio.gather(*(rank.begin_save(str(partial(folder))) for rank in self.ranks))
         self._writing = asyncio.create_task(
-            self._write(folder, control, engines[0], self._rule.state()), name=folder.name
+            self._write(folder, control, engines[0], self.rule.state()), name=folder.name
         )
 
     async def settle(self, last: bool = True) -> None:
-        """Waits until nothing is being written. Raises a failure if it is the `last` one's, and otherwise reports
-        it."""
+        """Wait until nothing is being written.
+
+        Raises a failure if it is the `last` one's, and otherwise reports it.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             await writing
         except Exception as error:
-            unfinished = partial(self._checkpoints / writing.get_name())
+            unfinished = partial(self.checkpoints / writing.get_name())
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)  # it takes disk space
             if last:
                 raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            await self._coordinator.phase(
+            await self.coordinator.phase(
                 f"warning: checkpoint {writing.get_name()} could not be written ({why}); the next one is tried as"
                 " planned"
             )
 
     async def close(self) -> None:
-        """Gives a checkpoint under way some time to be finished, as other actors that it needs may be gone, and none if
-        the caller is cancelled. An unfinished one is left, in a folder without a name."""
+        """Give a checkpoint under way some time to be finished, and none if the caller is cancelled.
+
+        Other actors that it needs may be gone. An unfinished one is left, in a folder without a name.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             if not is_cancelled():
@@ -104,11 +104,11 @@ class Checkpointer:
 
     async def _write(self, folder: Path, control: ControlState, engine: dict[str, Any], rule: dict[str, Any]) -> None:
         unfinished = partial(folder)
-        await asyncio.gather(*(rank.end_save() for rank in self._ranks))
+        await asyncio.gather(*(rank.end_save() for rank in self.ranks))
         kept, gone = [], []
         for group in control.ready:
             try:
-                trajectories = await asyncio.gather(*(self._store.get(sample.trajectory) for sample in group.samples))
+                trajectories = await asyncio.gather(*(self.store.get(sample.trajectory) for sample in group.samples))
             except ObjectLost:
                 gone.append(Unfinished(group.group))  # it would be generated again in this attempt too
                 continue
@@ -116,30 +116,29 @@ class Checkpointer:
             kept.append(_with_trajectories(group, [None] * len(group.samples)))
         stripped = replace(control, ready=tuple(kept), unfinished=(*control.unfinished, *gone))
         state = State(
-            stripped, self._config.model.pipeline, self._config.algorithm.name, engine, rule, made_with(self._config)
+            stripped, self.config.model.pipeline, self.config.algorithm.name, engine, rule, made_with(self.config)
         )
 
         def complete() -> None:
             write_state(unfinished, state)
             write_manifest(unfinished)
             finish(folder)
-            rotate(self._checkpoints, self._config.checkpoint.keep, folder)
+            rotate(self.checkpoints, self.config.checkpoint.keep, folder)
 
         await asyncio.to_thread(complete)
 
     async def take_up(self, folder: Path, state: State) -> None:
-        """Puts the trajectories of groups that were ready back into the store, and gives the groups to the
-        coordinator."""
+        """Put trajectories of groups that were ready back into the store, and give the coordinator the groups."""
         groups = []
         for group in state.control.ready:
             trajectories = await asyncio.to_thread(read_group, folder, group.group, len(group.samples))
-            groups.append(_with_trajectories(group, await self._store.put_all(trajectories)))
+            groups.append(_with_trajectories(group, await self.store.put_all(trajectories)))
         if groups:
-            await self._coordinator.take_up(groups)
+            await self.coordinator.take_up(groups)
 
 
 def _with_trajectories(group: ReadyGroup, references: Sequence[Any]) -> ReadyGroup:
-    """Returns the group with these references to its trajectories, and without media."""
+    """Return the group with these references to its trajectories, and without media."""
     samples = zip(group.samples, references, strict=True)
     return replace(
         group, samples=tuple(replace(sample, trajectory=reference, media=None) for sample, reference in samples)

@@ -1,5 +1,7 @@
-"""Describes a generated sample on its way from the engine into the store. Imports no torch: its contents may come from
-an emulated engine."""
+"""Describes a generated sample on its way from the engine into the store.
+
+Imports no torch: its contents may come from an emulated engine.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from omni_async.version_spans import VersionSpans
 
 @dataclass(frozen=True)
 class Finished:
-    """A generated sample on its way into the store. `tensors` may be anything that has `nbytes`; `media` are
-    `Media` of NumPy arrays, or mere bytes where a replayed profile made them."""
+    """A generated sample on its way into the store.
+
+    `tensors` may be anything that has `nbytes`; `media` are `Media` of NumPy arrays, or mere bytes where a replayed
+    profile made them.
+    """
 
     request: SampleRequest
     tensors: Any
@@ -33,7 +38,7 @@ class Finished:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Returns the sample's facts for the timeline, and for profiles that are made from it."""
+        """Return the sample's facts for the timeline, and for profiles that are made from it."""
         oldest, newest = self.versions.oldest, self.versions.newest
         return {
             "sample": self.request.sample_id,

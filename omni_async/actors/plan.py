@@ -1,5 +1,6 @@
-"""Decides, once from the configuration, how an update is carried out: how far it may stream, and what it needs before
-its first gradient.
+"""Decides, once from the configuration, how an update is carried out.
+
+It says how far it may stream, and what it needs before its first gradient.
 
 as_ready   advantages need the group alone (std: group or none): each group's backward runs when the group is ready
 unscaled   std: global with an objective that is homogeneous in the advantage: backward runs on reward - group mean,
@@ -24,9 +25,12 @@ Streaming = Literal["as_ready", "unscaled", "collect"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The way updates are carried out: `mode`, and `why` in words. `proximal`: groups get a proximal pass when they
-    arrive. `weigh`: importance weights are made from all of them together. `paired`: only a group's best and worst
-    sample are trained. `rows_per_sample`: trained rows of one sample (of one pair: half)."""
+    """The way updates are carried out: `mode`, and `why` in words.
+
+    `proximal`: groups get a proximal pass when they arrive. `weigh`: importance weights are made from all of them
+    together. `paired`: only a group's best and worst sample are trained. `rows_per_sample`: trained rows of one sample
+    (of one pair: half).
+    """
 
     mode: Streaming
     why: str
@@ -38,7 +42,7 @@ class Plan:
 
     @property
     def said(self) -> str:
-        """Returns how far training streams, and why, as a sentence for the console."""
+        """Return how far training streams, and why, as a sentence for the console."""
         how = (
             "groups are trained on when the whole update is scored"
             if self.mode == "collect"
@@ -48,8 +52,7 @@ class Plan:
 
 
 def require_trainable(config: Config) -> None:
-    """Raises ConfigError, one line, where the objective is unknown, does not fit the rest, or cannot stream as
-    configured."""
+    """Raise ConfigError, one line, where the objective is unknown, does not fit or cannot stream so."""
     try:
         problem = next(problems(config), None)
     except ValueError as error:  # no such objective
@@ -77,13 +80,15 @@ def plan_updates(config: Config) -> Plan:
 
 
 def _recomputes(config: Config) -> bool:
-    """Returns whether the proximal policy is gone by the time some rows are trained."""
+    """Return whether the proximal policy is gone by the time some rows are trained."""
     return config.correction.mode in ("decoupled", "none") and config.trainer.steps_per_update > 1
 
 
 def _weighs(config: Config) -> bool:
-    """Returns whether weights must be known before the first gradient: they look at all rows, or their scale must not
-    touch the KL term."""
+    """Return whether weights must be known before the first gradient.
+
+    They look at all rows, or their scale must not touch the KL term.
+    """
     correction = config.correction
     rescales = correction.normalises or (correction.denominator == "kept" and correction.masks)
     penalised = config.algorithm.kl_coef > 0 or config.algorithm.mix.log_ratio_coef > 0

@@ -1,5 +1,6 @@
-"""Reads preference pairs in place of producers and reward workers, where a run trains on a dataset of pairs and samples
-nothing.
+"""Reads preference pairs, where a run trains on a dataset and samples nothing.
+
+The reader stands in place of producers and reward workers.
 
 A leased sample is an image of the group's pair (`prompt.index` is the pair): sample 0 the chosen one, sample 1 the
 rejected one. It becomes a trajectory without steps, the image's latents and the prompt's conditioning, and its score is
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -43,45 +45,43 @@ _SCORES = {CHOSEN: Score(1.0), REJECTED: Score(0.0)}
 
 class Pairs(Protocol):
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Returns the chosen and the rejected image, each of any size. Called from one thread. ValueError if there is
-        none."""
+        """Return the chosen and the rejected image, each of any size.
+
+        Called from one thread. ValueError if there is none.
+        """
 
 
+@dataclass(eq=False)
 class PreferenceReader:
-    """The reader of a dataset of pairs. It encodes images and prompts on `device`; None: the accelerator, or the CPU
-    where placement.rollout.gpus is 0."""
+    """The reader of a dataset of pairs.
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        pairs: Pairs,
-        policy: Policy,
-        coordinator: CoordinatorApi,
-        store: ObjectStore,
-        clock: Clock,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.name = name
-        self._config = config
-        self._pairs = pairs
-        self._policy = policy
-        self._coordinator = coordinator
-        self._store = store
-        self._clock = clock
-        self._device = device
-        self._tracer = Tracer(name, coordinator, clock)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+    It encodes images and prompts on `device`; None: the accelerator, or the CPU where placement.rollout.gpus is 0.
+    """
+
+    name: str
+    config: Config
+    pairs: Pairs
+    policy: Policy
+    coordinator: CoordinatorApi
+    store: ObjectStore
+    clock: Clock
+    device: torch.device | str | None = None
+
+    def __post_init__(self) -> None:
+        self._tracer = Tracer(self.name, self.coordinator, self.clock)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         # The pair encoded last: a lease brings a pair's two samples one after the other.
         self._encoded: tuple[tuple[int, SamplingSpec], list[Media], torch.Tensor] | None = None
 
     async def start(self) -> None:
-        """Loads text encoder and VAE."""
+        """Load text encoder and VAE."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def run(self) -> None:
-        """Reads samples until the run is over. EngineError if a sample takes longer than rollout.timeout_s: the thread
-        cannot be stopped."""
+        """Read samples until the run is over.
+
+        EngineError if a sample takes longer than rollout.timeout_s: the thread cannot be stopped.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -98,19 +98,19 @@ class PreferenceReader:
                 self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read_samples(self) -> None:
-        capacity = self._config.rollout.max_inflight
+        capacity = self.config.rollout.max_inflight
         while True:
-            asked = self._clock.now()
-            requests = await self._coordinator.next_samples(self.name, capacity, capacity)
-            self._tracer.add("backpressured", asked, self._clock.now())
+            asked = self.clock.now()
+            requests = await self.coordinator.next_samples(self.name, capacity, capacity)
+            self._tracer.add("backpressured", asked, self.clock.now())
             if not requests:
                 return
             for request in requests:
                 await self._read(request)
 
     async def _read(self, request: SampleRequest) -> None:
-        limit = self._config.rollout.timeout_s
-        started = self._clock.now()
+        limit = self.config.rollout.timeout_s
+        started = self.clock.now()
         try:
             async with asyncio.timeout(limit) as deadline:
                 tensors, made = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, request)
@@ -119,11 +119,11 @@ class PreferenceReader:
                 raise EngineError(
                     f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s = {limit}"
                 ) from None
-            await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
+            await self.coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
             return
-        finished = self._clock.now()
+        finished = self.clock.now()
         self._tracer.add("read", started, finished, sample=request.sample_id, pair=request.prompt.index)
-        reference, media = await asyncio.gather(self._store.put(tensors), self._store.put(made))
+        reference, media = await asyncio.gather(self.store.put(tensors), self.store.put(made))
         # No policy made the sample, so there is no version that took a step of it.
         result = SampleResult(
             request.sample_id,
@@ -136,15 +136,15 @@ class PreferenceReader:
             finished=finished,
             nbytes=nbytes(tensors) + nbytes(made),
         )
-        await self._coordinator.samples_done(self.name, [result])
+        await self.coordinator.samples_done(self.name, [result])
 
     async def _score_samples(self) -> None:
-        while jobs := await self._coordinator.next_to_score(self.name, self._config.reward.batch):
+        while jobs := await self.coordinator.next_to_score(self.name, self.config.reward.batch):
             with self._tracer.span("score", samples=len(jobs)):
                 results = [
                     ScoreResult(job.sample_id, job.attempt, score=_SCORES[_sample_of(job.sample_id)]) for job in jobs
                 ]
-            await self._coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
+            await self.coordinator.scored(self.name, {job.sample_id: job.kind for job in jobs}, results)
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
@@ -153,15 +153,15 @@ class PreferenceReader:
 
         from omni_async.rollout.conditioning import ConditioningCache
 
-        device = self._device
+        device = self.device
         if device is None:
-            gpus = self._config.placement.rollout.gpus
+            gpus = self.config.placement.rollout.gpus
             device = require_accelerator("placement.rollout.gpus", gpus) if gpus > 0 else torch.device("cpu")
-        self._codec = self._policy.load_codec(getattr(torch, self._config.model.dtype)).to(device)
+        self._codec = self.policy.load_codec(getattr(torch, self.config.model.dtype)).to(device)
         self._conditioning = ConditioningCache(self._codec)
 
     def _make(self, request: SampleRequest) -> tuple[TensorDict, Media]:
-        """Returns the trajectory, on the CPU, and the media that its latents stand for."""
+        """Return the trajectory, on the CPU, and the media that its latents stand for."""
         import torch
         from tensordict import TensorDict
 
@@ -173,18 +173,20 @@ class PreferenceReader:
         tensors = {
             "final": latents[request.sample].clone(),  # a view would keep both alive
             "conditioning": self._conditioning.of(request),
-            "sigmas": self._policy.sigmas(request.num_inference_steps, request.spec),
+            "sigmas": self.policy.sigmas(request.num_inference_steps, request.spec),
             "steps": torch.zeros(0, dtype=torch.int64),
         }
         return TensorDict(tensors, batch_size=[]).cpu(), media[request.sample]
 
     def _encode(self, pair: int, spec: SamplingSpec) -> tuple[list[Media], torch.Tensor]:
-        """Returns both images of a pair, of the spec's size, and their latents (2, *shape). Encodes both in one batch,
-        so that latents do not depend on what was leased together."""
+        """Return both images of a pair, of the spec's size, and their latents (2, *shape).
+
+        Encodes both in one batch, so that latents do not depend on what was leased together.
+        """
         key = pair, spec
         if self._encoded is None or self._encoded[0] != key:
             (shape,) = spec.media()
-            media = [fit(one, *shape.shape[1:]) for one in self._pairs.media(pair)]
+            media = [fit(one, *shape.shape[1:]) for one in self.pairs.media(pair)]
             latents = self._codec.encode_media(media, spec)
             if not latents.isfinite().all():
                 raise ValueError(f"pair {pair}: the VAE's latents are not finite")
@@ -193,8 +195,11 @@ class PreferenceReader:
 
 
 def fit(media: Media, height: int, width: int) -> Media:
-    """Fits an image to (height, width): the largest centred cut of the wanted aspect ratio, resampled with Lanczos'
-    filter. An image of that size stays as it is."""
+    """Fit an image to (height, width).
+
+    Take the largest centred cut of the wanted aspect ratio, resampled with Lanczos' filter. An image of that size
+    stays as it is.
+    """
     rows, columns = media.image.shape[1:]
     if (rows, columns) == (height, width):
         return media
@@ -208,5 +213,5 @@ def fit(media: Media, height: int, width: int) -> Media:
 
 
 def _sample_of(sample_id: str) -> int:
-    """Returns the sample's number in its group: 0 of `g12.s0`."""
+    """Return the sample's number in its group: 0 of `g12.s0`."""
     return int(sample_id.rpartition(".s")[2])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
@@ -29,27 +30,21 @@ from omni_async.weights.transport.base import TransportError, WeightReceiver, re
 from omni_async.weights.transport.object_store import ObjectStoreReceiver
 
 
+@dataclass(eq=False)
 class Producer:
     """The producer of one engine. Weights arrive through `receiver`, which is the object store's unless given."""
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        engine: RolloutEngine,
-        coordinator: CoordinatorApi,
-        store: ObjectStore,
-        clock: Clock,
-        receiver: WeightReceiver | None = None,
-    ) -> None:
-        self.name = name
-        self._config = config
-        self._engine = engine
-        self._coordinator = coordinator
-        self._store = store
-        self._receiver = receiver or ObjectStoreReceiver(store)
-        self._clock = clock
-        self._tracer = Tracer(name, coordinator, clock)
+    name: str
+    config: Config
+    engine: RolloutEngine
+    coordinator: CoordinatorApi
+    store: ObjectStore
+    clock: Clock
+    receiver: WeightReceiver | None = None
+
+    def __post_init__(self) -> None:
+        self._receiver = self.receiver or ObjectStoreReceiver(self.store)
+        self._tracer = Tracer(self.name, self.coordinator, self.clock)
         self._leased = 0  # samples that wait for the engine or are in it
         self._running = 0  # samples in it
         self._idle_since = 0.0  # when the last sample was generated
@@ -61,17 +56,21 @@ class Producer:
         self._receiving: asyncio.Future[Any] | None = None
         # With swap: request, samples beyond the batch wait here and not in the engine, so that they still count as not
         # started.
-        slots = config.rollout.max_batch if config.weights.swap == "request" else config.rollout.max_inflight
+        slots = (
+            self.config.rollout.max_batch if self.config.weights.swap == "request" else self.config.rollout.max_inflight
+        )
         self._slots = asyncio.Semaphore(slots)
         self._storing = Coalescer(self._store_all)
         self._reporting = Coalescer(self._report_all)
 
     async def start(self) -> None:
-        await self._engine.start()
+        await self.engine.start()
 
     async def run(self) -> None:
-        """Generates leased samples until the run is over. A dead engine ends it with EngineError; a failed sample only
-        itself."""
+        """Generate leased samples until the run is over.
+
+        A dead engine ends it with EngineError; a failed sample only itself.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 flusher = tasks.create_task(self._tracer.flush_every(1.0))
@@ -92,20 +91,20 @@ class Producer:
             try:
                 await self._tracer.flush()
             finally:
-                await self._engine.close()
+                await self.engine.close()
 
     async def leave(self) -> None:
-        """Takes no more samples, and ends when those under way are done."""
+        """Take no more samples, and end when those under way are done."""
         self._leaving = True
-        await self._coordinator.engine_leaves(self.name)
+        await self.coordinator.engine_leaves(self.name)
 
     async def _next_samples(self) -> list[SampleRequest]:
-        capacity = self._config.rollout.max_inflight
+        capacity = self.config.rollout.max_inflight
         await self._until(lambda: not self._leasing_paused and self._leased < capacity)
-        asked = self._clock.now()
-        requests = await self._coordinator.next_samples(self.name, capacity - self._leased, capacity)
+        asked = self.clock.now()
+        requests = await self.coordinator.next_samples(self.name, capacity - self._leased, capacity)
         if self._leased == 0:
-            self._tracer.add("backpressured", max(asked, self._idle_since), self._clock.now())
+            self._tracer.add("backpressured", max(asked, self._idle_since), self.clock.now())
         await self._until(lambda: not self._leasing_paused)  # samples asked for before a drain wait for its end
         return requests
 
@@ -114,20 +113,20 @@ class Producer:
             await self._changed.wait_for(condition)
 
     async def _produce(self, request: SampleRequest) -> None:
-        """Generates a sample and hands it over; the engine's slot is free during the second part."""
+        """Generate a sample and hand it over; the engine's slot is free during the second part."""
         finished = await self._generate(request)
         if finished is not None:
             await self._reporting.send(await self._storing.send(finished))
 
     async def _generate(self, request: SampleRequest) -> Finished | None:
-        """Returns the sample, or None if it failed and was reported to the coordinator."""
+        """Return the sample, or None if it failed and was reported to the coordinator."""
         async with self._slots:
             await self._until(lambda: not self._starting_paused)
             self._running += 1
-            started = self._clock.now()
+            started = self.clock.now()
             try:
-                async with asyncio.timeout(self._config.rollout.timeout_s) as deadline:
-                    trajectory = await self._engine.generate(request)
+                async with asyncio.timeout(self.config.rollout.timeout_s) as deadline:
+                    trajectory = await self.engine.generate(request)
             except EngineError:
                 raise
             except asyncio.CancelledError:
@@ -138,45 +137,49 @@ class Producer:
                 if deadline.expired():
                     raise EngineError(
                         f"{self.name}: sample {request.sample_id} took longer than rollout.timeout_s ="
-                        f" {self._config.rollout.timeout_s}"
+                        f" {self.config.rollout.timeout_s}"
                     ) from None
-                await self._coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
+                await self.coordinator.sample_failed(self.name, request.sample_id, f"{type(error).__name__}: {error}")
                 return None
             finally:
                 self._running -= 1
                 self._leased -= 1
-                self._idle_since = self._clock.now()
+                self._idle_since = self.clock.now()
                 async with self._changed:
                     self._changed.notify_all()
-        finished = Finished.of(request, trajectory, started, self._clock.now())
+        finished = Finished.of(request, trajectory, started, self.clock.now())
         self._tracer.add("generate", started, finished.finished, **finished.description)
         return finished
 
     async def _store_all(self, finished: list[Finished]) -> list[SampleResult]:
-        """Stores media apart from the rest, because scorers need them alone."""
-        trajectories = self._store.put_all([sample.tensors for sample in finished])
+        """Store media apart from the rest, because scorers need them alone."""
+        trajectories = self.store.put_all([sample.tensors for sample in finished])
         references = zip(
-            *await asyncio.gather(trajectories, self._store.put_all([sample.media for sample in finished])),
+            *await asyncio.gather(trajectories, self.store.put_all([sample.media for sample in finished])),
             strict=True,
         )
         return [sample.result(self.name, *both) for sample, both in zip(finished, references, strict=True)]
 
     async def _report_all(self, results: list[SampleResult]) -> list[None]:
-        await self._coordinator.samples_done(self.name, results)
+        await self.coordinator.samples_done(self.name, results)
         return [None] * len(results)
 
     async def join_weights(self, invitation: Any) -> None:
-        """Joins the sender that wrote `invitation`, once the engine has started, and again when engines come or go. A
-        version that is being received from the former sender is given up."""
+        """Join the sender that wrote `invitation`, once the engine has started, and again when engines come or go.
+
+        A version that is being received from the former sender is given up.
+        """
         if self._receiving is not None:
             self._receiving.cancel()
         await self._receiver.init(invitation)
 
     async def receive_weights(self, manifest: WeightManifest, parcel: Any) -> WeightReport:
-        """Stages in the background, then swaps at the boundary that `weights.swap` names. TransportError if the weights
-        do not arrive, EngineError if they arrive wrong."""
+        """Stage in the background, then swap at the boundary that `weights.swap` names.
+
+        TransportError if the weights do not arrive, EngineError if they arrive wrong.
+        """
         async with self._swapping:
-            staging = self._clock.now()
+            staging = self.clock.now()
             try:
                 self._receiving = asyncio.ensure_future(receive(self._receiver, manifest, parcel))
                 manifest, buckets = await self._receiving
@@ -190,24 +193,24 @@ class Producer:
                 raise EngineError(f"{self.name}: version {manifest.version} did not arrive: {error}") from error
             finally:
                 self._receiving = None
-            digest = await self._engine.stage(manifest, buckets)
+            digest = await self.engine.stage(manifest, buckets)
             if digest != manifest.digest:
                 raise EngineError(
                     f"{self.name}: version {manifest.version} arrived with digest {digest}, published was"
                     f" {manifest.digest}"
                 )
-            self._tracer.add("stage", staging, self._clock.now(), version=manifest.version)
+            self._tracer.add("stage", staging, self.clock.now(), version=manifest.version)
             try:
                 await self._reach_boundary()
                 with self._tracer.span("swap", version=manifest.version):
-                    return await self._engine.swap(manifest.version)
+                    return await self.engine.swap(manifest.version)
             finally:
                 async with self._changed:
                     self._leasing_paused = self._starting_paused = False
                     self._changed.notify_all()
 
     async def _reach_boundary(self) -> None:
-        mode = self._config.weights.swap
+        mode = self.config.weights.swap
         self._leasing_paused = mode == "drain"
         self._starting_paused = mode == "request"
         if mode == "request":

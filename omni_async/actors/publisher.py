@@ -1,5 +1,6 @@
-"""Carries each version that the trainer copied out to every engine, while generation and training go on: the weight
-publisher.
+"""Carries each version that the trainer copied out to every engine, while generation and training go on.
+
+Runs the weight publisher.
 
 Lives in the trainer's process, beside rank 0, on its event loop; digests and transports work in threads that are not
 the one that trains. Waits for the trainer's `publish`; unblocked by it. One version is on its way at a time. One that
@@ -53,8 +54,11 @@ class WeightPublisher:
         self._event = Event()
 
     def withdraw(self) -> None:
-        """Releases memory before an export: that of a version which was handed over but has not left, or of the last
-        that went out while another is on its way to replace it."""
+        """Release memory before an export.
+
+        It is that of a version which was handed over but has not left, or of the last that went out while another is
+        on its way to replace it.
+        """
         if self._waiting is not None:
             self._waiting.release()
             self._waiting = None
@@ -63,13 +67,13 @@ class WeightPublisher:
             self._newest = None
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Takes over a version; everything that follows happens beside the training."""
+        """Take over a version; everything that follows happens beside the training."""
         self.withdraw()
         self._waiting = snapshot
         self._event.notify()
 
     async def run(self) -> None:
-        """Publishes until cancelled. TransportError if a version can't be sent at all."""
+        """Publish until cancelled. TransportError if a version can't be sent at all."""
         async with self._sending:
             await self._connect()
         while True:
@@ -95,7 +99,7 @@ class WeightPublisher:
             before[1].release()
 
     async def retire(self) -> None:
-        """Releases the memory of the last version, once that is out: no engine will join any more."""
+        """Release the memory of the last version, once that is out: no engine will join any more."""
         async with self._sending:
             if self._newest is not None:
                 self._newest[1].release()
@@ -104,8 +108,10 @@ class WeightPublisher:
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def admit(self, name: str, producer: ProducerApi) -> None:
-        """Adds an engine: it gets the newest version that went out, and all that follow. EngineError if it does not
-        take it."""
+        """Add an engine: it gets the newest version that went out, and all that follow.
+
+        EngineError if it does not take it.
+        """
         async with self._sending:
             self._producers[name] = producer
             if not self._sender.one_by_one:
@@ -122,7 +128,7 @@ class WeightPublisher:
             raise EngineError(f"{name} could not join: the reason was reported to the coordinator")
 
     def remove_engine(self, name: str) -> None:
-        """Stops sending to an engine that is gone."""
+        """Stop sending to an engine that is gone."""
         self._producers.pop(name, None)
 
     async def _lost(self, name: str, version: int | None, error: BaseException) -> None:
@@ -134,7 +140,7 @@ class WeightPublisher:
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Connects every engine with the sender. An engine that does not come is lost, and the rest connect again."""
+        """Connect every engine with the sender. An engine that does not come is lost, and the rest connect again."""
         while self._producers:
             failed: dict[str, BaseException] = {}
             joining = {name: partial(self._join, name, producer, failed) for name, producer in self._producers.items()}
@@ -158,8 +164,10 @@ class WeightPublisher:
             raise TransportError(f"{name}: {error}") from error
 
     async def _send(self, manifest: WeightManifest, snapshot: Snapshot, names: Iterable[str]) -> None:
-        """Sends until every engine of `names` that is still there holds the version. Where all receive at once, and one
-        fails, all do: then those that are left connect again, and try again."""
+        """Send until every engine of `names` that is still there holds the version.
+
+        Where all receive at once, and one fails, all do: then those that are left connect again, and try again.
+        """
         left = [name for name in names if name in self._producers]
         for last in (*(False for _ in range(_TRIES)), True):
             if not self._sender.one_by_one and self._connected != self._producers.keys():
@@ -194,9 +202,11 @@ class WeightPublisher:
         return failed
 
     async def _delivered(self, delivering: dict[asyncio.Task[None], str], failed: dict[str, BaseException]) -> None:
-        """Waits until all have the version or have failed. Where engines receive it together and one fails, the rest
-        would wait for their time-outs: their deliveries are cancelled, and TransportError is raised, so that they
-        connect again."""
+        """Wait until all have the version or have failed.
+
+        Where engines receive it together and one fails, the rest would wait for their time-outs: their deliveries are
+        cancelled, and TransportError is raised, so that they connect again.
+        """
         left = set(delivering)
         try:
             while left:

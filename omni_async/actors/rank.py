@@ -1,5 +1,7 @@
-"""Runs one trainer rank: the engine of `omni_async.training` behind async calls, all its work in one thread and in call
-order."""
+"""Runs one trainer rank.
+
+It puts the engine of `omni_async.training` behind async calls, all its work in one thread and in call order.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ _COLLECTIVE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank takes of a group: samples, by number, and their trajectories. `counts`: False where it has none
-    and takes one of another rank's, because the others' passes are collective."""
+    """What this rank takes of a group: samples, by number, and their trajectories.
+
+    `counts`: False where it has none and takes one of another rank's, because the others' passes are collective.
+    """
 
     samples: Sequence[int]
     counts: bool
@@ -39,8 +43,11 @@ class _Share:
 
 
 class Rank:
-    """A trainer rank, at its place in `layout`. `build` makes the engine (imports torch, loads nothing); it runs in the
-    rank's thread like everything after it. `paired`: the objective trains preference pairs."""
+    """A trainer rank, at its place in `layout`.
+
+    `build` makes the engine (imports torch, loads nothing); it runs in the rank's thread like everything after it.
+    `paired`: the objective trains preference pairs.
+    """
 
     def __init__(
         self, layout: ParallelLayout, build: Callable[[], TrainEngine], store: ObjectStore, paired: bool = False
@@ -56,12 +63,14 @@ class Rank:
         self._fetched: dict[int, _Share] = {}  # by group of the update
         self._spent: set[int] = set()  # groups accumulated since the last step
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def setup(self, resume: str | None, rendezvous: str | None) -> None:
-        """Joins the other ranks at `rendezvous` (a torch.distributed init method) if there are any, loads the model,
-        and the checkpoint if there is one."""
+        """Join the other ranks, and load the model, and the checkpoint if there is one.
+
+        The ranks meet at `rendezvous`, a torch.distributed init method; it is None where there is one.
+        """
 
         def work() -> None:
             self._engine = self._build()
@@ -74,30 +83,32 @@ class Rank:
             if resume is not None:
                 self._engine.load(resume, read_state(Path(resume)).engine)
 
-        await self._run(work)
+        await self._in_thread(work)
 
     async def fetch(self, group: int, trajectories: Sequence[Any], start: int) -> None:
-        """Reads this rank's share of a group: see `RankApi`."""
+        """Read this rank's share of a group: see `RankApi`."""
         samples, counts = self._dealt(len(trajectories), start)
         read = await asyncio.gather(*(self._store.get(trajectories[i]) for i in samples))
         self._fetched[group] = _Share(samples, counts, read)
 
     def _dealt(self, number: int, start: int) -> tuple[Sequence[int], bool]:
-        """Returns the samples to take, and whether they count. Of a preference pair they are both, since its noise
-        draws are dealt instead."""
+        """Return the samples to take, and whether they count.
+
+        Of a preference pair they are both, since its noise draws are dealt instead.
+        """
         samples = range(number) if self._paired else self._layout.dealt(number, start)
         return (samples, True) if samples else (range(1), False)
 
     async def recompute_proximal(self, batch: TrainGroup) -> list[SampleDrift]:
-        """Runs a forward pass over this rank's share of a group, before the update's first step."""
+        """Run a forward pass over this rank's share of a group, before the update's first step."""
         mine = self._share(batch)
-        return await self._run(lambda: self._engine.recompute_proximal(mine))
+        return await self._in_thread(lambda: self._engine.recompute_proximal(mine))
 
     async def accumulate(self, batch: TrainGroup, row_weight: float) -> None:
-        """Runs forward and backward over this rank's share of a group."""
+        """Run forward and backward over this rank's share of a group."""
         mine = self._share(batch)
         self._spent.add(batch.group)
-        await self._run(lambda: self._engine.accumulate(mine, row_weight))
+        await self._in_thread(lambda: self._engine.accumulate(mine, row_weight))
 
     def _share(self, batch: TrainGroup) -> GroupBatch:
         from omni_async.training.groups import GroupBatch
@@ -120,26 +131,31 @@ class Rank:
         for group in self._spent:
             del self._fetched[group]
         self._spent.clear()
-        return await self._run(lambda: self._engine.step(grad_scale))
+        return await self._in_thread(lambda: self._engine.step(grad_scale))
 
     async def discard(self) -> None:
         self._spent.clear()
-        await self._run(lambda: self._engine.discard())
+        await self._in_thread(lambda: self._engine.discard())
 
     async def export(self, version: int) -> Snapshot | None:
-        """Copies this rank's rows of the weights out as `version`; returns them on rank 0, and None elsewhere, where
-        `share` hands them over. The memory of snapshots that were released is used again: two sets are enough on rank
-        0, where at most one snapshot is on its way when the next is taken, and one elsewhere, where the next waits."""
+        """Copy this rank's rows of the weights out as `version`.
+
+        They are returned on rank 0; elsewhere that is None, and `share` hands them over. The memory of snapshots that
+        were released is used again: two sets are enough on rank 0, where at most one snapshot is on its way when the
+        next is taken, and one elsewhere, where the next waits.
+        """
         async with self._sharing:
-            snapshot = await self._run(lambda: self._snapshot(version))
+            snapshot = await self._in_thread(lambda: self._snapshot(version))
         if self._layout.rank == 0 or snapshot is None:
             return snapshot
         self._exported[version] = snapshot
         return None
 
     async def share(self, version: int) -> SharedRows:
-        """Puts what this rank exported as `version` into the store, while the engine goes on with the training. That
-        copies, as this is another process than the publisher's, and so frees the memory."""
+        """Put what this rank exported as `version` into the store, while the engine goes on with the training.
+
+        That copies, as this is another process than the publisher's, and so frees the memory.
+        """
         snapshot = self._exported.pop(version)
         async with self._sharing:
             try:
@@ -155,7 +171,7 @@ class Rank:
         return None if snapshot is None else replace(snapshot, release=partial(self._free.append, buckets))
 
     async def begin_save(self, folder: str) -> dict[str, Any]:
-        self._saving, state = await self._run(lambda: self._engine.begin_save(folder))
+        self._saving, state = await self._in_thread(lambda: self._engine.begin_save(folder))
         return state
 
     async def end_save(self) -> None:

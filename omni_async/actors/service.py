@@ -30,7 +30,7 @@ class ServiceHost:
         self._closed = False
 
     async def start(self) -> None:
-        """Waits until the service is ready, and makes its address known."""
+        """Wait until the service is ready, and make its address known."""
         try:
             try:
                 address = await self._service.start()
@@ -44,15 +44,17 @@ class ServiceHost:
             raise
 
     async def run(self) -> None:
-        """Serves until the run is over, or the worker is to leave and has finished what it had. Raises ServiceEnded if
-        the service ends by itself."""
+        """Serve until the run is over, or the worker is to leave and has finished what it had.
+
+        Raises ServiceEnded if the service ends by itself.
+        """
         try:
             await first_of(self._serve(), self._coordinator.closing(), self._drained())
         finally:
             await self.close()
 
     async def leave(self) -> None:
-        """Makes the worker finish what it has, and end. Its address is given to nobody any more."""
+        """Make the worker finish what it has, and end. Its address is given to nobody any more."""
         await self._coordinator.service_lost(self.name)
         self._leaving.set()
 
@@ -65,7 +67,7 @@ class ServiceHost:
         await self._service.drain()
 
     async def close(self) -> None:
-        """Clears the service away, once: after its work, or where it has none because another role did not start."""
+        """Clear the service away, once: after its work, or where it has none because another role did not start."""
         if self._closed:
             return
         self._closed = True

@@ -40,7 +40,7 @@ class Tracer:
             await self._coordinator.report_spans(spans)
 
     async def flush_every(self, seconds: float) -> None:
-        """Flushes every `seconds` until cancelled."""
+        """Flush every `seconds` until cancelled."""
         while True:
             await asyncio.sleep(seconds)
             await self.flush()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,63 +40,59 @@ from omni_async.weights.snapshot import SharedRows, Snapshot, fetch
 _MISMATCH_NATS = 1.0
 
 
+@dataclass(eq=False)
 class Trainer:
-    """The trainer. `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on
-    the ranks. `checkpoints` is the folder of the run's checkpoints."""
+    """The trainer.
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: Sequence[RankApi],
-        rule: UpdateRule,
-        coordinator: CoordinatorApi,
-        publisher: PublisherApi,
-        store: ObjectStore,
-        checkpoints: str,
-        clock: Clock,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self._config = config
-        self._ranks = ranks
-        self._rule = rule
-        self._coordinator = coordinator
-        self._publisher = publisher
-        self._store = store
-        self._clock = clock
-        self._host = host
-        self._tracer = Tracer("trainer", coordinator, clock)
-        self._checkpointer = Checkpointer(config, ranks, rule, coordinator, store, Path(checkpoints), self._tracer)
-        self._objective = find_objective(config.algorithm.name)
-        self._plan = plan_updates(config)
-        self._checkpoints = checkpoints
+    `ranks[0]` lives in its process on `host`, exports, and its metrics count; `rule` makes updates on the ranks.
+    `checkpoints` is the folder of the run's checkpoints.
+    """
+
+    config: Config
+    ranks: Sequence[RankApi]
+    rule: UpdateRule
+    coordinator: CoordinatorApi
+    publisher: PublisherApi
+    store: ObjectStore
+    checkpoints: str
+    clock: Clock
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        self._tracer = Tracer("trainer", self.coordinator, self.clock)
+        self._checkpointer = Checkpointer(
+            self.config, self.ranks, self.rule, self.coordinator, self.store, Path(self.checkpoints), self._tracer
+        )
+        self._objective = find_objective(self.config.algorithm.name)
+        self._plan = plan_updates(self.config)
         self._version = 0
         self._preempt = False
         self._saved: int | None = None
 
     async def start(self) -> None:
-        """Loads the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
-        rendezvous = f"tcp://{self._host}:{_free_port(self._host)}" if len(self._ranks) > 1 else None
-        resume = self._config.checkpoint.resume
-        await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self._ranks))
+        """Load the model on every rank, and the checkpoint if `checkpoint.resume` names one."""
+        rendezvous = f"tcp://{self.host}:{_free_port(self.host)}" if len(self.ranks) > 1 else None
+        resume = self.config.checkpoint.resume
+        await asyncio.gather(*(rank.setup(resume, rendezvous) for rank in self.ranks))
         if resume is not None:
-            state, _ = fitting(read_state(Path(resume)), self._config)
+            state, _ = fitting(read_state(Path(resume)), self.config)
             self._version = state.version
-            self._rule.restore(state.rule)
+            self.rule.restore(state.rule)
             await self._checkpointer.take_up(Path(resume), state)
-            if _lies_in(resume, self._checkpoints):
+            if _lies_in(resume, self.checkpoints):
                 self._saved = state.version  # an attempt that makes no update leaves the run's checkpoint as it is
-        await self._coordinator.require_fields(trajectory_fields(self._objective, self._config))
+        await self.coordinator.require_fields(trajectory_fields(self._objective, self.config))
 
     async def run(self) -> None:
-        await self._coordinator.phase(self._plan.said)
+        await self.coordinator.phase(self._plan.said)
         flusher = asyncio.create_task(self._tracer.flush_every(1.0))
         try:
             await self._publish()
-            while self._version < self._config.trainer.updates and await self._update():
-                every = self._config.weights.publish_every
-                if self._version % every == 0 or self._version == self._config.trainer.updates:
+            while self._version < self.config.trainer.updates and await self._update():
+                every = self.config.weights.publish_every
+                if self._version % every == 0 or self._version == self.config.trainer.updates:
                     await self._publish()
-                if self._version % self._config.checkpoint.every == 0:
+                if self._version % self.config.checkpoint.every == 0:
                     await self._save()
             if self._saved != self._version:
                 await self._save()
@@ -108,29 +104,28 @@ class Trainer:
             await self._tracer.flush()
 
     async def run_publisher(self) -> None:
-        """Runs the publisher beside `run`, until cancelled: everything that follows an export."""
-        await self._publisher.run()
+        """Run the publisher beside `run`, until cancelled: everything that follows an export."""
+        await self.publisher.run()
 
     async def preempt(self) -> None:
-        """Gives the update under way up if it has not changed the weights yet, and saves: the machine will be taken
-        away."""
+        """Give the update up if it has not changed the weights yet, and save: the machine will be taken away."""
         self._preempt = True
 
     async def admit(self, engine: str, producer: ProducerApi) -> None:
-        """Adds an engine and waits until it holds the current weights. EngineError if it does not take them."""
-        await self._publisher.admit(engine, producer)
+        """Add an engine and wait until it holds the current weights. EngineError if it does not take them."""
+        await self.publisher.admit(engine, producer)
 
     async def remove_engine(self, engine: str) -> None:
-        """Stops publishing to an engine that is gone."""
-        self._publisher.remove_engine(engine)
+        """Stop publishing to an engine that is gone."""
+        self.publisher.remove_engine(engine)
 
     async def _update(self) -> bool:
-        """Makes one update. Returns False if the run is over, even before its last group came."""
-        started = self._clock.now()
-        update = self._rule.begin(self._version, self._tracer, lambda: self._preempt)
+        """Make one update. Returns False if the run is over, even before its last group came."""
+        started = self.clock.now()
+        update = self.rule.begin(self._version, self._tracer, lambda: self._preempt)
         while update.missing:
             with self._tracer.span("starved"):
-                groups = await self._coordinator.next_groups(self._version, update.missing)
+                groups = await self.coordinator.next_groups(self._version, update.missing)
             if not groups:
                 return False
             for group in groups:
@@ -144,51 +139,56 @@ class Trainer:
         self._version += 1
         await self._warn(metrics)
         trained = tuple(group.group for group in update.groups)
-        return await self._coordinator.update_done(
-            UpdateReport(self._version, trained, metrics, started, self._clock.now())
+        return await self.coordinator.update_done(
+            UpdateReport(self._version, trained, metrics, started, self.clock.now())
         )
 
     async def _add(self, update: PolicyUpdate, group: ReadyGroup) -> None:
         try:
             await update.add(group)
         except ObjectLost as error:
-            await self._coordinator.group_gone(group.group, str(error))
+            await self.coordinator.group_gone(group.group, str(error))
 
     async def _warn(self, metrics: dict[str, float]) -> None:
-        """Reports a large mismatch between engine and trainer. Fresh samples differ from the trainer only by how the
-        two compute: that must stay small beside a policy's own drift."""
+        """Report a large mismatch between engine and trainer.
+
+        Fresh samples differ from the trainer only by how the two compute: that must stay small beside a policy's own
+        drift.
+        """
         mismatch = metrics.get("engine_mismatch_nats", 0.0)
         if mismatch > _MISMATCH_NATS:
-            await self._coordinator.phase(
+            await self.coordinator.phase(
                 f"warning: update {self._version}: engine and trainer differ by up to {mismatch:.2g} nats on samples of"
                 " the same weights; importance ratios are not to be trusted (model.dtype, attention kernels,"
                 " guidance?)"
             )
 
     async def _publish(self) -> None:
-        """Copies the weights out (that is all the trainer waits for) and leaves the rest to the publisher. A dataset's
-        reader needs none: for it the version's number is enough."""
-        if self._config.data.preferences is not None:
-            await self._coordinator.announce(self._version, "")
-            for reader in self._config.engine_names:
-                await self._coordinator.engine_holds(WeightReport(reader, self._version, ""))
+        """Copy the weights out (that is all the trainer waits for) and leave the rest to the publisher.
+
+        A dataset's reader needs none: for it the version's number is enough.
+        """
+        if self.config.data.preferences is not None:
+            await self.coordinator.announce(self._version, "")
+            for reader in self.config.engine_names:
+                await self.coordinator.engine_holds(WeightReport(reader, self._version, ""))
             return
-        self._publisher.withdraw()
+        self.publisher.withdraw()
         with self._tracer.span("export", version=self._version):
-            exported = await asyncio.gather(*(rank.export(self._version) for rank in self._ranks))
+            exported = await asyncio.gather(*(rank.export(self._version) for rank in self.ranks))
         if exported[0] is None:
             raise RuntimeError("trainer rank 0 exported nothing")
-        self._publisher.publish(self._with_others(exported[0]))
+        self.publisher.publish(self._with_others(exported[0]))
 
     def _with_others(self, snapshot: Snapshot) -> Snapshot:
-        """Has the other ranks that exported rows of this version share them, beside the training."""
-        sharing = self._ranks[1 : ParallelLayout.of(self._config.trainer).shard_size]
+        """Have the other ranks that exported rows of this version share them, beside the training."""
+        sharing = self.ranks[1 : ParallelLayout.of(self.config.trainer).shard_size]
         if not sharing:
             return snapshot
         shared = [asyncio.ensure_future(rank.share(snapshot.version)) for rank in sharing]
         for rows in shared:
             rows.add_done_callback(_forget)  # of a version that is withdrawn; a rank that is gone fails the next call
-        return replace(snapshot, others=partial(fetch, self._store, shared))
+        return replace(snapshot, others=partial(fetch, self.store, shared))
 
     async def _save(self) -> None:
         await self._checkpointer.save(self._version)

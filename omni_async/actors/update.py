@@ -1,10 +1,13 @@
-"""Makes one policy update: prompt groups in, gradients accumulated while later groups are still being made, optimizer
-steps out."""
+"""Makes one policy update.
+
+Prompt groups go in, gradients are accumulated while later groups are still being made, optimizer steps come out.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,87 +29,84 @@ from omni_async.layout import ParallelLayout
 from omni_async.types import ReadyGroup, ReadySample, SampleDrift, TrainGroup
 
 
+@dataclass(eq=False)
 class PolicyGradient:
     """An `UpdateRule` that updates by gradients on the ranks."""
 
-    def __init__(self, config: Config, plan: Plan, ranks: Sequence[RankApi]) -> None:
-        self._config = config
-        self._plan = plan
-        self._ranks = ranks
+    config: Config
+    plan: Plan
+    ranks: Sequence[RankApi]
+
+    def __post_init__(self) -> None:
         self._history = RewardHistory()
 
     def begin(self, version: int, tracer: Tracer, preempt: Callable[[], bool] = lambda: False) -> Update:
-        return Update(self._config, self._plan, self._ranks, tracer, version, self._history, preempt)
+        return Update(self.config, self.plan, self.ranks, tracer, version, self._history, preempt)
 
     def state(self) -> dict[str, Any]:
-        return {"reward_history": self._history.state()} if self._config.algorithm.advantage.track_prompts else {}
+        return {"reward_history": self._history.state()} if self.config.algorithm.advantage.track_prompts else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._history = RewardHistory.from_state(state.get("reward_history", {}))
 
 
+@dataclass(eq=False)
 class Update:
     """The groups of one update, and the calls that train on them. Give it groups with `add`, then `finish`."""
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        ranks: Sequence[RankApi],
-        tracer: Tracer,
-        version: int,
-        history: RewardHistory,
-        preempt: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._config = config
-        self._plan = plan
-        self._ranks = ranks
-        self._tracer = tracer
-        self._version = version
-        self._history = history
-        self._preempt = preempt
-        self._layout = ParallelLayout.of(config.trainer)
-        self._advantage = config.algorithm.advantage
-        self._groups_per_step = config.trainer.groups_per_update // config.trainer.steps_per_update
-        self._row_weight = 1.0 / (self._groups_per_step * plan.samples_per_group * plan.rows_per_sample)
+    config: Config
+    plan: Plan
+    ranks: Sequence[RankApi]
+    tracer: Tracer
+    version: int
+    history: RewardHistory
+    preempt: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self._layout = ParallelLayout.of(self.config.trainer)
+        self._advantage = self.config.algorithm.advantage
+        self._groups_per_step = self.config.trainer.groups_per_update // self.config.trainer.steps_per_update
+        self._row_weight = 1.0 / (self._groups_per_step * self.plan.samples_per_group * self.plan.rows_per_sample)
         self._drifts: list[list[SampleDrift]] = []
         self._step_metrics: list[dict[str, float]] = []
         self.groups: list[ReadyGroup] = []
 
     @property
     def missing(self) -> int:
-        """Returns the number of groups that are still missing."""
-        return self._config.trainer.groups_per_update - len(self.groups)
+        """Return the number of groups that are still missing."""
+        return self.config.trainer.groups_per_update - len(self.groups)
 
     async def add(self, group: ReadyGroup) -> None:
-        """Adds a group and computes with it as early as the plan allows. ObjectLost, with nothing changed, if a rank
-        cannot read the group."""
+        """Add a group and compute with it as early as the plan allows.
+
+        ObjectLost, with nothing changed, if a rank cannot read the group.
+        """
         trajectories = tuple(sample.trajectory for sample in self._chosen(group))
-        start = len(self.groups) * self._plan.samples_per_group
-        await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self._ranks))
+        start = len(self.groups) * self.plan.samples_per_group
+        await asyncio.gather(*(rank.fetch(group.group, trajectories, start) for rank in self.ranks))
         self.groups.append(group)
-        if self._plan.proximal:
+        if self.plan.proximal:
             self._drifts.append(await self._recompute_proximal(group, start))
-        if self._plan.mode == "as_ready":
+        if self.plan.mode == "as_ready":
             await self._accumulate(group, self._advantages([group])[0])
-        elif self._plan.mode == "unscaled":
+        elif self.plan.mode == "unscaled":
             await self._accumulate(group, centred(torch.tensor(group.rewards, dtype=torch.float64)).tolist())
 
     async def finish(self) -> dict[str, float]:
-        """Computes what is left when all groups are in, and returns the metrics of the update."""
+        """Compute what is left when all groups are in, and return the metrics of the update."""
         extra: dict[str, float] = {}
-        if self._plan.mode == "as_ready":
+        if self.plan.mode == "as_ready":
             await self._step()
-        elif self._plan.mode == "unscaled" and not self._clip_binds():
+        elif self.plan.mode == "unscaled" and not self._clip_binds():
             rewards = torch.tensor([r for group in self.groups for r in group.rewards], dtype=torch.float64)
             a = self._advantage
             await self._step(global_scale(rewards, ddof=a.ddof, eps=a.eps, eps_form=a.eps_form))
         else:
-            if self._plan.mode == "unscaled":
-                await asyncio.gather(*(rank.discard() for rank in self._ranks))
+            if self.plan.mode == "unscaled":
+                await asyncio.gather(*(rank.discard() for rank in self.ranks))
             extra = await self._collected()
-        if self._advantage.track_prompts and not self._plan.paired:
-            self._history.commit(
+        if self._advantage.track_prompts and not self.plan.paired:
+            self.history.commit(
                 self._prompt_ids(self.groups), tracked_rewards(*self._rewards(self.groups), self._advantage)
             )
         return merged_metrics(self._step_metrics) | extra
@@ -114,12 +114,12 @@ class Update:
     async def _collected(self) -> dict[str, float]:
         weights: list[list[list[float]]] | None = None
         extra: dict[str, float] = {}
-        if self._plan.weigh:
+        if self.plan.weigh:
             weights, extra = self._weights()
         for number, (group, advantages) in enumerate(
             zip(self.groups, self._advantages(self.groups), strict=True), start=1
         ):
-            if self._preempt() and not self._step_metrics:
+            if self.preempt() and not self._step_metrics:
                 raise Abandoned
             await self._accumulate(group, advantages, weights[number - 1] if weights is not None else None)
             if number % self._groups_per_step == 0:
@@ -127,12 +127,14 @@ class Update:
         return extra
 
     def _weights(self) -> tuple[list[list[list[float]]], dict[str, float]]:
-        """Returns importance weights of every group's samples and steps, made from all of them, and the metrics of the
-        correction."""
+        """Return importance weights of every group's samples and steps, and the correction's metrics.
+
+        The weights are made from all of them.
+        """
         drifts = [drift for group in self._drifts for drift in group]
         kappas = [d.kappa for d in drifts if d.kappa is not None]
         first = drifts[0].num_elements
-        per_element = self._config.correction.log_ratio == "mean"
+        per_element = self.config.correction.log_ratio == "mean"
         # One number of elements is divided by below, and samples of other buckets have others.
         shares = [first / d.num_elements if per_element else 1.0 for d in drifts]
         drift = Drift(
@@ -142,10 +144,10 @@ class Update:
             ),
             torch.tensor(kappas, dtype=torch.float64) if len(kappas) == len(drifts) else None,
         )
-        correction = self._config.correction
+        correction = self.config.correction
         corrected: Corrected = correct(drift, correction, first)
         weights = (corrected.weight * loss_factor(*normaliser(corrected, correction))).tolist()
-        size = self._plan.samples_per_group
+        size = self.plan.samples_per_group
         by_group = [weights[i : i + size] for i in range(0, len(weights), size)]
         return by_group, {
             "gamma": corrected.gamma,
@@ -155,26 +157,26 @@ class Update:
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
     def _rewards(self, groups: list[ReadyGroup]) -> tuple[Tensor, Tensor]:
-        """Returns (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
+        """Return (N, K) rewards, a column per scorer, and the scorers' weights (K,)."""
         if self._advantage.aggregate == "rewards":
             return torch.tensor([[r] for group in groups for r in group.rewards], dtype=torch.float64), torch.ones(
                 1, dtype=torch.float64
             )
         rewards = [sample.score.values for group in groups for sample in group.samples]
         return torch.tensor(rewards, dtype=torch.float64), torch.tensor(
-            [s.weight for s in self._config.reward.scorers], dtype=torch.float64
+            [s.weight for s in self.config.reward.scorers], dtype=torch.float64
         )
 
     def _prompt_ids(self, groups: list[ReadyGroup]) -> Tensor:
         return torch.tensor([group.prompt.index for group in groups for _ in group.samples])
 
     def _advantages(self, groups: list[ReadyGroup]) -> list[list[float]]:
-        if self._plan.paired:
+        if self.plan.paired:
             return [[1.0, -1.0] for _ in groups]
         ids = torch.tensor([group.group for group in groups for _ in group.samples])
         rewards, weights = self._rewards(groups)
         flat = aggregate_advantages(
-            rewards, weights, ids, self._advantage, self._history, self._prompt_ids(groups)
+            rewards, weights, ids, self._advantage, self.history, self._prompt_ids(groups)
         ).tolist()
         size = len(groups[0].samples)
         return [flat[i : i + size] for i in range(0, len(flat), size)]
@@ -195,28 +197,27 @@ class Update:
 
     def _batch(self, group: ReadyGroup, advantages: Sequence[float]) -> TrainGroup:
         samples = self._chosen(group)
-        names = [group.group] * len(samples) if self._plan.paired else [sample.sample_id for sample in samples]
+        names = [group.group] * len(samples) if self.plan.paired else [sample.sample_id for sample in samples]
         return TrainGroup(
             group=group.group,
-            version=self._version,
-            spec=self._config.rollout.specs[group.bucket],
+            version=self.version,
+            spec=self.config.rollout.specs[group.bucket],
             advantages=tuple(advantages),
-            seeds=tuple(derive("train", self._config.run.seed, str(name)) for name in names),
+            seeds=tuple(derive("train", self.config.run.seed, str(name)) for name in names),
             step_versions=tuple(sample.step_versions for sample in samples),
         )
 
     def _chosen(self, group: ReadyGroup) -> list[ReadySample]:
-        """Returns the samples that are trained on."""
+        """Return the samples that are trained on."""
         return [
-            group.samples[i]
-            for i in (best_and_worst(group.rewards) if self._plan.paired else range(len(group.samples)))
+            group.samples[i] for i in (best_and_worst(group.rewards) if self.plan.paired else range(len(group.samples)))
         ]
 
     async def _recompute_proximal(self, group: ReadyGroup, start: int) -> list[SampleDrift]:
-        batch = self._batch(group, [0.0] * self._plan.samples_per_group)
-        with self._tracer.span("proximal", version=self._version, group=group.group):
-            found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self._ranks))
-        return self._layout.in_order(found, self._plan.samples_per_group, start)
+        batch = self._batch(group, [0.0] * self.plan.samples_per_group)
+        with self.tracer.span("proximal", version=self.version, group=group.group):
+            found = await asyncio.gather(*(rank.recompute_proximal(batch) for rank in self.ranks))
+        return self._layout.in_order(found, self.plan.samples_per_group, start)
 
     async def _accumulate(
         self, group: ReadyGroup, advantages: list[float], weights: list[list[float]] | None = None
@@ -224,18 +225,21 @@ class Update:
         batch = self._batch(group, advantages)
         if weights is not None:
             batch = msgspec.structs.replace(batch, weights=tuple(tuple(row) for row in weights))
-        with self._tracer.span("train", version=self._version, group=group.group):
-            await asyncio.gather(*(rank.accumulate(batch, self._row_weight) for rank in self._ranks))
+        with self.tracer.span("train", version=self.version, group=group.group):
+            await asyncio.gather(*(rank.accumulate(batch, self._row_weight) for rank in self.ranks))
 
     async def _step(self, grad_scale: float = 1.0) -> None:
-        with self._tracer.span("train", version=self._version, step=len(self._step_metrics)):
-            metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self._ranks))
+        with self.tracer.span("train", version=self.version, step=len(self._step_metrics)):
+            metrics = await asyncio.gather(*(rank.step(grad_scale) for rank in self.ranks))
         self._step_metrics.append(metrics[0])
 
 
 def merged_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merges the metrics of an update's optimizer steps: maxima stay maxima, everything else is averaged over the steps
-    that have it (steps of other windows have other metrics per denoising step)."""
+    """Merge the metrics of an update's optimizer steps.
+
+    Maxima stay maxima, everything else is averaged over the steps that have it (steps of other windows have other
+    metrics per denoising step).
+    """
     columns: dict[str, list[float]] = {}
     for metrics in steps:
         for name, value in metrics.items():

@@ -1,18 +1,32 @@
-"""Defines what a runtime offers the driver: a cluster on which the roles run."""
+"""Runs the roles of the table: which workers there are, what each of them works, who is told of those that come and go.
+
+The driver sees a `Cluster`; a runtime adds how a worker is made, ended and watched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.control.events import RunEvent
+from omni_async.role_table import RoleSpec, roles_of
+from omni_async.runtime.preflight import RunInputs
 from omni_async.store import ObjectStore
+from omni_async.tracking.rundir import RunDirectory
+from omni_async.worker import Worker
+
+Work = Coroutine[Any, Any, Any]
 
 
 class PeerLost(RuntimeError):
-    """Raised when a process of the run is gone or does not answer. Its role's row in the table says whether it is
-    replaced, or the run goes on from its last checkpoint."""
+    """Raised when a process of the run is gone or does not answer.
+
+    Its role's row in the table says whether it is replaced, or the run goes on from its last checkpoint.
+    """
 
 
 class StartError(RuntimeError):
@@ -29,43 +43,145 @@ class RunControl(CoordinatorApi, Protocol):
     async def statistics(self) -> dict[str, Any]: ...
 
 
-class Cluster(Protocol):
-    """The processes of one attempt of a run. `connect` reaches the machines that the roles run on, `start` starts every
-    role; `workers`, `work` and `services` give each role's work until the run is over, by name; `close` frees
-    everything and may be called at any time."""
+class Cluster(ABC):
+    """The workers of one attempt of a run, by name. `close` frees everything and may be called at any time."""
 
     store: ObjectStore
+    stores_die: bool
+
+    def __init__(self, inputs: RunInputs, run: RunDirectory) -> None:
+        self._inputs = inputs
+        self._config = inputs.config
+        self._run = run
+        self._table = roles_of(inputs.config)
+        self._actors: dict[str, Any] = {}
 
     @property
-    def coordinator(self) -> RunControl: ...
+    def coordinator(self) -> RunControl:
+        return self._actors[str(Worker("coordinator"))]
 
-    async def connect(self) -> None: ...
+    @property
+    def trainer(self) -> Any:
+        return self._actors[str(Worker("trainer"))]
 
-    async def start(self) -> None: ...
+    def spec_of(self, name: str) -> RoleSpec:
+        """Return the row of a worker's role."""
+        return self._table[Worker.parse(name).role]
 
-    def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Returns the work of workers that end when the coordinator says so and can be replaced: engines, reward
-        workers, services."""
+    # ---- what a runtime adds -----------------------------------------------------------------------------------------
 
-    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Returns the work of roles that end when the coordinator says so and that the run cannot do without."""
+    @abstractmethod
+    async def connect(self) -> None:
+        """Reach the machines that the roles run on."""
 
-    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        """Returns the work of roles that run until they are cancelled."""
+    @abstractmethod
+    async def start(self) -> None:
+        """Start every role."""
 
-    async def remove_worker(self, name: str, reason: str) -> None: ...
+    @abstractmethod
+    async def _start_late(self, name: str) -> Any:
+        """Make a worker while the run goes on, and return it when it has started."""
 
-    async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]: ...
+    @abstractmethod
+    async def _end(self, name: str) -> None:
+        """End a worker, if there still is one of that name."""
 
-    async def drain_worker(self, name: str) -> None: ...
+    @abstractmethod
+    async def _run_worker(self, name: str) -> None:
+        """Run a worker until its work is done."""
+
+    @abstractmethod
+    async def find_lost(self) -> str | None:
+        """Return what became of a part that the run cannot do without and that is gone, or None if there is none."""
+
+    @abstractmethod
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Return the `pid` and `node` of every part at work, by name."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    # ---- the beginning -----------------------------------------------------------------------------------------------
+
+    def _all_workers(self) -> Iterator[Worker]:
+        """Yield the workers that the run begins with, each after those that it needs.
+
+        The first of several that work together has the others.
+        """
+        for spec in self._table.values():
+            first, *others = spec.workers(self._config) or (None,)
+            yield from filter(None, (*others, first) if spec.works == "first" else (first, *others))
+
+    def _peers_of(self, worker: Worker) -> dict[str, Any]:
+        """Return whom a worker calls: the coordinator, or everybody.
+
+        The first of several that work together calls every worker there is.
+        """
+        spec, name = self._table[worker.role], str(Worker("coordinator"))
+        if spec.works == "first" and spec.is_at_work(worker):
+            return dict(self._actors)
+        return {name: self._actors[name]} if name in self._actors else {}
+
+    def _at_work(self) -> Iterator[tuple[str, RoleSpec]]:
+        """Yield the workers that have work of their own, with their rows."""
+        for name in self._actors:
+            if (spec := self.spec_of(name)).is_at_work(Worker.parse(name)):
+                yield name, spec
+
+    @contextlib.asynccontextmanager
+    async def _startup_limit(self, late: Callable[[], str]) -> AsyncIterator[None]:
+        """Raise StartError, with what is `late`, if a start takes longer than run.startup_timeout_s."""
+        timeout = self._config.run.startup_timeout_s
+        try:
+            async with asyncio.timeout(timeout) as deadline:
+                yield
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # a timeout within a role
+            raise StartError(f"{late()}: not ready within run.startup_timeout_s = {timeout:g}") from None
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def workers(self) -> dict[str, Work]:
+        """Return the work of workers that end when the coordinator says so and can be replaced."""
+        return {name: self._run_worker(name) for name, spec in self._at_work() if spec.on_loss == "replace"}
+
+    def work(self) -> dict[str, Work]:
+        """Return the work of roles that end when the coordinator says so and that the run cannot do without."""
+        return {name: self._run_worker(name) for name, spec in self._at_work() if spec.on_loss == "new attempt"}
+
+    def services(self) -> dict[str, Work]:
+        """Return the work of roles that run until they are cancelled."""
+        return {
+            task: getattr(self._actors[name], method)()
+            for name, spec in self._at_work()
+            for task, method in spec.services.items()
+        }
 
     async def preempt(self) -> None:
-        """Tells the trainer that the run is to stop: no update is worth waiting for."""
+        """Tell the trainer that the run is to stop: no update is worth waiting for."""
+        await self.trainer.preempt()
 
-    async def find_lost(self) -> str | None:
-        """Returns what became of a part that the run cannot do without and that is gone, or None if there is none."""
+    # ---- workers that come and go ------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the `pid` and `node` of every part at work, by name."""
+    async def remove_worker(self, name: str, reason: str) -> None:
+        """End the worker, and notify the roles that count on it."""
+        await self._end(name)
+        await self.spec_of(name).lost(self, name, reason)
 
-    async def close(self) -> None: ...
+    async def start_worker(self, name: str) -> Work:
+        """Start a worker and return its work. Raises what its start raises."""
+        try:
+            worker = await self._start_late(name)
+            await self.spec_of(name).joins(self, name, worker)
+        except BaseException:
+            await self._end(name)
+            # The roles to notify may be gone too; the first error is what counts, a cancellation above all.
+            with contextlib.suppress(Exception):
+                await self.spec_of(name).lost(self, name, "it did not join")
+            raise
+        return self._run_worker(name)
+
+    async def drain_worker(self, name: str) -> None:
+        """Make the worker finish what it has, and end."""
+        await self._actors[name].leave()

@@ -1,5 +1,6 @@
-"""Serves requests for the status, the number of workers and the end of a running job on a unix socket in its run
-folder.
+"""Serves requests to a running job on a unix socket in its run folder.
+
+They ask for its status, another number of workers, or its end.
 
 Every user who may write to the socket's file (mode 0600: the user who runs the job) may use it; nothing listens on a
 network. A request is one line of JSON, and so is its answer, which other lines may precede that say what it waits for.
@@ -34,16 +35,21 @@ class NotRunning(ControlError):
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to a running job. `scale`: role -> number of workers it shall have; `stop`: end as with Ctrl-C. With
-    neither, only the status is asked for."""
+    """A request to a running job.
+
+    `scale`: role -> number of workers it shall have; `stop`: end as with Ctrl-C. With neither, only the status is asked
+    for.
+    """
 
     scale: dict[str, Annotated[int, Meta(ge=1, le=MOST_WORKERS)]] = {}
     stop: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the answer, with exactly one of the fields. `doing`: the answer takes a while, and this is what the run
-    waits for; another line follows."""
+    """A line of the answer, with exactly one of the fields.
+
+    `doing`: the answer takes a while, and this is what the run waits for; another line follows.
+    """
 
     status: dict[str, Any] | None = None
     error: str | None = None
@@ -54,8 +60,10 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """A server of requests: `async with ControlSocket(path) as control: control.answer = ...`. On a filesystem that has
-    no sockets the run goes without one. `doing`: what the run does while no session answers."""
+    """A server of requests: `async with ControlSocket(path) as control: control.answer = ...`.
+
+    On a filesystem that has no sockets the run goes without one. `doing`: what the run does while no session answers.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,8 +122,18 @@ class ControlSocket:
 
 
 def ask(path: Path, request: Request, timeout_s: float | None = None, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """Sends a request and returns the run's answer; `tell` gets what the run waits for meanwhile. Raises NotRunning if
-    no process serves the socket, ControlError for what else goes wrong."""
+    """Send a request and return the run's answer.
+
+    Args:
+        path: the socket in the run's folder.
+        request: what is asked for.
+        timeout_s: seconds to wait for each line of the answer; None: for ever.
+        tell: gets what the run waits for meanwhile.
+
+    Raises:
+        NotRunning: no process serves the socket.
+        ControlError: anything else went wrong, or cannot be done.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -141,7 +159,7 @@ def _read(path: Path, line: bytes) -> Answer:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Yields a name of the path that fits into a socket's address, whose 108 bytes a run folder may exceed."""
+    """Yield a name of the path that fits into a socket's address, whose 108 bytes a run folder may exceed."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

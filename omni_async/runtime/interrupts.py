@@ -1,5 +1,7 @@
-"""Turns Ctrl-C and SIGTERM into events that a run can wait for: the first one ends it in order, a second Ctrl-C at
-once."""
+"""Turns Ctrl-C and SIGTERM into events that a run can wait for.
+
+The first one ends it in order, a second Ctrl-C at once.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ _SECOND = (
 
 
 class Interruption(asyncio.Event):
-    """An event that is set when the run shall end in order; `at_once` is set when it shall not even do that. `tell`
-    gets a line about what that means."""
+    """An event that is set when the run shall end in order; `at_once` is set when it shall not even do that.
+
+    `tell` gets a line about what that means.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__()
@@ -33,8 +37,11 @@ class Interruption(asyncio.Event):
         self._first: float | None = None
 
     def signalled(self, number: int) -> None:
-        """Handles a signal. A second Ctrl-C ends the run at once, and a third is handled by Python. SIGTERM comes from
-        machines, which follow it with SIGKILL: a repeated SIGTERM changes nothing."""
+        """Handle a signal.
+
+        A second Ctrl-C ends the run at once, and a third is handled by Python. SIGTERM comes from machines, which
+        follow it with SIGKILL: a repeated SIGTERM changes nothing.
+        """
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -46,14 +53,17 @@ class Interruption(asyncio.Event):
             self._tell(_SECOND)
 
     def release_ctrl_c(self) -> None:
-        """Gives Ctrl-C back to Python: from now on it breaks off what is under way, for example the writing of the
-        timeline. SIGTERM still ends nothing: the second one of `timeout` may come late."""
+        """Give Ctrl-C back to Python.
+
+        From now on it breaks off what is under way, for example the writing of the timeline. SIGTERM still ends
+        nothing: the second one of `timeout` may come late.
+        """
         _remove_handlers(signal.SIGINT)
 
 
 @contextlib.asynccontextmanager
 async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIterator[Interruption]:
-    """Yields the event that SIGINT and SIGTERM set, as long as the context lasts."""
+    """Yield the event that SIGINT and SIGTERM set, as long as the context lasts."""
     event = Interruption(tell)
     listen(event)
     try:
@@ -63,8 +73,10 @@ async def interrupts(tell: Callable[[str], None] = lambda text: None) -> AsyncIt
 
 
 def listen(event: Interruption) -> None:
-    """Installs the signal handlers, again after Ray has started: it takes SIGTERM for itself, and dies of it. Does
-    nothing once everything is to end at once."""
+    """Install the signal handlers, again after Ray has started: it takes SIGTERM for itself, and dies of it.
+
+    Does nothing once everything is to end at once.
+    """
     if event.at_once.is_set():
         return
     for number in _SIGNALS:

@@ -1,5 +1,6 @@
-"""Replaces workers that fail, hang or are killed while the run goes on, where their role allows it (engines, reward
-workers, services), and changes their number.
+"""Replaces workers that fail, hang or are killed while the run goes on, and changes their number.
+
+Their role has to allow it, as that of engines, reward workers and services does.
 
 What a lost worker had under way is leased to others, with the same seeds. Its replacement has a name of its own, so
 late messages of the old worker are not taken for the new one's, and it gets no work before it holds the current
@@ -17,14 +18,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from omni_async.control.clock import Clock
 from omni_async.control.supervisor import Supervisor
 from omni_async.control.waiting import Event, Stopped, is_cancelled, unless
 from omni_async.role_table import RoleSpec
-from omni_async.runtime.cluster import PeerLost
+from omni_async.runtime.cluster import Cluster, PeerLost, Work
 from omni_async.tracking.faults import Fault
 from omni_async.worker import Worker
 
@@ -33,30 +34,16 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # Replacements in a row that may fail to start, for lack of room say.
 _MOST_STARTS = 5
 
-Work = Coroutine[Any, Any, Any]
-
 
 class GaveUp(RuntimeError):
     """Raised when a part was lost too often, or cannot be started."""
 
 
-class Workforce(Protocol):
-    """A cluster whose workers are started and removed while it runs."""
-
-    async def remove_worker(self, name: str, reason: str) -> None:
-        """Frees what is left of the worker, and notifies every role that counts on it."""
-
-    async def start_worker(self, name: str) -> Work:
-        """Starts the worker of that name and returns its work until the run is over. The worker has joined when this
-        returns."""
-
-    async def drain_worker(self, name: str) -> None:
-        """Makes the worker finish what it has, and end."""
-
-
 class Restarts:
-    """A count of the replacements in every slot: at most `most` an hour, with pauses that double while the losses
-    follow each other closely."""
+    """A count of the replacements in every slot.
+
+    There may be at most `most` an hour, with pauses that double while the losses follow each other closely.
+    """
 
     def __init__(self, most: int, clock: Clock) -> None:
         self._most = most
@@ -64,7 +51,7 @@ class Restarts:
         self._when: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def pause(self, slot: str, reason: str) -> float:
-        """Counts a replacement and returns the seconds to wait before it. Raises GaveUp if there were too many."""
+        """Count a replacement and return the seconds to wait before it. Raises GaveUp if there were too many."""
         now, when = self._clock.now(), self._when[slot]
         while when and when[0] < now - _WINDOW_S:
             when.popleft()
@@ -79,27 +66,23 @@ class Restarts:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (recent - 1)) if recent else 0.0
 
 
+@dataclass(eq=False)
 class Keeper:
-    """The workers of a run, each replaced in its slot when it is lost. `tell` gets a line for the console about what
-    happens, `record` every fault that was mended. `table`: the rows of the workers' roles."""
+    """The workers of a run, each replaced in its slot when it is lost.
 
-    def __init__(
-        self,
-        workforce: Workforce,
-        supervisor: Supervisor,
-        restarts: Restarts,
-        clock: Clock,
-        tell: Callable[[str], None],
-        record: Callable[[Fault], None],
-        table: Mapping[str, RoleSpec],
-    ) -> None:
-        self._table = table
-        self._workforce = workforce
-        self._supervisor = supervisor
-        self._restarts = restarts
-        self._clock = clock
-        self._tell = tell
-        self._record = record
+    `tell` gets a line for the console about what happens, `record` every fault that was mended. `table`: the rows of
+    the workers' roles.
+    """
+
+    cluster: Cluster
+    supervisor: Supervisor
+    restarts: Restarts
+    clock: Clock
+    tell: Callable[[str], None]
+    record: Callable[[Fault], None]
+    table: Mapping[str, RoleSpec]
+
+    def __post_init__(self) -> None:
         self._workers: dict[str, str] = {}  # slot id -> name of its worker
         self._started: Counter[str] = Counter()
         self._leaving: set[str] = set()
@@ -110,26 +93,26 @@ class Keeper:
         self._event = Event()
 
     def employ(self, name: str, work: Work) -> None:
-        """Takes a worker that has joined, and keeps its slot filled."""
+        """Take a worker that has joined, and keep its slot filled."""
         slot = Worker.parse(name).slot
         self._workers[slot] = name
         self._started[slot] = max(1, self._started[slot])
-        self._supervisor.start(slot, self._keep(name, work))
+        self.supervisor.start(slot, self._keep(name, work))
 
     def give_up(self, name: str, reason: str) -> None:
-        """Marks a worker that was found not to do its part: it is replaced."""
+        """Mark a worker that was found not to do its part: it is replaced."""
         self._given_up[name] = reason
         self._event.notify()
 
-    def close(self) -> None:
-        """Marks the run as closing: workers that end are not replaced."""
+    def stop_replacing(self) -> None:
+        """Mark the run as closing: workers that end are not replaced."""
         self._closing = True
         self._event.notify()
 
     # ---- number of workers -------------------------------------------------------------------------------------------
 
     def workers(self, role: str) -> list[str]:
-        """Returns the role's workers that are at work or being replaced, one per slot."""
+        """Return the role's workers that are at work or being replaced, one per slot."""
         return [
             name
             for slot, name in self._workers.items()
@@ -137,8 +120,10 @@ class Keeper:
         ]
 
     async def scale(self, role: str, count: int, tell: Callable[[str], None] = lambda text: None) -> None:
-        """Starts or drains workers until there are `count` of the role; surplus ones may still finish what they have.
-        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError."""
+        """Start or drain workers until there are `count` of the role; surplus ones may still finish what they have.
+
+        `tell` gets a line about every worker that is started or drained. Raises what a start raises, or ValueError.
+        """
         if self._scaling.locked():
             tell(f"{role}: waiting for a change of workers that was asked for before")
         async with self._scaling:
@@ -152,7 +137,7 @@ class Keeper:
             tell(f"{name}: gets no more work, and leaves when it has finished what it has")
             self._leaving.add(name)
             if name in self._at_work:
-                await self._workforce.drain_worker(name)
+                await self.cluster.drain_worker(name)
         for _ in range(count - len(workers)):
             if self._is_closing():
                 raise ValueError("the run is ending")
@@ -160,9 +145,9 @@ class Keeper:
             name = self._name(slot)
             self._workers[slot] = name
             self._started[slot] += 1
-            tell(f"{name}: {self._table[role].loading}")
+            tell(f"{name}: {self.table[role].loading}")
             try:
-                work = await self._workforce.start_worker(name)
+                work = await self.cluster.start_worker(name)
             except BaseException as error:
                 del self._workers[slot]
                 if self._is_closing() and isinstance(error, Exception):  # the end is why it did not start
@@ -170,7 +155,7 @@ class Keeper:
                 raise
             if self._is_closing():  # meanwhile, and no worker is added any more
                 work.close()
-                await self._workforce.remove_worker(name, "the run is ending")
+                await self.cluster.remove_worker(name, "the run is ending")
                 raise ValueError("the run is ending")
             self.employ(name, work)
             tell(f"{name}: at work")
@@ -184,10 +169,10 @@ class Keeper:
     # ---- one slot ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, name: str, work: Work) -> None:
-        """Keeps a slot filled until the run is over or the worker may leave. Raises GaveUp."""
+        """Keep a slot filled until the run is over or the worker may leave. Raises GaveUp."""
         slot = Worker.parse(name).slot
         while (reason := await self._until_lost(name, work)) is not None:
-            found = self._clock.now()
+            found = self.clock.now()
             try:
                 replaced = await unless(self._when(lambda: self._closing), self._replaced(slot, name, reason))
             except Stopped:
@@ -196,19 +181,19 @@ class Keeper:
                 del self._workers[slot]
                 return
             lost, (name, work) = name, replaced
-            fault = Fault(found, lost, reason, name, self._clock.now() - found)
-            self._tell(f"{name} is at work in place of {lost}, {fault.seconds:.1f} s after that was lost")
+            fault = Fault(found, lost, reason, name, self.clock.now() - found)
+            self.tell(f"{name} is at work in place of {lost}, {fault.seconds:.1f} s after that was lost")
             try:
-                self._record(fault)
+                self.record(fault)
             except BaseException:
                 work.close()  # it will not be awaited
                 raise
         if name in self._leaving:
-            await self._workforce.remove_worker(name, "it was not needed any more")
+            await self.cluster.remove_worker(name, "it was not needed any more")
             self._workers.pop(slot, None)
 
     async def _until_lost(self, name: str, work: Work) -> str | None:
-        """Waits until the worker is lost and returns why; None when it has done its work, or needs no replacement."""
+        """Wait until the worker is lost and return why; None when it has done its work, or needs no replacement."""
         self._at_work.add(name)
         try:
             await unless(self._when(lambda: name in self._given_up), work)
@@ -230,25 +215,25 @@ class Keeper:
             await self._event.wait()
 
     async def _replaced(self, slot: str, name: str, reason: str) -> tuple[str, Work] | None:
-        """Starts a replacement and returns its name and work; None if by now no worker is wanted in the slot."""
-        await self._workforce.remove_worker(name, reason)
+        """Start a replacement and return its name and work; None if by now no worker is wanted in the slot."""
+        await self.cluster.remove_worker(name, reason)
         for tries in itertools.count(1):
             if name in self._leaving:
                 return None
             if tries > _MOST_STARTS:
                 raise GaveUp(f"{slot} cannot be replaced, {reason}")
-            pause = self._restarts.pause(slot, reason)
+            pause = self.restarts.pause(slot, reason)
             name = self._name(slot)
-            self._tell(f"{slot} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
+            self.tell(f"{slot} was lost ({reason}); starting {name}" + (f" in {pause:g} s" if pause else ""))
             await asyncio.sleep(pause)
             if self._workers[slot] in self._leaving:
                 return None
             self._workers[slot] = name
             self._started[slot] += 1
             try:
-                work = await self._workforce.start_worker(name)
+                work = await self.cluster.start_worker(name)
                 if name in self._leaving:
-                    await self._workforce.drain_worker(name)
+                    await self.cluster.drain_worker(name)
                 return name, work
             except Exception as error:
                 if is_cancelled():

@@ -1,9 +1,11 @@
-"""Lists what a recipe may name, for `omni-async list`: model families with what they make and run on, engines,
-transitions, scorers and algorithms. Imports no torch."""
+"""Lists what a recipe may name, for `omni-async list`.
+
+Model families come with what they make and run on, then engines, transitions, scorers and algorithms. Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from omni_async.algorithms.registry import objectives
 from omni_async.config.describe import describe, description, fields_of, walk
@@ -12,14 +14,14 @@ from omni_async.config.section import Section
 from omni_async.families import PipelineFamily, family_names, find_family
 from omni_async.rewards.registry import names
 from omni_async.services import service_names
+from omni_async.tracking.words import columns
 
 _HEADINGS = ("model families", "media", "components", "engines", "batching")
 
 
 def listing() -> Iterator[str]:
-    """Yields the lines of the list."""
-    rows = [_HEADINGS, *(_family(find_family(name)) for name in family_names())]
-    yield from _table(rows)
+    """Yield the lines of the list."""
+    yield from columns([_HEADINGS, *(_family(find_family(name)) for name in family_names())])
     yield f"{'engines':<16}{_choices(Rollout, 'engine')}"
     yield f"{'transitions':<16}{_choices(Sde, 'kind')}"
     yield f"{'scorers':<16}{', '.join(names())}"
@@ -32,8 +34,11 @@ def listing() -> Iterator[str]:
 
 
 def _family(family: PipelineFamily) -> tuple[str, ...]:
-    """Returns a family's row: the parts of its default sample's media, its trained components, the engines that run it
-    and how these may batch its samples."""
+    """Return a family's row.
+
+    It has the parts of its default sample's media, its trained components, the engines that run it and how these may
+    batch its samples.
+    """
     media = dict.fromkeys(shape.part for shape in family.sampling().media())
     engines = ["vllm_omni"] if family.vllm_pipeline and family.vllm_extension else []
     return (
@@ -47,11 +52,3 @@ def _family(family: PipelineFamily) -> tuple[str, ...]:
 
 def _choices(section: type[Section], field: str) -> str:
     return describe(fields_of(section)[field]).removeprefix("one of ").replace("'", "")
-
-
-def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the rows with their columns aligned."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

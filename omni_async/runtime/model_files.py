@@ -1,4 +1,5 @@
 """Finds what is missing or cut off in a checkpoint folder, from its small files and the headers of the large ones.
+
 Imports no torch.
 
 A folder in diffusers layout lists its parts in model_index.json; each is a folder with a configuration, and with
@@ -16,6 +17,7 @@ from omni_async.config import ConfigError
 from omni_async.config.reading import TooLargeError, read_file
 from omni_async.families import PipelineFamily, SamplingSpec
 
+_DEGREE = "trainer.sequence_parallel"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LARGEST_JSON = 10_000_000
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -23,8 +25,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
-    """Checks that `folder` holds a whole checkpoint of the family, which makes samples of the specs, each under the key
-    that it stands at. Raises ConfigError, one line, naming the file or the key."""
+    """Check that `folder` holds a whole checkpoint of the family, which makes samples of the specs.
+
+    Each spec is under the key that it stands at. Raises ConfigError, one line, naming the file or the key.
+    """
     index = folder / "model_index.json"
     if not index.is_file():
         raise ConfigError(
@@ -53,8 +57,38 @@ def check_checkpoint(folder: Path, family: PipelineFamily, specs: Mapping[str, S
             raise ConfigError(f"{key}.{problem}")
 
 
+def check_sequence(degree: int, folder: Path, family: PipelineFamily, specs: Mapping[str, SamplingSpec]) -> None:
+    """Check that `degree` ranks can share the checkpoint's attention heads and the tokens of the specs.
+
+    The checkpoint in `folder` was checked to be whole; each spec is under the key that it stands at. Raises
+    ConfigError, one line.
+    """
+    if degree == 1:
+        return
+    if family.attention_heads is None:
+        raise ConfigError(f"{_DEGREE}: ranks cannot share the tokens of a {family.name!r} sample, got {degree}; use 1")
+    for component in family.components:
+        if not (file := folder / component / "config.json").is_file():
+            continue  # a checkpoint may go without, as Wan2.2 TI2V does without a second expert
+        heads = json.loads(file.read_bytes()).get(family.attention_heads)
+        if not isinstance(heads, int) or heads < 1:
+            raise ConfigError(f"model.path: {file} does not say its {family.attention_heads}, got {heads!r}")
+        if heads % degree:
+            raise ConfigError(
+                f"{_DEGREE}: {degree} ranks share a sequence, and do not divide the {heads} attention heads of"
+                f" {folder / component}; use a divisor"
+            )
+    for key, spec in specs.items():
+        tokens = spec.shared_tokens(folder)
+        if tokens is not None and tokens % degree:
+            raise ConfigError(
+                f"{key}: a sample has {tokens} tokens, which {_DEGREE} = {degree} does not divide; use another size or"
+                " another degree"
+            )
+
+
 def _parts(listed: dict[str, Any]) -> dict[str, str]:
-    """Returns the class of each part by its folder. What a checkpoint goes without is listed as null."""
+    """Return the class of each part by its folder. What a checkpoint goes without is listed as null."""
     entries = {name: entry for name, entry in listed.items() if isinstance(entry, list) and len(entry) == 2}
     return {Path(name).name: str(cls) for name, (_, cls) in sorted(entries.items()) if cls is not None}
 
@@ -95,7 +129,7 @@ def _check_weights(part: Path) -> None:
 
 
 def _wrong_with(file: Path) -> str | None:
-    """Returns what is wrong with a safetensors file, which should be as long as its header says."""
+    """Return what is wrong with a safetensors file, which should be as long as its header says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:

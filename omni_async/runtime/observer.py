@@ -1,5 +1,6 @@
-"""Records a run for the driver: turns the coordinator's events into console lines, metrics, sample files, a timeline
-and a summary.
+"""Records a run for the driver.
+
+Turns the coordinator's events into console lines, metrics, sample files, a timeline and a summary.
 
 An attempt is here one of the command's, which `attempts.jsonl` lists: one process. In the folder of an earlier attempt
 nothing changes before this one has an update to record: until then, what would be written is held in memory.
@@ -92,8 +93,10 @@ class Observer:
         self.recall(start)
 
     def recall(self, start: ControlState) -> None:
-        """Resets to the state of the run in the checkpoint. Spans and faults of this process are all kept; validation
-        rounds that were held are made again."""
+        """Reset to the state of the run in the checkpoint.
+
+        Spans and faults of this process are all kept; validation rounds that were held are made again.
+        """
         self.closing = asyncio.Event()
         self.ended = None
         self._held_rounds.clear()
@@ -125,13 +128,17 @@ class Observer:
 
     @property
     def version(self) -> int:
-        """Returns the number of the last update that was made; if the run began with another's checkpoint, that run's
-        updates are included."""
+        """Return the number of the last update that was made.
+
+        If the run began with another's checkpoint, that run's updates are included.
+        """
         return self._version
 
     def take_over(self) -> None:
-        """Makes the folder and the MLflow run this attempt's, with what was held, because there is something to record.
-        Raises RunDirectoryError if that fails."""
+        """Make the folder and the MLflow run this attempt's, with what was held, because there is something to record.
+
+        Raises RunDirectoryError if that fails.
+        """
         if self.owns:
             return
         self.has_something = True
@@ -151,24 +158,27 @@ class Observer:
         self._console.note(text)
 
     def fault(self, fault: Fault) -> None:
-        """Records that a part was lost and is back."""
+        """Record that a part was lost and is back."""
         self.faults.append(fault)
         if self.owns:
             append_jsonl(self._run.faults, fault)
 
     async def watch(self, coordinator: RunControl, store: ObjectStore) -> None:
-        """Takes events until the coordinator has no more. Sample files are written in tasks of their own."""
+        """Take events until the coordinator has no more. Sample files are written in tasks of their own."""
         concluded = False
         while not concluded:
             self._untaken.extend(await coordinator.events())
             while self._untaken:
                 event = self._untaken.popleft()
-                self._take(event, store)
+                self._handle(event, store)
                 concluded |= event.kind == "concluded"  # a role that was given up may still report spans
 
     async def count(self, coordinator: RunControl) -> None:
-        """Counts updates until the coordinator has no more events, after `watch` failed because a file cannot grow, for
-        example: what the ledger has by then counts in the summary, too, though nothing more is recorded of it."""
+        """Count updates until the coordinator has no more events, after `watch` failed.
+
+        What the ledger has by then counts in the summary, too, though nothing more is recorded of it: a file cannot
+        grow, for example.
+        """
         concluded = False
         while not concluded:
             for event in [*self._untaken, *await coordinator.events()]:
@@ -180,11 +190,13 @@ class Observer:
             self._untaken.clear()
 
     async def samples_written(self, seconds: float) -> None:
-        """Waits until the sample files that are being written are done, `seconds` at most. Keeps none of an attempt
-        that has nothing else to record."""
+        """Wait until the sample files that are being written are done, `seconds` at most.
+
+        Keeps none of an attempt that has nothing else to record.
+        """
         await self._samples.finish(seconds, keep=self.owns)
 
-    def _take(self, event: RunEvent, store: ObjectStore) -> None:
+    def _handle(self, event: RunEvent, store: ObjectStore) -> None:
         match event.kind:
             case "phase":
                 self._console.phase(event.data["text"])
@@ -288,9 +300,11 @@ class Observer:
         )
 
     def progress(self) -> dict[str, Any]:
-        """Returns how far the run is, for `omni-async status`. `reward` is the mean of the last 5 updates, staleness
-        and images/s are the newest update's; `eta_s` follows from the pace of this attempt's last 20 updates and is
-        None before the first of them."""
+        """Return how far the run is, for `omni-async status`.
+
+        `reward` is the mean of the last 5 updates, staleness and images/s are the newest update's; `eta_s` follows from
+        the pace of this attempt's last 20 updates and is None before the first of them.
+        """
         eta = None
         if self._paces:
             (since, first), (until, last) = self._paces[0], self._paces[-1]
@@ -308,11 +322,11 @@ class Observer:
         }
 
     def wall_s(self, now: float) -> float:
-        """Returns the seconds since all roles were up, with those of earlier attempts added."""
+        """Return the seconds since all roles were up, with those of earlier attempts added."""
         return self._wall_before + max(0.0, now - self.started)
 
     def _images_per_s(self, now: float) -> float:
-        """Returns the rate over the recent past, or since the start of the run while that is shorter."""
+        """Return the rate over the recent past, or since the start of the run while that is shorter."""
         earlier = [
             (self.started, self._images_before),
             *(point for point in self._finished if point[0] < now - _RECENT_S),
@@ -347,6 +361,15 @@ class Observer:
     def summary(
         self, status: Status, reason: str | None, peak_memory: int | None, finished: float, spans: Sequence[Span]
     ) -> Summary:
+        """Return what became of the run.
+
+        Args:
+            status: how it ended.
+            reason: why, in one line; None if it is done.
+            peak_memory: bytes of all processes; None if that was not sampled.
+            finished: when the last role ended, in seconds of the clock.
+            spans: those of this attempt, from which the busy fractions follow.
+        """
         ended = self.ended or self._last
         summary = summarise(
             run=self._run.run_id,
@@ -373,5 +396,5 @@ class Observer:
 
 
 def _number(value: float | None) -> float:
-    """Returns NaN for null, which a checkpoint holds where a number was not finite."""
+    """Return NaN for null, which a checkpoint holds where a number was not finite."""
     return float("nan") if value is None else value

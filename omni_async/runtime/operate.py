@@ -39,21 +39,22 @@ with it:
 """
 
 
-def add_operations(commands: Any) -> None:
+def add_command(commands: Any, name: str, purpose: str, description: str) -> argparse.ArgumentParser:
+    """Add a command, and return the parser of its arguments. `purpose`: its line in the list of commands."""
     raw = argparse.RawDescriptionHelpFormatter
-    status = commands.add_parser(
-        "status", help="say how a job is, or how it ended", description=_STATUS, formatter_class=raw
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=description, formatter_class=raw
     )
-    status.add_argument("run", type=Path, help="its run folder")
+    return parser
+
+
+def add_operations(commands: Any) -> None:
+    status = add_command(commands, "status", "say how a job is, or how it ended", _STATUS)
+    scale = add_command(commands, "scale", "change a running job's engines or reward workers", _SCALE)
+    stop = add_command(commands, "stop", "end a running job, with a checkpoint", _STOP)
+    for parser in (status, scale, stop):
+        parser.add_argument("run", type=Path, help="its run folder")
     status.add_argument("--json", action="store_true", help="for a program")
-    scale = commands.add_parser(
-        "scale", help="change a running job's engines or reward workers", description=_SCALE, formatter_class=raw
-    )
-    scale.add_argument("run", type=Path, help="its run folder")
-    stop = commands.add_parser(
-        "stop", help="end a running job, with a checkpoint", description=_STOP, formatter_class=raw
-    )
-    stop.add_argument("run", type=Path, help="its run folder")
     scale.add_argument("workers", nargs="+", metavar="ROLE=N", help="rollout=N or reward=N, at least 1")
 
 
@@ -76,23 +77,20 @@ def operate(options: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     if request.stop:
         return _say(["it stops when it has written a checkpoint"])
-    return _say(
-        [json.dumps(status, indent=2)] if getattr(options, "json", False) else map(one_line, running_lines(status))
-    )
+    as_json = getattr(options, "json", False)
+    return _say([json.dumps(status, indent=2)] if as_json else map(one_line, running_lines(status)))
 
 
 def _say_what_is_left(run: Path, as_json: bool) -> int:
-    """Prints what a run that does not answer has left behind."""
+    """Print what a run that does not answer has left behind."""
     import msgspec
 
     from omni_async.runtime.status import left_behind, left_behind_lines
 
     found = left_behind(run)
-    return _say(
-        [msgspec.json.format(msgspec.json.encode(found), indent=2).decode()]
-        if as_json
-        else map(one_line, left_behind_lines(found))
-    )
+    if as_json:
+        return _say([msgspec.json.format(msgspec.json.encode(found), indent=2).decode()])
+    return _say(map(one_line, left_behind_lines(found)))
 
 
 def _say(lines: Iterable[str]) -> int:
@@ -112,9 +110,8 @@ def _workers(words: list[str]) -> dict[str, int]:
     workers: dict[str, int] = {}
     for word in words:
         role, equals, number = word.partition("=")
-        fits = (
-            len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
-        )  # Python refuses to read thousands of digits
+        # Python refuses to read thousands of digits.
+        fits = len(number) < 20 and number.isdecimal() and 1 <= int(number) <= MOST_WORKERS
         if role not in scalable_roles() or not equals or not fits:
             expected = " or ".join(f"{role}=N" for role in scalable_roles())
             raise ConfigError(f"scale: {one_line(word, 100)!r}: expected {expected} with N from 1 to {MOST_WORKERS}")

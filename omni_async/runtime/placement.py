@@ -1,5 +1,6 @@
-"""Plans where every actor runs: in which bundle of the job's placement group, and with which resources. Pure arithmetic
-on the configuration.
+"""Plans where every actor runs: in which bundle of the job's placement group, and with which resources.
+
+Pure arithmetic on the configuration.
 
 A bundle is one machine's. An actor on its own device has a bundle of its own; the ranks of a sequence group share one,
 because they exchange a row's tokens in every layer. With `placement.colocated` device d is one bundle, and engine d,
@@ -27,8 +28,11 @@ Member = tuple[RoleSpec, Worker]
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """The placement of an actor. `bundle` is None where no placement group is needed. `cpus` and `gpus` are what the
-    actor asks for, `threads` what it may use."""
+    """The placement of an actor.
+
+    `bundle` is None where no placement group is needed. `cpus` and `gpus` are what the actor asks for, `threads` what
+    it may use.
+    """
 
     bundle: int | None
     cpus: float
@@ -38,8 +42,10 @@ class ActorPlacement:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The bundles of a job and its actors' placements by slot id. `strategy`: how the bundles are spread over
-    machines, in Ray's words."""
+    """The bundles of a job and its actors' placements by slot id.
+
+    `strategy`: how the bundles are spread over machines, in Ray's words.
+    """
 
     bundles: tuple[Resources, ...]
     actors: dict[str, ActorPlacement]
@@ -55,7 +61,7 @@ class PlacementPlan:
 
 
 def plan_placements(config: Config) -> PlacementPlan:
-    """Assigns every actor a bundle and its resources."""
+    """Assign every actor a bundle and its resources."""
     table = roles_of(config)
     bundles: list[Resources] = []
     actors: dict[str, ActorPlacement] = {}
@@ -77,7 +83,7 @@ def plan_placements(config: Config) -> PlacementPlan:
 
 
 def _bundles(table: dict[str, RoleSpec], config: Config) -> Iterator[tuple[list[Member], bool]]:
-    """Yields the members of each bundle, and whether they take turns with its devices."""
+    """Yield the members of each bundle, and whether they take turns with its devices."""
     colocated = config.placement.colocated
     devices: list[list[Member]] = []
     for spec in table.values():
@@ -94,15 +100,17 @@ def _bundles(table: dict[str, RoleSpec], config: Config) -> Iterator[tuple[list[
 
 
 def _groups(spec: RoleSpec, workers: tuple[Worker, ...], config: Config) -> Iterator[tuple[Worker, ...]]:
-    """Yields the workers that need the same machine."""
+    """Yield the workers that need the same machine."""
     size = config.trainer.sequence_parallel if spec.in_sequence_groups else 1
     for start in range(0, len(workers), size):
         yield workers[start : start + size]
 
 
 def _share(wanted: float, of: float, available: float) -> float:
-    """Returns an actor's part of what the bundle has, rounded down so that all parts fit; everything if no other actor
-    wants any."""
+    """Return an actor's part of what the bundle has, rounded down so that all parts fit.
+
+    It is everything if no other actor wants any.
+    """
     if wanted in (0, of):
         return wanted
     return math.floor(wanted / of * available * _PRECISION) / _PRECISION

@@ -45,8 +45,10 @@ class PreferencePairs:
     """
 
     def __init__(self, path: str) -> None:
-        """Reads the footer alone. Raises ConfigError if there is no such file, it is no parquet, or a column is missing
-        or of a wrong type."""
+        """Read the footer alone.
+
+        Raises ConfigError if there is no such file, it is no parquet, or a column is missing or of a wrong type.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -79,8 +81,11 @@ class PreferencePairs:
         return self._num_rows
 
     def prompts(self, max_chars: int | None = None) -> list[Prompt]:
-        """Returns all prompts in order; `Prompt.index` is the pair's number. Reads one column. Raises ConfigError for a
-        row without a prompt, or with one of more than `max_chars` characters, and for more than 2 GiB of prompts."""
+        """Return all prompts in order; `Prompt.index` is the pair's number.
+
+        Reads one column. Raises ConfigError for a row without a prompt, or with one of more than `max_chars`
+        characters, and for more than 2 GiB of prompts.
+        """
         prompts: list[Prompt] = []
         held = 0
         for row in range(len(self)):
@@ -108,8 +113,10 @@ class PreferencePairs:
         return prompts
 
     def media(self, pair: int) -> tuple[Media, Media]:
-        """Returns the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`). Raises
-        ConfigError if one cannot be decoded, IndexError if there is no such pair."""
+        """Return the chosen and the rejected image of a pair, each in its own size (`image_files.read_image`).
+
+        Raises ConfigError if one cannot be decoded, IndexError if there is no such pair.
+        """
         if not 0 <= pair < len(self):
             raise IndexError(f"pair {pair}: {self.path} has pairs 0..{len(self) - 1}")
         chosen, rejected = (
@@ -187,7 +194,7 @@ class _Column:
         self._start = 0
 
     def cell(self, row: int) -> Any:
-        """Returns the row's Arrow scalar. Raises ConfigError if the row cannot be read."""
+        """Return the row's Arrow scalar. Raises ConfigError if the row cannot be read."""
         group = bisect_right(self._starts, row) - 1
         if group != self._group or row < self._start:
             self._batches = self._read(group)
@@ -217,14 +224,14 @@ class _Column:
 
 
 def _plain(cell: Any) -> Any:
-    """Returns the value of a cell that may be an entry of a dictionary."""
+    """Return the value of a cell that may be an entry of a dictionary."""
     import pyarrow as pa
 
     return cell.value if pa.types.is_dictionary(cell.type) else cell
 
 
 def _size(value: Any) -> int:
-    """Returns the number of bytes of a text or of binary data, without copying them; 0 for null."""
+    """Return the number of bytes of a text or of binary data, without copying them; 0 for null."""
     return value.as_buffer().size if value.is_valid else 0
 
 

@@ -1,5 +1,6 @@
-"""Finds what is wrong before anything heavy starts: in prompt files, the checkpoint's architecture, scorers. Imports no
-torch.
+"""Finds what is wrong before anything heavy starts: in prompt files, the checkpoint's architecture, scorers.
+
+Imports no torch.
 
 With `emulation` there is no model, no prompt file and no scorer to check, but a profile.
 """
@@ -29,11 +30,10 @@ from omni_async.performance.profile import Payload, Profile, load_profile, requi
 from omni_async.performance.unmeasured import unmeasured, with_estimates
 from omni_async.rewards import registry as scorers
 from omni_async.role_table import roles_of
-from omni_async.runtime.model_files import check_checkpoint
+from omni_async.runtime.model_files import check_checkpoint, check_sequence
 from omni_async.runtime.placement import plan_placements
 from omni_async.runtime.prompts import PromptCheck, load_prompts
 from omni_async.runtime.resume import find_resume_point
-from omni_async.runtime.sequence_check import check_sequence
 from omni_async.types import Prompt
 
 # Enough that an epoch is never over within an update.
@@ -46,9 +46,11 @@ _WEIGHT_COPIES = 4
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A configuration that was checked against its files. `start` is the control state of the checkpoint to resume
-    from; `run` the folder of the run that goes on, if it does so in its own, and `untouched` says that nothing has been
-    changed in there yet: nothing is before there is an update to record.
+    """A configuration that was checked against its files.
+
+    `start` is the control state of the checkpoint to resume from; `run` the folder of the run that goes on, if it does
+    so in its own, and `untouched` says that nothing has been changed in there yet: nothing is before there is an update
+    to record.
 
     `profile`, with times and payloads scaled, is what emulated devices replay; with None the devices are real. `notes`
     are for the console.
@@ -66,7 +68,7 @@ class RunInputs:
 
 
 def preflight(config: Config) -> RunInputs:
-    """Checks a configuration. Raises ConfigError, one line, naming the key."""
+    """Check a configuration. Raises ConfigError, one line, naming the key."""
     _check_run_dir(config.run.dir)
     _check_secrets(config)
     if config.emulation is not None:
@@ -102,7 +104,7 @@ def preflight(config: Config) -> RunInputs:
 
 
 def _check_secrets(config: Config) -> None:
-    """Checks that the secrets which services' settings name are there; those of scorers are checked with them."""
+    """Check that the secrets which services' settings name are there; those of scorers are checked with them."""
     for number, role in enumerate(config.roles):
         try:
             with_secrets(role.settings, f"roles.{number}.settings")
@@ -111,7 +113,7 @@ def _check_secrets(config: Config) -> None:
 
 
 def _check_run_dir(folder: str) -> None:
-    """Checks that run folders can be made in `folder`, as far as that shows without making one."""
+    """Check that run folders can be made in `folder`, as far as that shows without making one."""
     wanted = Path(folder).absolute()
     try:
         found = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -129,7 +131,7 @@ def _check_run_dir(folder: str) -> None:
 
 
 def _check_scorers(config: Config) -> list[PromptCheck]:
-    """Checks the scorers and returns what they require of every prompt."""
+    """Check the scorers and return what they require of every prompt."""
     asked: list[PromptCheck] = []
     for number, scorer in enumerate(config.reward.scorers):
         try:
@@ -143,7 +145,7 @@ def _check_scorers(config: Config) -> list[PromptCheck]:
 
 
 def _images_check(family: PipelineFamily) -> PromptCheck:
-    """Returns a check that refuses prompts with more images than the family takes."""
+    """Return a check that refuses prompts with more images than the family takes."""
 
     def check(prompt: Prompt) -> str | None:
         given, most = len(prompt.images), family.prompt_images
@@ -171,8 +173,7 @@ def _from_checkpoint(inputs: RunInputs) -> RunInputs:
 
 
 def _check_placement(config: Config) -> None:
-    """Refuses shares of several accelerators: Ray divides one, but not several among actors that all want all of
-    them."""
+    """Refuse shares of several accelerators: Ray divides one, but not several among actors that all want all."""
     for role in ("rollout", "reward", "trainer"):
         gpus = getattr(config.placement, role).gpus
         if config.placement.colocated and gpus > 1:
@@ -183,8 +184,10 @@ def _check_placement(config: Config) -> None:
 
 
 def _check_backend(config: Config) -> None:
-    """Refuses in one process, which computes on the CPU where there is nothing else, what the trainer's backend cannot
-    do there."""
+    """Refuse in one process what the trainer's backend cannot do there.
+
+    It computes on the CPU where there is nothing else.
+    """
     trainer, found = config.trainer, most_accelerators(kind=config.placement.accelerator)
     if config.run.runtime != "inprocess" or found is None or found[0]:
         return
@@ -195,7 +198,7 @@ def _check_backend(config: Config) -> None:
 
 
 def _require_accelerators(config: Config) -> None:
-    """Refuses a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
+    """Refuse a recipe whose roles ask for more accelerators than this machine has, where it is the only one."""
     asking = [
         (spec, number, gpus)
         for spec in roles_of(config).values()
@@ -221,16 +224,20 @@ def _require_accelerators(config: Config) -> None:
 
 
 def _joins_a_cluster(config: Config) -> bool:
-    """Returns whether Ray may have more machines than this one: by the recipe, by Ray's own variable, or because this
-    process has one already."""
+    """Return whether Ray may have more machines than this one.
+
+    It may by the recipe, by Ray's own variable, or because this process has one already.
+    """
     if config.run.ray_address is not None or os.environ.get("RAY_ADDRESS"):
         return True
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _emulated(config: Config, emulation: Emulation) -> RunInputs:
-    """Returns the inputs of a job without a model: nothing of `model`, `data`, `reward.scorers` and `validation` is
-    used."""
+    """Return the inputs of a job without a model.
+
+    Nothing of `model`, `data`, `reward.scorers` and `validation` is used.
+    """
     profile = load_profile(emulation.profile)
     notes = unmeasured(profile, config, recomputes_proximal=plan_updates(config).proximal)
     profile = with_estimates(profile, config).scaled(emulation.time_scale)
@@ -265,7 +272,7 @@ def _emulated(config: Config, emulation: Emulation) -> RunInputs:
 
 
 def _check_memory(config: Config, payload: Payload) -> None:
-    """Refuses payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
+    """Refuse payloads that do not fit into memory: they are real, and all that may be alive at once has to fit."""
     samples = (config.staleness.max_updates + 1) * config.trainer.groups_per_update * config.rollout.group_size
     held = samples * (payload.trajectory + payload.media)
     if config.buffer.bound is not None:

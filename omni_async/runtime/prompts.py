@@ -1,5 +1,7 @@
-"""Reads prompt files: `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target` and
-`images` (paths relative to the file; one may be given as `image`), and any other keys.
+"""Reads prompt files.
+
+They are `.txt`, a prompt a line, or `.jsonl`, an object a line with `prompt`, optionally `target` and `images` (paths
+relative to the file; one may be given as `image`), and any other keys.
 
 A wrong line, or an image that is none, stops the run before anything is started, with its number.
 """
@@ -29,8 +31,17 @@ PromptCheck = Callable[[Prompt], str | None]
 
 
 def load_prompts(path: str, key: str, max_chars: int, checks: Sequence[PromptCheck] = ()) -> list[Prompt]:
-    """Reads a prompt file. `key` is the configuration path that named the file, for messages. Raises ConfigError, also
-    for what one of `checks` misses in a prompt."""
+    """Read a prompt file.
+
+    Args:
+        path: a `.txt` or `.jsonl` file.
+        key: the configuration path that named the file, for messages.
+        max_chars: how many characters a prompt may have.
+        checks: what scorers and the model require of every prompt.
+
+    Raises:
+        ConfigError: one line with the number of the first line that is wrong, or misses what a check requires.
+    """
     text = _read(path, key)
     parse = _parser(path, key)
     images = _Images(Path(path))
@@ -104,7 +115,7 @@ def _parse_json(index: int, line: str, where: str) -> Prompt:
 
 
 def _named_images(fields: dict[str, Any], where: str) -> tuple[PromptImage, ...]:
-    """Returns the images as the line names them, without digests: no file is opened yet."""
+    """Return the images as the line names them, without digests: no file is opened yet."""
     if "image" in fields and "images" in fields:
         raise ConfigError(f"{where}: give image or images, not both")
     key = "image" if "image" in fields else "images"
@@ -124,7 +135,7 @@ class _Images:
         self._checked: dict[Path, PromptImage] = {}
 
     def checked(self, prompt: Prompt, where: str) -> Prompt:
-        """Returns the prompt with its images found and checked."""
+        """Return the prompt with its images found and checked."""
         from omni_async.image_files import find_image, prompt_image
 
         found = []
@@ -149,7 +160,7 @@ def _decode(line: str, where: str) -> Any:
 
 
 def _depth_exceeds(value: Any, deepest: int) -> bool:
-    """Returns whether lists and objects are nested deeper than `deepest` levels, without recursion."""
+    """Return whether lists and objects are nested deeper than `deepest` levels, without recursion."""
     level: list[Any] = [value]
     for _ in range(deepest):
         level = [

@@ -1,5 +1,7 @@
-"""Runs every role as a long-lived Ray actor. A local Ray starts by itself; `run.ray_address` joins a cluster instead; a
-Ray that this process has started already is used as it is, and left running.
+"""Runs every role as a long-lived Ray actor.
+
+A local Ray starts by itself; `run.ray_address` joins a cluster instead; a Ray that this process has started already is
+used as it is, and left running.
 
 Actors are placed as one placement group: the job gets all it needs or reports at once what is missing. The roles' logic
 is elsewhere.
@@ -24,14 +26,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from omni_async.control.waiting import first_of
 from omni_async.role_table import RoleSpec
 from omni_async.runtime import ray_room
-from omni_async.runtime.cluster import PeerLost, StartError
+from omni_async.runtime.cluster import Cluster, PeerLost, StartError
 from omni_async.runtime.placement import ActorPlacement, PlacementPlan, plan_placements
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.ray_connection import Connection, connect, in_thread
 from omni_async.runtime.ray_processes import Whereabouts, end_process
 from omni_async.runtime.ray_shell import Proxy, RayStore, actor_class
-from omni_async.runtime.role_cluster import RoleCluster
-from omni_async.runtime.sites import Site, build
+from omni_async.runtime.sites import Site, build_role
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
@@ -43,7 +44,7 @@ _CLOSING_S = 30.0
 _STOPPING_S = 10.0
 
 
-class RayCluster(RoleCluster):
+class RayCluster(Cluster):
     """A cluster of Ray actors. `attempt` counts how often the run was begun in this process, from 1."""
 
     stores_die = True
@@ -61,7 +62,7 @@ class RayCluster(RoleCluster):
 
     @property
     def _has_own_ray(self) -> bool:
-        """Returns whether Ray was started for this run, on this machine."""
+        """Return whether Ray was started for this run, on this machine."""
         return self._connection is not None and self._connection.started and self._connection.local is not None
 
     # ---- coming up ---------------------------------------------------------------------------------------------------
@@ -81,12 +82,11 @@ class RayCluster(RoleCluster):
             raise
 
     async def start(self) -> None:
-        """Starts the actors side by side, then loads their models. Raises PeerLost if Ray is lost meanwhile."""
+        """Start the actors side by side, then load their models. Raises PeerLost if Ray is lost meanwhile."""
         await first_of(self._start(), self._watch_ray())
 
     async def _start(self) -> None:
         await self._reserve()
-        timeout = self._config.run.startup_timeout_s
         await in_thread(self._spawn_all)
         loading = {name for name, _ in self._at_work()}
 
@@ -94,22 +94,16 @@ class RayCluster(RoleCluster):
             await self._actors[name].start()
             loading.discard(name)
 
-        try:
-            async with asyncio.timeout(timeout) as deadline:
-                await asyncio.gather(*map(start, [*loading]))
-                await asyncio.gather(*(self._locate(name) for name in self._actors))
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # a timeout within a role
-            late = ", ".join(sorted(loading)) or "the actors"
-            raise StartError(f"{late}: not ready within run.startup_timeout_s = {timeout:g}") from None
+        async with self._startup_limit(lambda: ", ".join(sorted(loading)) or "the actors"):
+            await asyncio.gather(*map(start, [*loading]))
+            await asyncio.gather(*(self._locate(name) for name in self._actors))
 
     async def _reserve(self) -> None:
         self._kind = await in_thread(partial(ray_room.accelerator_kind, self._config.placement.accelerator))
         if self._placements.bundles:
             grows = not self._has_own_ray  # its own one's resources do not
-            self._group = await ray_room.ask(self._placements, self._kind, grows)
-            await ray_room.wait(self._group, self._placements, self._kind)
+            self._group = await ray_room.reserve(self._placements, self._kind, grows)
+            await ray_room.wait_for_room(self._group, self._placements, self._kind)
 
     def _spawn_all(self) -> None:
         for worker in self._all_workers():
@@ -122,7 +116,7 @@ class RayCluster(RoleCluster):
         )
 
     def _host(self, worker: Worker, make: Callable[[], Any]) -> Proxy:
-        """Starts an actor in the worker's place, around what `make` returns there."""
+        """Start an actor in the worker's place, around what `make` returns there."""
         name, spec = str(worker), self._table[worker.role]
         placement = self._placements.actors.get(worker.slot) or self._placement_beside(spec)
         options = ray_room.actor_options(self._kind, placement.cpus, placement.gpus)
@@ -145,8 +139,11 @@ class RayCluster(RoleCluster):
         return spec.emulated and self._config.emulation is not None
 
     def _placement_beside(self, spec: RoleSpec) -> ActorPlacement:
-        """Returns the placement of a worker that the job did not begin with. A Ray that was started for this run counts
-        the CPUs that the run asked for at its start, not those of the machine: one more worker shares them."""
+        """Return the placement of a worker that the job did not begin with.
+
+        A Ray that was started for this run counts the CPUs that the run asked for at its start, not those of the
+        machine: one more worker shares them.
+        """
         resources, emulated = spec.resources(self._config), self._is_emulated(spec)
         cpus = 0.0 if emulated or self._has_own_ray else resources.cpus
         return ActorPlacement(None, cpus, 0.0 if emulated else resources.gpus, max(1, int(resources.cpus)))
@@ -157,20 +154,20 @@ class RayCluster(RoleCluster):
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def services(self) -> dict[str, Any]:
-        """Returns what runs until it is cancelled; also the health of those that only answer, and of Ray."""
+        """Return what runs until it is cancelled; also the health of those that only answer, and of Ray."""
         working = {name for name, _ in self._at_work()}
         health = {f"health of {name}": self._watch(name) for name in self._actors if name not in working}
         return {"Ray": self._watch_ray(), **super().services(), **health}
 
     async def _watch_ray(self) -> None:
-        """Raises PeerLost when Ray itself is gone."""
+        """Raise PeerLost when Ray itself is gone."""
         if self._connection is None:
             await asyncio.Event().wait()  # it was not this cluster that connected
             return
         raise PeerLost(f"Ray is gone: {await self._connection.lost(self._config.run.health_timeout_s)}")
 
     async def _run_worker(self, name: str) -> None:
-        """Runs a worker until its work is done. Raises PeerLost if it dies or hangs."""
+        """Run a worker until its work is done. Raises PeerLost if it dies or hangs."""
         await first_of(self._actors[name].run(), self._watch(name))
 
     async def _watch(self, name: str) -> None:
@@ -180,7 +177,7 @@ class RayCluster(RoleCluster):
             await self._check(name)
 
     async def _check(self, name: str) -> None:
-        """Raises PeerLost unless the actor answers in time."""
+        """Raise PeerLost unless the actor answers in time."""
         deadline = self._config.run.health_timeout_s
         try:
             async with asyncio.timeout(deadline):
@@ -208,7 +205,7 @@ class RayCluster(RoleCluster):
     # ---- workers that come and go ------------------------------------------------------------------------------------
 
     async def _start_late(self, name: str) -> Proxy:
-        """Starts a worker. Raises StartError if it is not ready in time: there may be no room for it."""
+        """Start a worker. Raises StartError if it is not ready in time: there may be no room for it."""
         timeout = self._config.run.startup_timeout_s
         worker = await in_thread(partial(self._spawn, Worker.parse(name)))
         try:
@@ -225,7 +222,7 @@ class RayCluster(RoleCluster):
         return worker
 
     async def _end(self, name: str) -> None:
-        """Ends the worker's process, and with it what it stored."""
+        """End the worker's process, and with it what it stored."""
         handle, where = self._handles.pop(name, None), self._where.pop(name, None)
         self._actors.pop(name, None)
         if where is not None:
@@ -234,8 +231,7 @@ class RayCluster(RoleCluster):
             ray.kill(handle)
 
     async def close(self) -> None:
-        """Frees the run's actors, its placement group, and Ray itself if it was started for the run, which ends
-        everything in it."""
+        """Free the run's actors and placement group, and end the Ray that was started for the run."""
         connection, self._connection = self._connection, None
         if connection is None or not (connection.is_lost or (connection.started and connection.local)):
             with contextlib.suppress(TimeoutError):  # no answer: the cluster's owner will find that out
@@ -245,9 +241,8 @@ class RayCluster(RoleCluster):
             await in_thread(connection.close)
 
     def _free(self) -> None:
-        with (
-            contextlib.ExitStack() as then
-        ):  # each step is taken, whatever becomes of those before it: Ray itself may be broken
+        # Each step is taken, whatever becomes of those before it: Ray itself may be broken.
+        with contextlib.ExitStack() as then:
             group, self._group = self._group, None
             if group is not None:
                 then.callback(remove_placement_group, group)
@@ -279,6 +274,6 @@ class _DriverStore(RayStore):
 
 
 def _build_there(path: str, worker: Worker, inputs: RunInputs, folder: Path, peers: dict[str, Any]) -> Any:
-    """Builds a role in its actor's process."""
+    """Build a role in its actor's process."""
     host = ray.util.get_node_ip_address()
-    return build(path, Site(worker, inputs, folder, RayStore(), peers, host, own_process=True))
+    return build_role(path, Site(worker, inputs, folder, RayStore(), peers, host, own_process=True))

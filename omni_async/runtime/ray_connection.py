@@ -30,8 +30,11 @@ T = TypeVar("T")
 
 
 class Connection:
-    """This process's connection to Ray. `started`: it was made by `connect`, and `close` ends it, with Ray itself if
-    that was started too. `local`: Ray's processes, where this process started them."""
+    """This process's connection to Ray.
+
+    `started`: it was made by `connect`, and `close` ends it, with Ray itself if that was started too. `local`: Ray's
+    processes, where this process started them.
+    """
 
     def __init__(self, started: bool, local: LocalRay | None) -> None:
         self.started = started
@@ -43,15 +46,17 @@ class Connection:
         return self._lost is not None and self._lost.done() and not self._lost.cancelled()
 
     async def lost(self, health_timeout_s: float) -> str:
-        """Waits until Ray is gone and returns what has become of it. A cluster of another owner is gone once its head
-        has not answered for `health_timeout_s`."""
+        """Wait until Ray is gone and return what has become of it.
+
+        A cluster of another owner is gone once its head has not answered for `health_timeout_s`.
+        """
         if self._lost is None:
             waiting = in_thread(self.local.wait_lost) if self.local else _until_silent(health_timeout_s)
             self._lost = asyncio.ensure_future(waiting)
         return await asyncio.shield(self._lost)
 
     def close(self) -> None:
-        """Leaves Ray, and ends it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
+        """Leave Ray, and end it if it was started by `connect`. Returns within seconds, whatever state Ray is in."""
         global _current
         if not self.started:
             return
@@ -68,9 +73,19 @@ _current: Connection | None = None
 def connect(
     address: str | None, cpus: int, timeout_s: float = 600.0, stop: threading.Event | None = None
 ) -> Connection:
-    """Joins the cluster at `address`, or starts a local Ray with at least `cpus` CPUs, again and again until
-    `timeout_s` are over. A connection that this process has already is used, and not ended by `close`. Raises
-    StartError, one line, if Ray cannot be reached or started. `stop`: set when it is not wanted any more."""
+    """Join the cluster at `address`, or start a local Ray with at least `cpus` CPUs.
+
+    A connection that this process has already is used, and not ended by `close`.
+
+    Args:
+        address: as `run.ray_address`.
+        cpus: what the job asks for; a Ray of this machine has at least those of the machine.
+        timeout_s: seconds in which a start that fails is tried again and again.
+        stop: set when it is not wanted any more.
+
+    Raises:
+        StartError: one line, if Ray cannot be reached or started.
+    """
     global _current
     if ray.is_initialized():
         return Connection(False, _current.local if _current else None)
@@ -80,7 +95,7 @@ def connect(
 
 
 def _start(cpus: int, timeout_s: float, stop: threading.Event) -> Connection:
-    """Starts a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
+    """Start a local Ray. On a busy machine Ray gives up on itself after 30 s; then it is tried again."""
     # As many CPUs as the roles ask for: on a small machine they share the real ones, which is what overlap is about.
     cpus = max(cpus, os.cpu_count() or 1)
     deadline, tries = time.monotonic() + timeout_s, 0
@@ -130,15 +145,17 @@ def _join(address: str) -> Connection:
 
 
 def _require_listener(address: str) -> None:
-    """Raises OSError if no process listens at the address. Ray itself would try for a quarter of an hour."""
+    """Raise OSError if no process listens at the address. Ray itself would try for a quarter of an hour."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
 
 
 def _about_tokens() -> str:
-    """Returns what a cluster with a token requires of a process that joins it. To one without a token Ray reports no
-    more than that it cannot connect."""
+    """Return what a cluster with a token requires of a process that joins it.
+
+    To one without a token Ray reports no more than that it cannot connect.
+    """
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
         return (
             "; the token in RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token must be the cluster's, on"
@@ -151,15 +168,17 @@ def _about_tokens() -> str:
 
 
 def reread_environment() -> None:
-    """Makes Ray look for its token again: when it was imported there may have been none yet, or another one."""
+    """Make Ray look for its token again: when it was imported there may have been none yet, or another one."""
     extension: Any = ray._raylet
     extension.Config.initialize("")
     extension.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _leave() -> None:
-    """Ends this process's connection, or what is left of one that was not completed. Bounded, because a global store
-    that is gone may be waited for."""
+    """End this process's connection, or what is left of one that was not completed.
+
+    Bounded, because a global store that is gone may be waited for.
+    """
     leaving = threading.Thread(target=_shut_down, name="leave-ray", daemon=True)
     leaving.start()
     leaving.join(_DISCONNECT_S)
@@ -168,8 +187,10 @@ def _leave() -> None:
 
 
 def _shut_down() -> None:
-    """Shuts Ray's client down while other threads run. A reference that one of them drops once the core worker is gone
-    would end the process, without a word."""
+    """Shut Ray's client down while other threads run.
+
+    A reference that one of them drops once the core worker is gone would end the process, without a word.
+    """
     worker: Any = ray._private.worker.global_worker
     if (core := getattr(worker, "core_worker", None)) is not None:
         worker.core_worker = _WithoutCounting(core)
@@ -197,8 +218,10 @@ def _one_line(error: BaseException) -> str:
 
 
 async def _until_silent(health_timeout_s: float) -> str:
-    """Waits until the head of another owner's cluster does not answer, or reports that the node of this process is
-    gone, and returns which."""
+    """Wait until another owner's cluster is lost, and return how.
+
+    Its head does not answer, or reports that the node of this process is gone.
+    """
     here = ray.get_runtime_context().get_node_id()
     while True:
         await asyncio.sleep(min(_CHECK_S, health_timeout_s / 4))
@@ -214,8 +237,10 @@ async def _until_silent(health_timeout_s: float) -> str:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Returns the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile. Its thread is then
-    left behind, which holds up neither a cancellation nor the end of the process."""
+    """Return the result of a call to Ray that blocks, and never returns if Ray is lost meanwhile.
+
+    Its thread is then left behind, which holds up neither a cancellation nor the end of the process.
+    """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

@@ -1,5 +1,6 @@
-"""Starts a local Ray and keeps it for as long as a driver wants it. Run as a script, in a session of its own, by
-`ray_local`.
+"""Starts a local Ray and keeps it for as long as a driver wants it.
+
+Run as a script, in a session of its own, by `ray_local`.
 
 A Ray that a driver starts by itself is in the driver's process group: what `timeout`, SLURM and systemd send to the
 group, and Ctrl-C at a terminal, ends Ray's processes at once, and the driver can end nothing in order any more. And a
@@ -34,7 +35,7 @@ _FINAL = (ValueError, TypeError, OSError, ImportError, AttributeError)
 
 
 def main() -> None:
-    """Starts Ray and keeps it. Exit code 0: the driver wanted no more; 1: Ray was lost or did not start."""
+    """Start Ray and keep it. Exit code 0: the driver wanted no more; 1: Ray was lost or did not start."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that what libraries print is not taken for an answer
     cpus, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -58,15 +59,17 @@ def main() -> None:
 
 
 def end_with(driver: int, folder: Path) -> None:
-    """Ends Ray as soon as the driver says so or is gone. A process that it forked may hold the pipe open for longer, so
-    its death counts, too."""
+    """End Ray as soon as the driver says so or is gone.
+
+    A process that it forked may hold the pipe open for longer, so its death counts, too.
+    """
     while not select.select([sys.stdin], [], [], _LOOK_S)[0] and os.getppid() == driver:
         pass
     end(folder, 0)
 
 
 def start(cpus: int, folder: Path) -> str:
-    """Starts Ray and returns its address."""
+    """Start Ray and return its address."""
     import ray
 
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -90,8 +93,10 @@ def tell(answers: IO[str], **answer: Any) -> None:
 
 
 def end(folder: Path, code: int) -> NoReturn:
-    """Kills every process that was started here, including actors and what they started. Of the files only logs stay,
-    and not what was spilled."""
+    """Kill every process that was started here, including actors and what they started.
+
+    Of the files only logs stay, and not what was spilled.
+    """
     family = psutil.Process().children(recursive=True)
     for process in family:
         try:

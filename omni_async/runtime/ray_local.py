@@ -39,8 +39,10 @@ class StartFailed(RuntimeError):
 
 
 class LocalRay:
-    """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it. `folder` holds its logs,
-    and no other user may look into it."""
+    """A Ray on this machine, which starts at once with `cpus` CPUs; `address` waits for it.
+
+    `folder` holds its logs, and no other user may look into it.
+    """
 
     def __init__(self, cpus: int) -> None:
         use_a_token()
@@ -64,8 +66,10 @@ class LocalRay:
         return self._process.pid
 
     def address(self, seconds: float, stop: threading.Event) -> str:
-        """Returns the address once Ray is up. Raises StartFailed if that takes longer than `seconds`, does not work, or
-        is not wanted any more."""
+        """Return the address once Ray is up.
+
+        Raises StartFailed if that takes longer than `seconds`, does not work, or is not wanted any more.
+        """
         answer = self._answer(seconds, stop)
         if "address" not in answer:
             raise StartFailed(answer.get("error") or answer["lost"], final=answer.get("final", False))
@@ -91,14 +95,14 @@ class LocalRay:
         return answer
 
     def wait_lost(self) -> str:
-        """Blocks until Ray is gone and returns why."""
+        """Block until Ray is gone and return why."""
         with self._asking:
             if self._lost is None:
                 self._lost = str(self._line()["lost"])
         return self._lost
 
     def end(self) -> None:
-        """Ends Ray; no process of it is left when this returns."""
+        """End Ray; no process of it is left when this returns."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -109,7 +113,7 @@ class LocalRay:
 
 
 def prepare_driver() -> None:
-    """Sets what Ray reads from the environment when it is imported. To be called before that."""
+    """Set what Ray reads from the environment when it is imported. To be called before that."""
     # Ray prints a page about every process that dies, between the lines of the console; what it means for the run is
     # reported there.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Raylet is terminated")
@@ -119,8 +123,11 @@ def prepare_driver() -> None:
 
 
 def use_a_token() -> None:
-    """Makes Ray's processes and this one prove themselves to each other with a token that is written nowhere, unless
-    the user has chosen a token or to do without. Ray would write one to the home folder for everybody to read."""
+    """Make Ray's processes and this one prove themselves to each other with a token that is written nowhere.
+
+    It is left alone if the user has chosen a token or to do without. Ray would write one to the home folder for
+    everybody to read.
+    """
     if os.environ.setdefault("RAY_AUTH_MODE", "token") != "token":
         return
     if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
@@ -128,7 +135,7 @@ def use_a_token() -> None:
 
 
 def _private_folder() -> Path:
-    """Makes a folder for Ray that no other user can enter, because Ray makes its own folders open to everybody."""
+    """Make a folder for Ray that no other user can enter, because Ray makes its own folders open to everybody."""
     folder = Path(tempfile.mkdtemp(prefix="omni-async-", dir=os.environ.get("RAY_TMPDIR")))
     if len(str(folder)) + 2 <= _LONGEST_FOLDER:
         return folder
@@ -137,8 +144,11 @@ def _private_folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment that Ray's processes, and so all actors, start with. It is that of the processes that Ray
-    keeps ready for any actor, not that of a job: for that, Ray would start another process for each actor."""
+    """Return the environment that Ray's processes, and so all actors, start with.
+
+    It is that of the processes that Ray keeps ready for any actor, not that of a job: for that, Ray would start another
+    process for each actor.
+    """
     passed_on = {name: value for name, value in os.environ.items() if name not in {*_DRIVERS_OWN, _LIFELINE}}
     # vLLM and diffusers look for a hub otherwise, when they are imported.
     passed_on.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,5 +1,8 @@
-"""Ends an actor's process, wherever it is. Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a
-device that hangs) does not answer: it would keep its memory and its accelerator."""
+"""Ends an actor's process, wherever it is.
+
+Ray asks a process to end, and one that is stopped (SIGSTOP, a debugger, a device that hangs) does not answer: it would
+keep its memory and its accelerator.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Whereabouts(NamedTuple):
 
 
 def end_process(where: Whereabouts) -> None:
-    """Sends SIGKILL to the process and its children, if it is still there. A node that is gone has none."""
+    """Send SIGKILL to the process and its children, if it is still there. A node that is gone has none."""
     if where.node == ray.get_runtime_context().get_node_id():
         _kill(where)
         return

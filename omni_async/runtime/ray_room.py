@@ -1,5 +1,4 @@
-"""Asks Ray for room: accelerators by their kind, one placement group for a whole job, and what to say if there is
-none."""
+"""Asks Ray for room: accelerators by their kind, and one placement group for a whole job."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ KINDS = ("GPU", "NPU")
 
 
 def accelerator_kind(asked: str) -> str:
-    """Returns Ray's name of the accelerators that `placement.accelerator` asks for."""
+    """Return Ray's name of the accelerators that `placement.accelerator` asks for."""
     if asked != "auto":
         return asked
     have = ray.cluster_resources()
@@ -31,15 +30,17 @@ def accelerator_kind(asked: str) -> str:
 
 
 def actor_options(kind: str, cpus: float, gpus: float) -> dict[str, Any]:
-    """Returns what an actor asks Ray for. Ray hides from its process all accelerators but its own."""
+    """Return what an actor asks Ray for. Ray hides from its process all accelerators but its own."""
     if kind == "GPU":
         return {"num_cpus": cpus, "num_gpus": gpus}
     return {"num_cpus": cpus, "num_gpus": 0, **({"resources": {kind: gpus}} if gpus else {})}
 
 
-async def ask(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
-    """Returns the job's placement group, which may have to wait for its room. `grows`: whether Ray may get more
-    machines. Raises ConfigError or StartError if it can never have that."""
+async def reserve(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
+    """Return the job's placement group, which may have to wait for its room.
+
+    `grows`: whether Ray may get more machines. Raises ConfigError or StartError if it can never have that.
+    """
     wanted = _bundles(plan, kind)
     if not grows:
         await in_thread(partial(_require_room, wanted, kind))
@@ -49,9 +50,11 @@ async def ask(plan: PlacementPlan, kind: str, grows: bool) -> PlacementGroup:
     return group
 
 
-async def wait(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
-    """Waits until the group has its room. Raises ConfigError if there is no accelerator of this kind, StartError if
-    there is too little of anything else."""
+async def wait_for_room(group: PlacementGroup, plan: PlacementPlan, kind: str) -> None:
+    """Wait until the group has its room.
+
+    Raises ConfigError if there is no accelerator of this kind, StartError if there is too little of anything else.
+    """
     try:
         async with asyncio.timeout(_PLACEMENT_TIMEOUT_S):
             await group.ready()
@@ -68,8 +71,10 @@ def _bundles(plan: PlacementPlan, kind: str) -> list[dict[str, float]]:
 
 
 def _require_kind(asked: float, kind: str) -> None:
-    """Raises ConfigError if the cluster has accelerators, and none of this kind. One that has none at all may be about
-    to get some."""
+    """Raise ConfigError if the cluster has accelerators, and none of this kind.
+
+    One that has none at all may be about to get some.
+    """
     have = ray.cluster_resources()
     if not have.get(kind) and any(have.get(other) for other in KINDS):
         raise _lacks(asked, kind, have)
@@ -84,8 +89,10 @@ def _lacks(asked: float, kind: str, have: dict[str, float]) -> ConfigError:
 
 
 def _require_room(wanted: Sequence[dict[str, float]], kind: str) -> None:
-    """Raises StartError if all machines together, were they free, are too small; ConfigError if they have no such
-    accelerator."""
+    """Raise StartError if all machines together, were they free, are too small.
+
+    Raises ConfigError if they have no such accelerator.
+    """
     have = ray.cluster_resources()
     need = {name: sum(bundle.get(name, 0) for bundle in wanted) for name in ("CPU", kind)}
     if need[kind] and not have.get(kind):

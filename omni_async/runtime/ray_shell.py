@@ -57,7 +57,7 @@ class Shell:
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> float:
-        """Returns the seconds that the role's loop took to answer."""
+        """Return the seconds that the role's loop took to answer."""
         asked = time.monotonic()
         await self._on_loop(asyncio.sleep(0))
         return time.monotonic() - asked
@@ -80,8 +80,11 @@ _GONE = (
 
 
 class Proxy:
-    """A role in another process: `await proxy.method(*args)`. Picklable, so roles can be handed each other.
-    `waiting_calls`: the methods that may wait long; all others use the concurrency group `control`."""
+    """A role in another process: `await proxy.method(*args)`.
+
+    Picklable, so roles can be handed each other. `waiting_calls`: the methods that may wait long; all others use the
+    concurrency group `control`.
+    """
 
     def __init__(self, name: str, actor: Any, waiting_calls: frozenset[str]) -> None:
         self._name = name
@@ -111,14 +114,14 @@ class Proxy:
 
 
 def _last_line(error: BaseException) -> str:
-    """Returns the last line of a traceback, which says what was raised."""
+    """Return the last line of a traceback, which says what was raised."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)[
         :500
     ]
 
 
 def _cause(error: BaseException) -> str:
-    """Returns, from Ray's page about a dead actor, the sentence that says why."""
+    """Return, from Ray's page about a dead actor, the sentence that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next(
         (line for line in lines if "killed" in line or "node" in line or "died" in line),

@@ -1,5 +1,6 @@
-"""Stores values in Ray's object store: a value is written to shared memory once, and read there by every process that
-has its reference.
+"""Stores values in Ray's object store.
+
+A value is written to shared memory once, and read there by every process that has its reference.
 
 Two things cost far more than the bytes. Every object costs an exchange with the store's daemon, when it is made and
 when it is read: so values that are put together share an object while they are small, and reads of one process that
@@ -51,7 +52,7 @@ class RayStore:
         return reference
 
     async def put_all(self, values: Sequence[Any]) -> list[Place]:
-        """Stores values, which share objects in their order."""
+        """Store values, which share objects in their order."""
         shares = list(_shares(values))
         objects = await asyncio.gather(
             *(asyncio.to_thread(ray.put, [_to_arrays(value) for value in share]) for share in shares)
@@ -83,7 +84,7 @@ def _shares(values: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _size(value: Any) -> int:
-    """Returns the bytes of a value; one that cannot be measured gets an object of its own."""
+    """Return the bytes of a value; one that cannot be measured gets an object of its own."""
     try:
         return nbytes(value)
     except (AttributeError, TypeError):
@@ -95,7 +96,7 @@ async def _read(objects: list[Any]) -> list[Any]:
 
 
 def _read_now(objects: list[Any]) -> list[Any]:
-    """Returns the objects' values, or the error of each."""
+    """Return the objects' values, or the error of each."""
     different = list(dict.fromkeys(objects))
     try:
         found = dict(zip(different, ray.get(different), strict=True))
@@ -128,7 +129,7 @@ class _TensorDict(NamedTuple):
 
 
 def _to_arrays(value: Any) -> Any:
-    """Returns a tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
+    """Return a tensor, or a TensorDict of tensors, as views of its memory; anything else as it is."""
     if type(value).__module__.partition(".")[0] not in ("torch", "tensordict"):
         return value
     import torch
@@ -162,8 +163,10 @@ def _shared_tensor(value: _Tensor) -> torch.Tensor:
 
 @cache
 def _torch() -> Any:
-    """Imports torch, and triggers unseen its one warning a process that it cannot prevent writes to read-only memory:
-    `ObjectStore.get` forbids them."""
+    """Import torch, and trigger unseen its one warning a process that it cannot prevent writes to read-only memory.
+
+    `ObjectStore.get` forbids such writes.
+    """
     import torch
 
     read_only = np.zeros(1, np.uint8)

@@ -1,5 +1,6 @@
-"""Writes what a run leaves when it ends: the summary first, every file by itself, so that one that cannot be written
-does not cost the others.
+"""Writes what a run leaves when it ends.
+
+The summary comes first, and every file by itself, so that one that cannot be written does not cost the others.
 
 An attempt of the command that has nothing to record leaves the results of the attempts before as they are: it adds its
 line to `attempts.jsonl`, and that is all.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -33,67 +35,68 @@ _SOON_S = 3.0
 _IN_ORDER_S = 60.0
 
 
+@dataclass(eq=False)
 class Results:
     """The files that are written at the end into `run`. `at_once`: only what takes no time."""
 
-    def __init__(self, run: RunDirectory, inputs: RunInputs, mlflow: MlflowSink | None, at_once: bool) -> None:
-        self._run = run
-        self._inputs = inputs
-        self._mlflow = mlflow
-        self._at_once = at_once
-        self._unwritten: dict[str, str] = {}
+    run: RunDirectory
+    inputs: RunInputs
+    mlflow: MlflowSink | None
+    at_once: bool
+    _unwritten: dict[str, str] = field(default_factory=dict, init=False)
 
     def spans_of(self, observer: Observer) -> list[Span]:
-        """Returns every span of the attempt; none, and no timeline is written, if they cannot be read."""
+        """Return every span of the attempt; none, and no timeline is written, if they cannot be read."""
         spans: list[Span] = []
-        self._write(self._run.trace, lambda: spans.extend(observer.spans.all()))
+        self._try_to_write(self.run.trace, lambda: spans.extend(observer.spans.all()))
         return spans
 
     def write(self, observer: Observer, summary: Summary, spans: list[Span], attempt: Attempt) -> Summary:
-        """Writes all results. Returns the summary as it is on disk then, with what could not be written."""
-        if observer.owns and not self._write(self._run.summary, lambda: write_summary(self._run.summary, summary)):
-            if self._run.trace.name not in self._unwritten:
+        """Write all results. Returns the summary as it is on disk then, with what could not be written."""
+        path = self.run.summary
+        if observer.owns and not self._try_to_write(path, lambda: write_summary(path, summary)):
+            if self.run.trace.name not in self._unwritten:
                 self._remove(observer.spans.close)  # which makes room: they are in memory
-            self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
-        self._write(self._run.attempts, lambda: append_jsonl(self._run.attempts, attempt))
-        if observer.owns and not self._at_once:
+            self._try_to_write(path, lambda: write_summary(path, summary))
+        self._try_to_write(self.run.attempts, lambda: append_jsonl(self.run.attempts, attempt))
+        if observer.owns and not self.at_once:
             self._write_from_spans(observer, summary, spans)
         if observer.owns and self._unwritten:
             summary = replace(summary, unwritten={**self._unwritten})
-            self._write(self._run.summary, lambda: write_summary(self._run.summary, summary))
-        if observer.owns and self._run.summary.name not in self._unwritten:
-            self._remove(lambda: self._run.former_summary.unlink(missing_ok=True))
+            self._try_to_write(path, lambda: write_summary(path, summary))
+        if observer.owns and path.name not in self._unwritten:
+            self._remove(lambda: self.run.former_summary.unlink(missing_ok=True))
         self._end_mlflow(observer, summary)
         return replace(summary, unwritten=self._unwritten)
 
     def _write_from_spans(self, observer: Observer, summary: Summary, spans: list[Span]) -> None:
-        """Writes the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
-        run = self._run
+        """Write the profile and the timeline; those of an attempt that made updates replace an earlier attempt's."""
+        run = self.run
         if observer.made and run.trace.name not in self._unwritten:
-            self._write(run.profile, lambda: self._write_profile(summary, spans))
+            self._try_to_write(run.profile, lambda: self._write_profile(summary, spans))
         if run.trace.name not in self._unwritten and (observer.made or not run.trace.exists()):
-            self._write(run.trace, lambda: write_trace(run.trace, spans))
+            self._try_to_write(run.trace, lambda: write_trace(run.trace, spans))
         if run.trace.name not in self._unwritten:
             self._remove(observer.spans.close)
 
     def _write_profile(self, summary: Summary, spans: list[Span]) -> None:
-        replayed = self._inputs.profile
+        replayed = self.inputs.profile
         how = f", on emulated devices that replayed {replayed.name}" if replayed else ""
         source = f"run {summary.run}, {summary.updates} update{'s' * (summary.updates != 1)}{how}"
-        config = self._inputs.config
+        config = self.inputs.config
         profile = measure(spans, config, samples_per_rank=samples_per_rank(config), name=summary.run, source=source)
         if not is_empty(profile):
-            write_atomic(self._run.profile, encode_profile(profile))
+            write_atomic(self.run.profile, encode_profile(profile))
 
     def _remove(self, remove: Callable[[], None]) -> None:
-        """Removes what is not needed any more; where that cannot be done it stays, and does no harm."""
+        """Remove what is not needed any more; where that cannot be done it stays, and does no harm."""
         try:
             remove()
         except OSError as error:
             logger.warning("%s cannot be removed: %s", error.filename, error.strerror or error)
 
-    def _write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Writes a file and returns whether that could be done."""
+    def _try_to_write(self, path: Path, write: Callable[[], None]) -> bool:
+        """Write a file and return whether that could be done."""
         self._unwritten.pop(path.name, None)
         try:
             write()
@@ -107,12 +110,14 @@ class Results:
         return path.name not in self._unwritten
 
     def _end_mlflow(self, observer: Observer, summary: Summary) -> None:
-        """Ends the run in MLflow. If the attempt has nothing to record it never began there, and `finish` leaves it as
-        it is."""
-        if self._mlflow is None:
+        """End the run in MLflow.
+
+        If the attempt has nothing to record it never began there, and `finish` leaves it as it is.
+        """
+        if self.mlflow is None:
             return
-        run = self._run
+        run = self.run
         for path in (run.config_yaml, run.summary, run.profile, run.trace):
-            if observer.owns and not self._at_once and path.exists() and path.name not in self._unwritten:
-                self._mlflow.log_artifact(path)
-        self._mlflow.finish(summary.status, _SOON_S if self._at_once else _IN_ORDER_S)
+            if observer.owns and not self.at_once and path.exists() and path.name not in self._unwritten:
+                self.mlflow.log_artifact(path)
+        self.mlflow.finish(summary.status, _SOON_S if self.at_once else _IN_ORDER_S)

@@ -30,8 +30,10 @@ from omni_async.tracking.summary import read_ending, read_status
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to go on from. `run`: the folder of the run that goes on; None: the run gets one of its own. `notes`
-    are for the console."""
+    """A checkpoint to go on from.
+
+    `run`: the folder of the run that goes on; None: the run gets one of its own. `notes` are for the console.
+    """
 
     folder: Path
     state: State
@@ -44,8 +46,11 @@ _NAMED = 5
 
 
 def find_resume_point(config: Config, passed: list[str] | None = None) -> ResumePoint | None:
-    """Returns where the run goes on; None: it begins. What `auto` passes over is appended to `passed`, for the console.
-    Raises ConfigError, one line, where there should be a checkpoint and none can be used."""
+    """Return where the run goes on; None: it begins.
+
+    What `auto` passes over is appended to `passed`, for the console. Raises ConfigError, one line, where there should
+    be a checkpoint and none can be used.
+    """
     resume = config.checkpoint.resume
     if resume is None:
         return None
@@ -76,8 +81,10 @@ def find_resume_point(config: Config, passed: list[str] | None = None) -> Resume
 
 
 def nothing_to_do(config: Config) -> str | None:
-    """Returns the message for a resumed run that has made all its updates, None for any other. Reads nothing but the
-    run's summary and the names of its checkpoints."""
+    """Return the message for a resumed run that has made all its updates, None for any other.
+
+    Reads nothing but the run's summary and the names of its checkpoints.
+    """
     resume = config.checkpoint.resume
     if resume is None or resume == "auto":
         return None
@@ -94,8 +101,10 @@ def nothing_to_do(config: Config) -> str | None:
 
 
 def newest_of_run(config: Config, run: Path, refused: list[str] | None = None) -> ResumePoint | None:
-    """Finds the newest checkpoint of a run that can be used, no later than trainer.updates; why others could not is
-    appended to `refused`."""
+    """Find the newest checkpoint of a run that can be used, no later than trainer.updates.
+
+    Why others could not is appended to `refused`.
+    """
     refused = [] if refused is None else refused
     for point in _Search(refused).points(config, run):
         if point.state.version <= config.trainer.updates:
@@ -129,8 +138,10 @@ def _newest_unfinished(config: Config, passed: list[str]) -> ResumePoint | None:
 
 
 def _newest_runs_first(config: Config) -> Iterator[RunDirectory]:
-    """Yields the runs of this name, the newest first, by the time in their names, and the number of those that began in
-    the same second."""
+    """Yield the runs of this name, the newest first.
+
+    Their names have the time, and a number for those that began in the same second.
+    """
     folder = Path(config.run.dir)
     runs = [RunDirectory(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     yield from sorted((run for run in runs if run.is_of(config.run.name)), key=lambda run: run.began, reverse=True)
@@ -144,8 +155,10 @@ def _of_run(config: Config, run: Path) -> ResumePoint:
 
 
 def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
-    """Refuses a checkpoint past the last update: nothing is left to do, and what is done can't be taken back, so the
-    run would wait for ever."""
+    """Refuse a checkpoint past the last update.
+
+    Nothing is left to do, and what is done can't be taken back, so the run would wait for ever.
+    """
     if point.state.version > config.trainer.updates:
         raise ConfigError(
             f"checkpoint.resume: {point.run} is at update {point.state.version}, beyond trainer.updates ="
@@ -157,14 +170,16 @@ def _within_updates(config: Config, point: ResumePoint) -> ResumePoint:
 
 @dataclass
 class _Search:
-    """A search through a run's checkpoints. `refused`: why some cannot be used; `orphan`: the newest that is whole and
-    whose ledger is not."""
+    """A search through a run's checkpoints.
+
+    `refused`: why some cannot be used; `orphan`: the newest that is whole and whose ledger is not.
+    """
 
     refused: list[str] = field(default_factory=list)
     orphan: Path | None = None
 
     def points(self, config: Config, run: Path) -> Iterator[ResumePoint]:
-        """Yields the checkpoints that can be used, the newest first."""
+        """Yield the checkpoints that can be used, the newest first."""
         for folder in newest_first(run / "checkpoints"):
             try:
                 state = _usable(config, folder)
@@ -183,8 +198,7 @@ class _Search:
             )
 
     def why(self, run: Path) -> str:
-        """Explains why there is none: with the reason of the newest, which stands for the others of a run that has
-        many."""
+        """Explain why there is none, with the reason of the newest, which stands for all of many."""
         newest, *older = [line.removeprefix("warning: ") for line in self.refused] or ["it has none"]
         reasons = newest + (f"; and {len(older)} older cannot be used either" if older else "")
         way_out = f"; checkpoint.resume={self.orphan} starts a new run from its weights" if self.orphan else ""
@@ -217,8 +231,11 @@ def _usable(config: Config, folder: Path) -> State:
 
 
 def _require_same_devices(config: Config, folder: Path, state: State) -> None:
-    """Refuses a checkpoint of emulated devices for real ones, and the other way round. Emulated devices train nothing:
-    their checkpoints, without weights, would replace trained ones, and their numbers those of the run."""
+    """Refuse a checkpoint of emulated devices for real ones, and the other way round.
+
+    Emulated devices train nothing: their checkpoints, without weights, would replace trained ones, and their numbers
+    those of the run.
+    """
     trained, emulated = "optimizer_steps" in state.engine, config.emulation is not None
     if trained and emulated:
         raise CheckpointError(
@@ -231,8 +248,10 @@ def _require_same_devices(config: Config, folder: Path, state: State) -> None:
 
 
 def _require_ledger(run: Path, state: State) -> None:
-    """Requires the ledger lines that the state counts: the machine may have gone down before all were on its disk, or
-    somebody has changed them."""
+    """Require the ledger lines that the state counts.
+
+    The machine may have gone down before all were on its disk, or somebody has changed them.
+    """
     try:
         require_prefix(RunDirectory(run).ledger, state.control.ledger)
     except LedgerDamaged as error:

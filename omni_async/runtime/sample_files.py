@@ -1,5 +1,4 @@
-"""Writes a run's sample files, those of an event in a task of its own: no event waits for media to be fetched or
-drawn.
+"""Writes a run's sample files, those of an event in a task of its own: no event waits for media to be fetched or drawn.
 
 An update or validation round has a grid, `samples/train-000010.png`, say, with a tile per sample that is shown; the
 video and the sound of tile 3 are `samples/train-000010-03.mp4` and `.wav`, counted from 0. A task waits for the media
@@ -35,7 +34,7 @@ class SampleFiles:
         self._drawing: set[asyncio.Task[None]] = set()
 
     def draw(self, event: RunEvent, store: ObjectStore) -> None:
-        """Begins the files of an update or a validation round."""
+        """Begin the files of an update or a validation round."""
         kind = "validation" if event.kind == "validation" else "train"
         version = event.data["version"]
         task = asyncio.create_task(self._draw(kind, version, event, store), name=f"{kind}-{version:06d}")
@@ -43,7 +42,7 @@ class SampleFiles:
         task.add_done_callback(self._drawn)
 
     async def finish(self, seconds: float, keep: bool) -> None:
-        """Waits for the files that were begun, `seconds` at most; gives them up instead unless they are to be kept."""
+        """Wait for the files that were begun, `seconds` at most; give them up instead unless they are to be kept."""
         drawing = {*self._drawing}
         if not keep:
             for task in drawing:

@@ -22,8 +22,10 @@ from omni_async.runtime.preflight import RunInputs
 
 
 def try_scorers(inputs: RunInputs) -> list[str]:
-    """Returns notes for the console: which scorers could not be tried, and why. Raises ConfigError, one line, if one
-    cannot be built or fails twice in the same way."""
+    """Return notes for the console: which scorers could not be tried, and why.
+
+    Raises ConfigError, one line, if one cannot be built or fails twice in the same way.
+    """
     config = inputs.config
     if inputs.profile is not None or config.data.preferences is not None:
         return []  # no scorer is asked
@@ -52,29 +54,19 @@ async def _try_scorers(inputs: RunInputs, probe: Probe) -> list[str]:
         panel.close()
     if wrong is not None:
         raise ConfigError(f"reward.scorers: {wrong}")
-    return [
-        f"warning: reward.scorers: not tried, because it may be an outage: {reason}" for reason in panel.outages
-    ] + notes
+    untried = "warning: reward.scorers: not tried, because it may be an outage"
+    return [f"{untried}: {reason}" for reason in panel.outages] + notes
 
 
 async def _built(inputs: RunInputs) -> WeightedScorer:
     timeout_s, threads = inputs.config.run.startup_timeout_s, Threads("scorers")
-    building = threads.run(partial(_build, inputs))
+    building = threads.run(partial(WeightedScorer, inputs.config.reward.scorers))
     try:
         done, _ = await asyncio.wait({building}, timeout=timeout_s)
         if not done:
             raise ConfigError(f"reward.scorers: not loaded within run.startup_timeout_s = {timeout_s:g}")
-        found = building.result()
-        if isinstance(found, WrongScorer):
-            raise ConfigError(f"reward.scorers: {found}")
-        return found
+        return building.result()
+    except WrongScorer as error:
+        raise ConfigError(f"reward.scorers: {error}") from None
     finally:
         threads.close()
-
-
-def _build(inputs: RunInputs) -> WeightedScorer | WrongScorer:
-    """Builds the scorers; runs in a thread."""
-    try:
-        return WeightedScorer(inputs.config.reward.scorers)
-    except WrongScorer as error:
-        return error

@@ -1,5 +1,6 @@
-"""Runs one attempt on a cluster that is up: from the first sample until every role has finished, or until a part is
-lost that the run cannot do without.
+"""Runs one attempt on a cluster that is up.
+
+It goes from the first sample until every role has finished, or until a part is lost that the run cannot do without.
 
 However it ends (done, a failure of any role, Ctrl-C), the same path closes it: the coordinator ends, the trainer leaves
 a checkpoint, the rest of the events is taken.
@@ -33,8 +34,10 @@ _SAMPLES_S = 30.0
 
 @dataclass
 class Ending:
-    """The way a run ended; the first cause stays. `lost`: the loss that ended it, of a part without which the run can
-    only go on from its last checkpoint."""
+    """The way a run ended; the first cause stays.
+
+    `lost`: the loss that ended it, of a part without which the run can only go on from its last checkpoint.
+    """
 
     status: Status = "done"
     reason: str | None = None
@@ -54,7 +57,7 @@ class Session:
         self._roles, self._services = Supervisor(), Supervisor()
         self._table = roles_of(config)
         self._keeper = Keeper(cluster, self._roles, restarts, clock, observer.tell, observer.fault, self._table)
-        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.close
+        observer.on_lost, observer.on_closing = self._keeper.give_up, self._keeper.stop_replacing
 
     async def run(self, interrupted: asyncio.Event) -> Ending:
         ending, cluster, observer = Ending(), self._cluster, self._observer
@@ -72,16 +75,15 @@ class Session:
                 await first_of(services.wait(), roles.wait(), observer.closing.wait())
             except TaskFailed as error:
                 failure, ending.lost = error, await self._lost_with(error)
-            self._keeper.close()
+            self._keeper.stop_replacing()
             if failure and ending.lost is not None:
                 ending.because("failed", ending.lost, failure)  # this attempt can do nothing more
             else:
-                await self._close(ending, failure, watching)
+                await self._wind_down(ending, failure, watching)
         return ending
 
-    async def _close(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
-        """Closes in order: all roles learn that the run is over, the trainer saves, and the remaining events are
-        taken."""
+    async def _wind_down(self, ending: Ending, failure: TaskFailed | None, watching: asyncio.Task[None]) -> None:
+        """Close in order: all roles learn that the run is over, the trainer saves, the last events are taken."""
         coordinator, observer = self._cluster.coordinator, self._observer
         if failure:
             with contextlib.suppress(Exception):  # the coordinator itself may be what failed, or does not answer
@@ -113,8 +115,10 @@ class Session:
             ending.because(ended["status"], ended["reason"] or ended["status"])
 
     async def answer(self, request: Request, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Answers `omni-async status` and `scale`; `tell` gets what is being waited for. Raises ValueError, one line,
-        if it can't be done."""
+        """Answer `omni-async status` and `scale`; `tell` gets what is being waited for.
+
+        Raises ValueError, one line, if it can't be done.
+        """
         for role, workers in request.scale.items():
             if not self._keeper.workers(role):
                 scaled = [name for name, spec in self._table.items() if spec.scales and self._keeper.workers(name)]
@@ -129,8 +133,7 @@ class Session:
         }
 
     async def _lost_with(self, failure: TaskFailed) -> str | None:
-        """Returns which part is gone, if that is what failed: when a rank dies, the others may be the first to
-        complain."""
+        """Return which part is gone, if that is what failed: of a dead rank the others may be the first to complain."""
         if isinstance(failure.__cause__, PeerLost):
             return str(failure.__cause__)
         with contextlib.suppress(Exception):
@@ -139,8 +142,10 @@ class Session:
 
 
 async def _settle(roles: Supervisor, seconds: float) -> tuple[str | None, str | None]:
-    """Lets the roles finish, because the run is over; the trainer ends its update and writes its checkpoint. Returns
-    what went wrong with that, if anything, and which part was lost, if that is the cause."""
+    """Let the roles finish, because the run is over; the trainer ends its update and writes its checkpoint.
+
+    Returns what went wrong with that, if anything, and which part was lost, if that is the cause.
+    """
     try:
         async with asyncio.timeout(seconds) as deadline:
             await roles.settle()

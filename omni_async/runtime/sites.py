@@ -1,4 +1,7 @@
-"""Builds each role of the table where its worker runs: in the driver's process, or in one of its own."""
+"""Builds each role of the table where its worker runs: in the driver's process, or in one of its own.
+
+Heavy imports happen inside, in the process that needs them.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,47 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from omni_async.accelerator import require_accelerator
+from omni_async.actors.api import RankApi, UpdateRule
+from omni_async.actors.emulated import EmulatedRank, EmulatedRewarder, EmulatedRule
+from omni_async.actors.plan import plan_updates
+from omni_async.actors.preferences import PreferenceReader
+from omni_async.actors.producer import Producer
+from omni_async.actors.publisher import WeightPublisher
+from omni_async.actors.rank import Rank
+from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.service import ServiceHost, ServiceNotStarted
+from omni_async.algorithms.kinds import find_kind
+from omni_async.algorithms.registry import find_objective
+from omni_async.config import Config
 from omni_async.config.secret_references import with_secrets
-from omni_async.control.clock import Clock
-from omni_async.runtime import roles
+from omni_async.control.clock import Clock, WallClock
+from omni_async.control.coordinator import Coordinator
+from omni_async.control.held_ledger import HeldBackSink
+from omni_async.control.ledger import JsonlSink
+from omni_async.layout import ParallelLayout
+from omni_async.policy import load_policy
 from omni_async.runtime.preflight import RunInputs
 from omni_async.services import Service, ServiceSite, find_service
 from omni_async.store import ObjectStore
 from omni_async.tracking.rundir import RunDirectory
+from omni_async.weights.transport import build_receiver, build_sender
 from omni_async.worker import Worker
+
+if TYPE_CHECKING:
+    from omni_async.actors.trainer import Trainer
+    from omni_async.training.engine import TrainEngine
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a worker is built with. `folder`: the run's. `peers`: the workers that it calls, by name. `host`: the
-    address of the worker's machine. `own_process`: whether the worker has a process, and the threads in it, for
-    itself."""
+    """What a worker is built with.
+
+    `folder`: the run's. `peers`: the workers that it calls, by name. `host`: the address of the worker's machine.
+    `own_process`: whether the worker has a process, and the threads in it, for itself.
+    """
 
     worker: Worker
     inputs: RunInputs
@@ -31,21 +57,31 @@ class Site:
     store: ObjectStore
     peers: Mapping[str, Any] = field(default_factory=dict)
     host: str = "127.0.0.1"
-    clock: Clock | None = None
+    clock: Clock = field(default_factory=WallClock)
     own_process: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.worker)
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
 
     @property
     def coordinator(self) -> Any:
         return self.peers[str(Worker("coordinator"))]
 
     def limit_threads(self, cpus: float) -> None:
-        """Keeps torch to the worker's share of the machine."""
+        """Keep torch to the worker's share of the machine; OMP_NUM_THREADS, set at the start, covers the rest."""
         if self.own_process:
-            roles.limit_threads(cpus)
+            import torch
+
+            torch.set_num_threads(max(1, int(cpus)))
 
 
-def build(path: str, site: Site) -> Any:
-    """Builds a worker. `path`: what its row says that builds it."""
+def build_role(path: str, site: Site) -> Any:
+    """Build a worker. `path`: what its row says that builds it."""
     module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)(site)
 
@@ -53,62 +89,124 @@ def build(path: str, site: Site) -> Any:
 # ---- what the rows name --------------------------------------------------------------------------------------------
 
 
-def coordinator(site: Site) -> Any:
-    run = RunDirectory(site.folder)
-    return roles.build_coordinator(site.inputs, run.run_id, str(run.ledger))
-
-
-def producer(site: Site) -> Any:
-    inputs = site.inputs
-    if inputs.profile is None and inputs.config.rollout.engine != "emulated":
-        site.limit_threads(inputs.config.placement.rollout.cpus)
-    return roles.build_producer(str(site.worker), inputs, site.coordinator, site.store, site.clock)
-
-
-def reader(site: Site) -> Any:
-    site.limit_threads(site.inputs.config.placement.rollout.cpus)
-    return roles.build_reader(str(site.worker), site.inputs, site.coordinator, site.store)
-
-
-def rewarder(site: Site) -> Any:
-    return roles.build_rewarder(str(site.worker), site.inputs, site.coordinator, site.store, site.clock)
-
-
-def trainer(site: Site) -> Any:
-    """Builds rank 0 with the trainer and the publisher around it, or one of the other ranks."""
+def coordinator(site: Site) -> Coordinator:
     inputs, run = site.inputs, RunDirectory(site.folder)
+
+    def take_over() -> JsonlSink:
+        if inputs.untouched:
+            # Here as well as by the driver, which learns of the update only after a checkpoint may count it.
+            run.void_metrics(inputs.start.version, inputs.start.validated)
+        return JsonlSink(run.ledger, inputs.start.ledger if inputs.run is not None else None)
+
+    sink = HeldBackSink(take_over) if inputs.untouched else take_over()
+    # Scorers may have been changed since an earlier process of the run made use of them, but not since this one did.
+    has_scored = inputs.start.ledger.events.get("trained", 0) > 0 and not inputs.untouched
+    return Coordinator(
+        inputs.config, run.run_id, inputs.prompts, inputs.validation_prompts, sink, inputs.start, sink.sync, has_scored
+    )
+
+
+def producer(site: Site) -> Producer:
+    from omni_async.rollout.factory import build_engine
+
+    inputs, config = site.inputs, site.config
+    if inputs.profile is None and config.rollout.engine != "emulated":
+        site.limit_threads(config.placement.rollout.cpus)
+    engine = build_engine(config, site.name, inputs.family, inputs.profile)
+    receiver = build_receiver(config, site.name, site.store)
+    return Producer(site.name, config, engine, site.coordinator, site.store, site.clock, receiver)
+
+
+def reader(site: Site) -> PreferenceReader:
+    """Build the role that replaces producers and rewarders where the samples are a dataset's."""
+    from omni_async.runtime.preferences import PreferencePairs
+
+    config = site.config
+    site.limit_threads(config.placement.rollout.cpus)
+    if config.data.preferences is None:
+        raise ValueError("a preference reader needs data.preferences")
+    policy, pairs = load_policy(site.inputs.family, config.model.path), PreferencePairs(config.data.preferences)
+    return PreferenceReader(site.name, config, pairs, policy, site.coordinator, site.store, site.clock)
+
+
+def rewarder(site: Site) -> Rewarder:
+    inputs, config = site.inputs, site.config
+    if inputs.profile is not None:
+        return EmulatedRewarder(site.name, config, inputs.profile, site.coordinator, site.store, site.clock)
+    from omni_async.rewards.composition import WeightedScorer
+    from omni_async.rewards.probe import Probe
+
+    reward, probe = WeightedScorer(config.reward.scorers), Probe.of(config, inputs.prompts)
+    return Rewarder(site.name, config, reward, site.coordinator, site.store, site.clock, probe)
+
+
+def trainer(site: Site) -> Trainer | Rank:
+    """Build rank 0 with the trainer and the publisher around it, or one of the other ranks."""
+    inputs, config, run = site.inputs, site.config, RunDirectory(site.folder)
     if inputs.profile is None:
-        site.limit_threads(inputs.config.placement.trainer.cpus)
+        site.limit_threads(config.placement.trainer.cpus)
     if site.worker.index is not None:
-        return roles.build_rank(site.worker.index, inputs, site.store)
-    producers = {name: peer for name, peer in site.peers.items() if Worker.parse(name).role == "rollout"}
-    ranks = {name: peer for name, peer in site.peers.items() if Worker.parse(name).role == site.worker.role}
-    others = [ranks[name] for name in sorted(ranks, key=lambda name: Worker.parse(name).index or 0)]
-    publisher = roles.build_publisher(
-        inputs.config, producers, site.coordinator, site.store, str(run.weights), site.host, site.clock
+        return _rank(site, site.worker.index)
+    from omni_async.actors.trainer import Trainer
+
+    plan, ranks = plan_updates(config), list[RankApi]()
+    rule: UpdateRule
+    if inputs.profile is not None:
+        rank = EmulatedRank(config, inputs.profile, site.store)
+        ranks, rule = [rank], EmulatedRule(config, plan, rank)
+    else:
+        from omni_async.actors.update import PolicyGradient
+
+        others = sorted((name for name in site.peers if _role(name) == site.worker.role), key=_index)
+        ranks = [_rank(site, 0), *(site.peers[name] for name in others)]
+        rule = PolicyGradient(config, plan, ranks)
+    producers = {name: peer for name, peer in site.peers.items() if _role(name) == "rollout"}
+    sender = build_sender(config, site.store, run.weights, site.host)
+    publisher = WeightPublisher(config, producers, site.coordinator, sender, site.clock)
+    return Trainer(
+        config, ranks, rule, site.coordinator, publisher, site.store, str(run.checkpoints), site.clock, site.host
     )
-    return roles.build_trainer(
-        inputs, others, site.coordinator, publisher, site.store, str(run.checkpoints), site.host, site.clock
-    )
+
+
+def _role(name: str) -> str:
+    return Worker.parse(name).role
+
+
+def _index(name: str) -> int:
+    return Worker.parse(name).index or 0
+
+
+def _rank(site: Site, rank: int) -> Rank:
+    config, layout = site.config, ParallelLayout.of(site.config.trainer, rank)
+
+    def build_engine() -> TrainEngine:
+        from omni_async.training.engine import TrainEngine
+
+        device: Any = None  # the one of this rank
+        if (gpus := config.placement.trainer.gpus) > 0:
+            require_accelerator("placement.trainer.gpus", gpus)
+        else:
+            import torch
+
+            device = torch.device("cpu")
+        return TrainEngine(config, load_policy(site.inputs.family, config.model.path), layout, device)
+
+    paired = find_kind(find_objective(config.algorithm.name).kind).paired
+    return Rank(layout, build_engine, site.store, paired)
 
 
 def service(site: Site) -> ServiceHost:
-    """Builds a worker of a role that another package brings."""
-    name, config, role = str(site.worker), site.inputs.config, site.worker.role
-    (section,) = (one for one in config.roles if one.name == role)
+    """Build a worker of a role that another package brings."""
+    role, asked = site.worker.role, site.coordinator
+    (section,) = (one for one in site.config.roles if one.name == role)
+    settings = with_secrets(section.settings, f"roles: settings of {role!r}")
     where = ServiceSite(
-        name,
-        site.worker.index or 0,
-        config,
-        with_secrets(section.settings, f"roles: settings of {role!r}"),
-        site.host,
-        site.coordinator.phase,
-        site.coordinator.addresses,
+        site.name, site.worker.index or 0, site.config, settings, site.host, asked.phase, asked.addresses
     )
     try:
         made = find_service(role).load()(where)
     except Exception as error:
-        raise ServiceNotStarted(f"{name} was not built: {type(error).__name__}: {error}") from error
+        raise ServiceNotStarted(f"{site.name} was not built: {type(error).__name__}: {error}") from error
     if not isinstance(made, Service):
-        raise ServiceNotStarted(f"{name} was not built: expected a Service, got a {type(made).__name__}")
-    return ServiceHost(name, made, site.coordinator)
+        raise ServiceNotStarted(f"{site.name} was not built: expected a Service, got a {type(made).__name__}")
+    return ServiceHost(site.name, made, asked)

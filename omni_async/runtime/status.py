@@ -1,9 +1,8 @@
-"""Renders `omni-async status`: for a run that answers from its answer, for one that does not from what it left
-behind."""
+"""Renders `omni-async status`, from the answer of a run or from what it left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,22 @@ from omni_async.config import ConfigError
 from omni_async.config.sizes import size_text
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.tracking.summary import Summary, ValidationPoint, read_summary
-from omni_async.tracking.words import duration, validated, validation_curve
+from omni_async.tracking.words import columns, duration, validated, validation_curve
 
 _GROUPS = ("admitted", "trained", "rejected", "dropped", "live")
 
 
 def running_lines(status: Mapping[str, Any]) -> list[str]:
-    """Renders a running job for a person: how far it is and how it learns, then its parts and buffers."""
+    """Render a running job for a person: how far it is and how it learns, then its parts and buffers."""
     if "doing" in status:
         return [f"it is {status['doing']}"]
     lines = _progress(status["progress"]) if "progress" in status else []
     lines.append(_groups(status["conservation"]))
-    columns = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
-    parts = [_part(name, where, status)[: len(columns)] for name, where in status["parts"].items()]
-    lines += ["", *_table(columns, parts)]
-    lines += [
-        "",
-        *_table(
-            ["places in", "taken", "of", "ready"], [_buffer(name, held) for name, held in status["buffers"].items()]
-        ),
-    ]
-    lines += ["", f"faults mended: {status['faults']}"]
-    return lines
+    head = ["part", "process", "weights", *(["address"] if any(status["addresses"].values()) else [])]
+    parts = [_part(name, where, status)[: len(head)] for name, where in status["parts"].items()]
+    buffers = [_buffer(name, held) for name, held in status["buffers"].items()]
+    lines += ["", *columns([head, *parts]), "", *columns([["places in", "taken", "of", "ready"], *buffers])]
+    return [*lines, "", f"faults mended: {status['faults']}"]
 
 
 def _progress(found: Mapping[str, Any]) -> list[str]:
@@ -78,20 +71,15 @@ def _groups(counts: Mapping[str, int]) -> str:
     return "groups: " + ", ".join(f"{counts[name]} {name}" for name in _GROUPS)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-    ]
-
-
 # ---- a run that does not answer --------------------------------------------------------------------------------------
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run that does not answer. running: another process has it all the same, on another machine
-    perhaps. update: the last one in its metrics, 0 if there is none; numbers: that update's. checkpoint: the newest
-    folder."""
+    """The state of a run that does not answer.
+
+    running: another process has it all the same, on another machine perhaps. update: the last one in its metrics, 0 if
+    there is none; numbers: that update's. checkpoint: the newest folder.
+    """
 
     run: str
     running: bool
@@ -104,7 +92,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def left_behind(folder: Path) -> LeftBehind:
-    """Reads the run's files. Raises ConfigError, one line, if they cannot be read."""
+    """Read the run's files. Raises ConfigError, one line, if they cannot be read."""
     run = RunDirectory(folder)
     try:
         summary = read_summary(run.summary) if run.summary.exists() else None
@@ -131,7 +119,7 @@ def left_behind(folder: Path) -> LeftBehind:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers that say how it learns; of preferences that is not their reward."""
+    """Return the numbers that say how it learns; of preferences that is not their reward."""
     learned = ("accuracy", "margin") if "accuracy" in line else ("reward",)
     return {name: line[name] for name in (*learned, "staleness/mean", "images_per_s") if line.get(name) is not None}
 
@@ -146,7 +134,7 @@ def _round(line: Mapping[str, Any]) -> ValidationPoint:
 
 
 def left_behind_lines(found: LeftBehind) -> list[str]:
-    """Renders for a person how a run ended, or that it was cut off, and how to go on with it."""
+    """Render for a person how a run ended, or that it was cut off, and how to go on with it."""
     if found.summary is not None and not found.running:
         return [*_ended(found.summary), *_goes_on(found)]
     state = (

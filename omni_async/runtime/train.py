@@ -1,5 +1,6 @@
-"""Takes one training run from a checked configuration to an exit code: brings a cluster up, runs it to its end, records
-what happens.
+"""Takes one training run from a checked configuration to an exit code.
+
+Brings a cluster up, runs it to its end, records what happens.
 
 In one process a run has one attempt after another, each on a cluster of its own, until it ends or has lost a part too
 often: an attempt that loses its trainer or its coordinator is followed by one that goes on from the last checkpoint, in
@@ -65,9 +66,11 @@ def build_cluster(inputs: RunInputs, run: RunDirectory, attempt: int) -> Cluster
 
 
 def train(inputs: RunInputs, console: Console | None = None) -> Summary:
-    """Runs to the end. Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could
-    tell, before anything is generated; every other
-    failure is in the summary's status and reason."""
+    """Run to the end.
+
+    Raises RunDirectoryError, MlflowUnusableError, or ConfigError for what only the cluster could tell, before anything
+    is generated; every other failure is in the summary's status and reason.
+    """
     config, clock = inputs.config, WallClock()
     run = RunDirectory.create(config, clock) if inputs.run is None else RunDirectory.reopen(inputs.run)
     console = console or for_stream(sys.stdout, config.trainer.updates, inputs.start.version)
@@ -131,7 +134,7 @@ class _Run:
             return summary
 
     def _write(self, ending: Ending, observer: Observer, finished: float, at_once: bool) -> Summary:
-        """Writes what the run leaves, and prints the last lines about it."""
+        """Write what the run leaves, and print the last lines about it."""
         results = Results(self._run, self._inputs, self._mlflow, at_once)
         spans = results.spans_of(observer)
         summary = observer.summary(ending.status, ending.reason, self._memory.stop(), finished, spans)
@@ -145,8 +148,10 @@ class _Run:
         return summary
 
     def _observe(self, inputs: RunInputs) -> Observer:
-        """Makes the observer. The folder is another process's until there is something to record, if the run is
-        resumed."""
+        """Make the observer.
+
+        The folder is another process's until there is something to record, if the run is resumed.
+        """
         return Observer(
             self._config, self._run, self._console, self._mlflow, self._clock, inputs.start, owns=not inputs.untouched
         )
@@ -178,7 +183,7 @@ class _Run:
     async def _attempt(
         self, inputs: RunInputs, attempt: int, interrupted: Interruption, control: ControlSocket, fault: Fault | None
     ) -> Ending:
-        """Runs one attempt, on a cluster of its own. `fault`: what ended the attempt before."""
+        """Run one attempt, on a cluster of its own. `fault`: what ended the attempt before."""
         ending = Ending()
         cluster: Cluster | None = None
         try:
@@ -219,7 +224,7 @@ class _Run:
         finally:
             control.answer, control.doing = None, "ending"
             if cluster is not None:
-                await _close(cluster, _SOON_S if is_cancelled() else None)
+                await _close_cluster(cluster, _SOON_S if is_cancelled() else None)
         return ending
 
     def _phase(self, control: ControlSocket, text: str) -> None:
@@ -227,9 +232,11 @@ class _Run:
         self._console.phase(text)
 
     def _from_last_checkpoint(self) -> RunInputs:
-        """Returns inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
+        """Return inputs that go on from the newest checkpoint or, if there is none yet, from where this process began.
+
         What came after it is void. Raises CheckpointError if there are some and none can be used: to begin anew in this
-        folder would remove them."""
+        folder would remove them.
+        """
         refused: list[str] = []
         point = newest_of_run(self._config, self._run.path, refused)
         for note in refused:
@@ -249,8 +256,8 @@ def _open_mlflow(config: Config, run: RunDirectory, goes_on: bool) -> MlflowSink
     return MlflowSink(config.tracking.mlflow, Path(config.run.dir), run.run_id, msgspec.to_builtins(config), goes_on)
 
 
-async def _close(cluster: Cluster, seconds: float | None) -> None:
-    """Closes the cluster. `seconds`: how long a run that leaves at once waits for that."""
+async def _close_cluster(cluster: Cluster, seconds: float | None) -> None:
+    """Close the cluster. `seconds`: how long a run that leaves at once waits for that."""
     try:
         async with asyncio.timeout(seconds):
             await cluster.close()
@@ -259,7 +266,7 @@ async def _close(cluster: Cluster, seconds: float | None) -> None:
 
 
 def _farewell(run: RunDirectory, observer: Observer, summary: Summary, mlflow: MlflowSink | None) -> list[str]:
-    """Returns the last lines for the console: how the run ended and where everything is."""
+    """Return the last lines for the console: how the run ended and where everything is."""
     reason = f" {summary.reason}" if summary.reason else ""
     lost = [f"  not written: {name} ({why})" for name, why in summary.unwritten.items()]
     if not observer.owns and observer.has_something:

@@ -6,7 +6,7 @@ has the same label wherever it is shown. Pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from omni_async.config.redact import one_line
 from omni_async.tracking.summary import ValidationPoint
@@ -30,6 +30,13 @@ def validation_curve(points: Sequence[ValidationPoint]) -> str:
     both |= {name: (value, last.parts[name]) for name, value in first.parts.items() if name in last.parts}
     changes = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in both.items())
     return f"validation of versions {first.version} to {last.version} ({len(points)} rounds): {changes}"
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Formats rows of as many cells each with their columns aligned."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def staleness(mean: float, counts: Mapping[int, int]) -> str:

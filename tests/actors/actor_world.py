@@ -7,7 +7,6 @@ Nothing sleeps: `settle` gives the event loop enough turns for everything that c
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,12 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from omni_async.actors.plan import Plan, plan_updates
+from omni_async.actors.tracer import Tracer
+from omni_async.actors.update import Update
+from omni_async.algorithms.history import RewardHistory
 from omni_async.config import Config, check, with_spec
+from omni_async.control.clock import ManualClock
 from omni_async.control.control_state import ControlState
 from omni_async.control.waiting import Event
 from omni_async.layout import ParallelLayout
@@ -48,8 +52,8 @@ from omni_async.version_spans import VersionSpans
 from omni_async.weights.snapshot import SharedRows, Snapshot
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
+from tests.loops import play, settle  # noqa: F401 (for tests that find them here)
 
-STRANDED_AFTER_S = 10.0
 STEPS = 5
 
 
@@ -84,28 +88,6 @@ def make_config(**changes: Any) -> Config:
     config = with_spec(msgspec.convert(raw, Config))
     assert check(config) is None, check(config)
     return config
-
-
-async def settle() -> None:
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
-def play(work: Coroutine[Any, Any, None]) -> None:
-    """Runs a test's coroutine; fails if anything is left on the loop or if an exception was lost."""
-    lost: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-        async with asyncio.timeout(STRANDED_AFTER_S):
-            await work
-        await settle()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"left running: {left}"
-
-    asyncio.run(main())
-    gc.collect(1)
-    assert not lost, lost
 
 
 async def failure_of(work: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> BaseException:
@@ -478,3 +460,41 @@ class AccountingRank:
             raise OSError("no space left on device")
         if self.writes:
             (self._folder / "theta").write_text(str(self.theta))
+
+
+# ---- one update ----------------------------------------------------------------------------------------------------
+
+REWARDS = [[0.1, 0.9, 0.4, 0.3], [2.0, 1.0, 1.5, 0.0], [0.2, 0.2, 0.3, 0.7], [1.0, 3.0, 2.0, 2.5]]
+GROUP_STD = {"algorithm.advantage": {"std": "group"}}
+FINAL_LATENTS = {"rollout.sde": None, "algorithm.clip_range": None}
+
+
+def make_update(
+    config: Config,
+    ranks: list[Any],
+    version: int = 0,
+    history: RewardHistory | None = None,
+    plan: Plan | None = None,
+    **more: Any,
+) -> Update:
+    tracer = Tracer("trainer", Desk(), ManualClock())
+    return Update(config, plan or plan_updates(config), ranks, tracer, version, history or RewardHistory(), **more)
+
+
+def run_update(config: Config, ranks: list[Any], groups: list[ReadyGroup], **kwargs: Any) -> dict[str, float]:
+    async def main() -> dict[str, float]:
+        update = make_update(config, ranks, **kwargs)
+        for missing, group in zip(range(len(groups), 0, -1), groups, strict=True):
+            assert update.missing == missing
+            await update.add(group)
+        assert update.missing == 0
+        return await update.finish()
+
+    return asyncio.run(main())
+
+
+def account(rewards: list[list[float]] = REWARDS, **changes: Any) -> AccountingRank:
+    rank = AccountingRank()
+    config = make_config(**{"trainer.groups_per_update": len(rewards), **changes})
+    run_update(config, [rank], [make_group(i, values) for i, values in enumerate(rewards)])
+    return rank

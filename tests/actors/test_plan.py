@@ -82,8 +82,8 @@ def test_the_configuration_decides_how_far_an_update_streams_and_says_why(
     [
         ("diffusion_nft", {}, "collect", "does not scale with the advantage"),
         ("diffusion_nft", GROUP_STD, "as_ready", "needs the group alone"),
-        ("awm", {}, "collect", "does not scale with the advantage"),
-        ("diffusion_dpo", {}, "as_ready", "a preference needs its pair alone"),
+        ("awm", KL | TEMPERED, "collect", "does not scale with the advantage"),
+        ("diffusion_dpo", TEMPERED, "as_ready", "a preference needs its pair alone"),
         (
             "diffusion_dpo",
             {"algorithm.advantage": {"aggregate": "gdpo", "track_prompts": True}},
@@ -91,12 +91,15 @@ def test_the_configuration_decides_how_far_an_update_streams_and_says_why(
             "its pair alone",
         ),
         ("diffusion_dpo", {"trainer.steps_per_update": 2}, "collect", "applied whole"),
+        ("diffusion_nft", {"trainer.steps_per_update": 2, **TEMPERED, **KL}, "collect", "applied whole"),
         ("diffusion_dpo", {"trainer.streaming": "off"}, "collect", "trainer.streaming is off"),
     ],
 )
-def test_objectives_on_final_latents_stream_as_far(name: str, changes: dict[str, Any], mode: str, reason: str) -> None:
+def test_objectives_on_final_latents_stream_as_far_and_have_nothing_to_recompute_or_to_weigh(
+    name: str, changes: dict[str, Any], mode: str, reason: str
+) -> None:
     chosen = forward(name, **changes)
-    assert chosen.mode == mode
+    assert (chosen.mode, chosen.proximal, chosen.weigh) == (mode, False, False)
     assert reason in chosen.why
 
 
@@ -147,12 +150,6 @@ def test_groups_get_a_proximal_pass_where_the_proximal_policy_is_gone_before_the
     chosen = plan(**correction(mode=mode), **{"trainer.steps_per_update": steps})
     assert chosen.proximal is proximal
     assert not chosen.weigh
-
-
-def test_objectives_on_final_latents_have_nothing_to_recompute_or_to_weigh() -> None:
-    for name in ("diffusion_nft", "awm", "diffusion_dpo"):
-        chosen = forward(name, **{"trainer.steps_per_update": 2, **TEMPERED, **({} if name == "diffusion_dpo" else KL)})
-        assert not chosen.proximal and not chosen.weigh
 
 
 # ---- what is trained of a group --------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from actor_world import Desk as QuietDesk
-from actor_world import failure_of, make_config, make_request, play, settle
+from actor_world import failure_of, make_config, make_request
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
@@ -36,6 +37,7 @@ from omni_async.types import LedgerEntry, Prompt, SampleRequest, Score, ScoreJob
 from pipelines.qwen_image.policy import QwenImagePolicy
 from pipelines.qwen_image.sampling import QwenImageSampling
 from tests.images import as_media
+from tests.loops import settle
 
 BLOCKED_AT_MOST_S = 5.0
 
@@ -135,37 +137,28 @@ def make_reader(
     return PreferenceReader("rollout-0", config, pairs, policy, desk, LocalStore(), clock or ManualClock(), device)
 
 
-def on_stage(
-    scene: Callable[[Desk], Awaitable[None]],
-    pairs: PlainPairs | None = None,
-    policy: FlatPolicy | None = None,
-    **changes: Any,
-) -> Desk:
+@asynccontextmanager
+async def on_stage(pairs: Any = None, policy: Any = None, **changes: Any) -> AsyncIterator[Desk]:
     desk = Desk()
-
-    async def main() -> None:
-        reader = make_reader(desk, pairs or PlainPairs(), policy or FlatPolicy(), **changes)
-        await reader.start()
-        run = asyncio.create_task(reader.run())
-        await scene(desk)
-        desk.close()
-        await run
-
-    play(main())
-    return desk
+    reader = make_reader(desk, pairs or PlainPairs(), policy or FlatPolicy(), **changes)
+    await reader.start()
+    run = asyncio.create_task(reader.run())
+    yield desk
+    desk.close()
+    await run
 
 
-def offer(*requests: SampleRequest, done: int) -> Callable[[Desk], Awaitable[None]]:
-    async def scene(desk: Desk) -> None:
+async def read(*requests: SampleRequest, done: int, **stage: Any) -> Desk:
+    """Returns the desk once so many of the requests are done."""
+    async with on_stage(**stage) as desk:
         desk.offer(*requests)
         await desk.until(lambda: len(desk.done) == done)
         await settle()
+    return desk
 
-    return scene
 
-
-def test_a_pair_becomes_two_trajectories_without_steps():
-    desk = on_stage(offer(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2))
+async def test_a_pair_becomes_two_trajectories_without_steps():
+    desk = await read(sample_of_pair(3, 0), sample_of_pair(3, 1), done=2)
     for sample, result in enumerate(desk.done):
         assert (result.sample_id, result.engine) == (f"g3.s{sample}", "rollout-0")
         assert (result.version, result.step_versions.spans) == (0, ())
@@ -179,14 +172,14 @@ def test_a_pair_becomes_two_trajectories_without_steps():
         assert_array_equal(result.media.pixels, np.full((32, 48, 3), 30 + sample, np.uint8))
 
 
-def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
-    async def scene(desk: Desk) -> None:
+async def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
+    async with on_stage() as desk:
         desk.offer(
             *(ScoreJob(f"g{group}.s{sample}", "train", Prompt(5, "x"), None) for group in (7, 12) for sample in (1, 0))
         )
         await desk.until(lambda: len(desk.scores) == 4)
 
-    scores = on_stage(scene).scores
+    scores = desk.scores
     assert {name: result.score for name, result in scores.items()} == {
         "g7.s0": Score(1.0),
         "g7.s1": Score(0.0),
@@ -195,39 +188,37 @@ def test_the_chosen_image_scores_one_and_the_rejected_one_zero():
     }
 
 
-def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
+async def test_a_pair_that_cannot_be_decoded_is_reported_and_the_others_go_on():
     requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
-    desk = on_stage(offer(*requests, done=4), PlainPairs(1))
+    desk = await read(*requests, done=4, pairs=PlainPairs(1))
     assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g2.s0", "g2.s1"]
     why = "ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
     assert desk.failed == [("g1.s0", why), ("g1.s1", why)]
     assert desk.scored_batches == []
 
 
-def test_a_pair_that_failed_once_is_read_again():
+async def test_a_pair_that_failed_once_is_read_again():
     pairs = PlainPairs(0)
 
-    async def scene(desk: Desk) -> None:
+    async with on_stage(pairs) as desk:
         desk.offer(sample_of_pair(0, 0))
         await desk.until(lambda: bool(desk.failed))
         pairs.unreadable.clear()
         desk.offer(sample_of_pair(0, 0, attempt=2))
         await desk.until(lambda: len(desk.done) == 1)
-
-    on_stage(scene, pairs)
     assert pairs.read == [0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_latents_that_are_not_numbers_are_a_failure(value):
+async def test_latents_that_are_not_numbers_are_a_failure(value):
     policy = FlatPolicy()
     policy.codec.value = value
 
-    async def scene(desk: Desk) -> None:
+    async with on_stage(policy=policy) as desk:
         desk.offer(sample_of_pair(4, 0))
         await desk.until(lambda: bool(desk.failed))
 
-    desk = on_stage(scene, policy=policy)
+    desk = desk
     assert desk.failed == [("g4.s0", "ValueError: pair 4: the VAE's latents are not finite")]
     assert not desk.done
 
@@ -235,8 +226,8 @@ def test_latents_that_are_not_numbers_are_a_failure(value):
 @pytest.mark.parametrize(
     "request_", [sample_of_pair(0, 2), sample_of_pair(0, 0, kind="validation", sample_id="v0.p0.s0")]
 )
-def test_what_a_dataset_does_not_hold_is_a_failure(request_):
-    desk = on_stage(offer(request_, sample_of_pair(1, 0), done=1))
+async def test_what_a_dataset_does_not_hold_is_a_failure(request_):
+    desk = await read(request_, sample_of_pair(1, 0), done=1)
     assert desk.failed == [
         (
             request_.sample_id,
@@ -248,99 +239,89 @@ def test_what_a_dataset_does_not_hold_is_a_failure(request_):
     ]
 
 
-def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
+async def test_a_pair_is_read_and_encoded_once_for_both_samples_and_always_whole():
     pairs, policy = PlainPairs(), FlatPolicy()
     requests = [sample_of_pair(pair, sample) for pair in range(3) for sample in (0, 1)]
-    on_stage(offer(*requests, sample_of_pair(9, 1), done=7), pairs, policy)
+    await read(*requests, sample_of_pair(9, 1), done=7, pairs=pairs, policy=policy)
     assert pairs.read == [0, 1, 2, 9]
     assert policy.codec.batches == [(2, 3, 32, 48)] * 4
 
 
 @pytest.mark.parametrize(("scale", "negative"), [(1.0, None), (4.0, "ugly")])
-def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
+async def test_a_prompt_is_encoded_once_with_its_negative_only_if_guided(scale, negative):
     policy = FlatPolicy()
     spec = QwenImageSampling(height=32, width=48, true_cfg_scale=scale, negative_prompt="ugly")
     requests = [sample_of_pair(pair, sample, spec=spec) for pair in (1, 2, 1) for sample in (0, 1)]
-    on_stage(offer(*requests, done=6), policy=policy)
+    await read(*requests, done=6, policy=policy)
     assert policy.codec.prompts == [("prompt 1", negative), ("prompt 2", negative)]
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_on_the_cpu(dtype, expected):
+async def test_the_codec_has_the_models_dtype_and_without_an_accelerator_lives_on_the_cpu(dtype, expected):
     policy = FlatPolicy()
-    on_stage(
-        offer(sample_of_pair(0, 0), done=1), policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}}
-    )
+    await read(sample_of_pair(0, 0), done=1, policy=policy, **{"model.dtype": dtype, "placement.rollout": {"gpus": 0}})
     assert policy.dtype == expected
     assert policy.codec.device == torch.device("cpu")
-    on_stage(offer(sample_of_pair(0, 0), done=1), policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
+    await read(sample_of_pair(0, 0), done=1, policy=policy, device="meta", **{"placement.rollout": {"gpus": 1}})
     assert policy.codec.device == "meta"
 
 
-def test_it_leases_what_the_configuration_allows():
-    desk = on_stage(offer(sample_of_pair(0, 0), done=1), **{"rollout.max_inflight": 3})
+async def test_it_leases_what_the_configuration_allows():
+    desk = await read(sample_of_pair(0, 0), done=1, **{"rollout.max_inflight": 3})
     assert set(desk.asked) == {(3, 3)}
 
 
-def test_the_event_loop_turns_while_it_encodes():
+async def test_the_event_loop_turns_while_it_encodes():
     policy = FlatPolicy()
     policy.codec.go = threading.Event()
 
-    async def scene(desk: Desk) -> None:
+    async with on_stage(policy=policy) as desk:
         desk.offer(sample_of_pair(0, 0), ScoreJob("g8.s0", "train", Prompt(8, "x"), None))
         await desk.until(lambda: len(desk.scores) == 1)  # scored while the thread is busy
         policy.codec.go.set()
         await desk.until(lambda: len(desk.done) == 1)
-
-    on_stage(scene, policy=policy)
     assert policy.codec.let_go == [True]
 
 
-def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
+async def test_a_run_that_ends_waits_for_no_sample_and_reads_no_further():
     pairs, policy = PlainPairs(), FlatPolicy()
     policy.codec.go = threading.Event()
 
-    async def scene(desk: Desk) -> None:
+    async with on_stage(pairs, policy) as desk:
         desk.offer(*(sample_of_pair(pair, 0) for pair in range(4)))
         await asyncio.to_thread(policy.codec.entered.wait, BLOCKED_AT_MOST_S)
 
-    desk = on_stage(scene, pairs, policy)
+    desk = desk
     assert not policy.codec.let_go  # the run is over, and the thread still blocked
     policy.codec.go.set()
     assert pairs.read == [0]
     assert desk.done == desk.failed == []
 
 
-def test_a_sample_that_takes_too_long_ends_the_reader():
+async def test_a_sample_that_takes_too_long_ends_the_reader():
     policy, desk = FlatPolicy(), Desk()
     policy.codec.go = threading.Event()
 
-    async def main() -> None:
-        reader = make_reader(desk, PlainPairs(), policy, **{"rollout.timeout_s": 0.02})
-        await reader.start()
-        desk.offer(sample_of_pair(0, 0))
-        error = await failure_of(reader.run())
-        policy.codec.go.set()
-        assert isinstance(error, EngineError)
-        assert str(error) == "rollout-0: sample g0.s0 took longer than rollout.timeout_s = 0.02"
-
-    play(main())
+    reader = make_reader(desk, PlainPairs(), policy, **{"rollout.timeout_s": 0.02})
+    await reader.start()
+    desk.offer(sample_of_pair(0, 0))
+    error = await failure_of(reader.run())
+    policy.codec.go.set()
+    assert isinstance(error, EngineError)
+    assert str(error) == "rollout-0: sample g0.s0 took longer than rollout.timeout_s = 0.02"
 
 
-def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
+async def test_a_coordinator_that_refuses_ends_the_reader_with_its_error():
     desk = Desk()
     desk.refuses = ValueError("2 step versions expected")
 
-    async def main() -> None:
-        reader = make_reader(desk, PlainPairs(), FlatPolicy())
-        await reader.start()
-        desk.offer(sample_of_pair(0, 0))
-        assert await failure_of(reader.run()) is desk.refuses
-
-    play(main())
+    reader = make_reader(desk, PlainPairs(), FlatPolicy())
+    await reader.start()
+    desk.offer(sample_of_pair(0, 0))
+    assert await failure_of(reader.run()) is desk.refuses
 
 
-def test_its_times_are_told():
+async def test_its_times_are_told():
     clock, desk, policy = ManualClock(100.0), Desk(), FlatPolicy()
     encode = policy.codec.encode_media
 
@@ -350,18 +331,15 @@ def test_its_times_are_told():
 
     policy.codec.encode_media = slow  # type: ignore[method-assign]
 
-    async def main() -> None:
-        reader = make_reader(desk, PlainPairs(), policy, clock)
-        await reader.start()
-        run = asyncio.create_task(reader.run())
-        await settle()
-        clock.advance(2.0)
-        desk.offer(sample_of_pair(5, 0), ScoreJob("g5.s1", "train", Prompt(5, "x"), None))
-        await desk.until(lambda: len(desk.done) == len(desk.scores) == 1)
-        desk.close()
-        await run
-
-    play(main())
+    reader = make_reader(desk, PlainPairs(), policy, clock)
+    await reader.start()
+    run = asyncio.create_task(reader.run())
+    await settle()
+    clock.advance(2.0)
+    desk.offer(sample_of_pair(5, 0), ScoreJob("g5.s1", "train", Prompt(5, "x"), None))
+    await desk.until(lambda: len(desk.done) == len(desk.scores) == 1)
+    desk.close()
+    await run
     spans = {span.kind: span for span in desk.spans}
     assert spans.keys() == {"backpressured", "read", "score"}
     assert {span.actor for span in desk.spans} == {"rollout-0"}
@@ -375,7 +353,7 @@ def test_its_times_are_told():
 # ---- with the real coordinator ---------------------------------------------------------------------------------------
 
 
-def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
+async def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     ledger: list[LedgerEntry] = []
     config = make_config(
         **{
@@ -391,19 +369,14 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     coordinator = Coordinator(config, "run", [Prompt(i, f"prompt {i}") for i in range(4)], [], ledger.append)
     groups = []
 
-    async def main() -> None:
-        reader = PreferenceReader(
-            "reader", config, PlainPairs(1), FlatPolicy(), coordinator, LocalStore(), ManualClock()
-        )
-        await reader.start()
-        run = asyncio.create_task(reader.run())
-        await coordinator.announce(0, "digest")
-        await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
-        groups.extend([(await coordinator.next_groups(0, 1))[0] for _ in range(3)])
-        await coordinator.stop("enough")
-        await run
-
-    play(main())
+    reader = PreferenceReader("reader", config, PlainPairs(1), FlatPolicy(), coordinator, LocalStore(), ManualClock())
+    await reader.start()
+    run = asyncio.create_task(reader.run())
+    await coordinator.announce(0, "digest")
+    await coordinator.engine_holds(WeightReport("reader", 0, "digest"))
+    groups.extend([(await coordinator.next_groups(0, 1))[0] for _ in range(3)])
+    await coordinator.stop("enough")
+    await run
     assert [group.prompt.index for group in groups] == [0, 2, 3]
     for group in groups:
         assert group.rewards == [1.0, 0.0]
@@ -417,7 +390,7 @@ def test_the_coordinator_makes_groups_of_pairs_and_drops_the_bad_ones():
     assert bad.reason == "generation failed 2 times: ConfigError: row 1, column chosen: not a PNG, JPEG or WebP image"
 
 
-def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
+async def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     from pipelines.qwen_image.tiny import build
 
     images = [np.random.default_rng(i).integers(0, 256, (40, 50, 3), np.uint8) for i in range(2)]
@@ -431,20 +404,12 @@ def test_a_parquet_file_becomes_qwen_image_latents(tmp_path: Path):
     }
     pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
     policy = QwenImagePolicy(str(build(tmp_path / "model", layers=1)))
-    desk, pairs = Desk(), PreferencePairs(str(tmp_path / "pairs.parquet"))
+    pairs = PreferencePairs(str(tmp_path / "pairs.parquet"))
     [prompt] = pairs.prompts()
 
-    async def main() -> None:
-        reader = make_reader(desk, pairs, policy)
-        await reader.start()
-        run = asyncio.create_task(reader.run())
-        desk.offer(*(sample_of_pair(0, sample, prompt=prompt) for sample in (0, 1)))
-        await desk.until(lambda: len(desk.done) + len(desk.failed) == 2)
-        desk.close()
-        await run
-
-    asyncio.run(asyncio.wait_for(main(), 200))
-    assert not desk.failed
+    desk = await read(
+        *(sample_of_pair(0, sample, prompt=prompt) for sample in (0, 1)), done=2, pairs=pairs, policy=policy
+    )
     codec = policy.load_codec(torch.float32)
     for image, result in zip(images, desk.done, strict=True):
         assert_array_equal(result.media.pixels, fitted(image, 32, 48))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request, play, settle
+from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request
 
 from omni_async.actors.producer import Producer
 from omni_async.control.clock import ManualClock
@@ -18,35 +19,36 @@ from omni_async.types import WeightManifest
 from omni_async.version_spans import VersionSpans
 from omni_async.weights.digest import WeightError
 from omni_async.weights.transport.base import Parcel, TransportError
+from tests.loops import settle
 
-Scene = Callable[[Producer, HandEngine, Desk, "asyncio.Task[None]"], Awaitable[None]]
+
+@asynccontextmanager
+async def on_stage(
+    offered: int = 0, clock: ManualClock | None = None, **changes: Any
+) -> AsyncIterator[tuple[Producer, HandEngine, Desk, asyncio.Task[None]]]:
+    """Runs a producer with `offered` samples to lease; the desk closes when the scene is over."""
+    engine, desk = HandEngine(), Desk()
+    producer = Producer("rollout-0", make_config(**changes), engine, desk, LocalStore(), clock or ManualClock())
+    await producer.start()
+    desk.offer(*(make_request(i) for i in range(offered)))
+    run = asyncio.create_task(producer.run())
+    await settle()
+    yield producer, engine, desk, run
+    desk.close()
+    await settle()
+    for waiting in [] if run.done() else list(engine.running.values())[:1]:
+        waiting.set_result(None)  # a full producer asks, and learns of the end, when a sample is done
+    await asyncio.gather(run, return_exceptions=True)
+    assert engine.closed == 1
+    assert not engine.running
 
 
-def on_stage(scene: Scene, offered: int = 0, clock: ManualClock | None = None, **changes: Any) -> None:
-    """Runs a producer with `offered` samples to lease; the scene ends by itself, the run by the desk's closing."""
-
-    async def main() -> None:
-        engine, desk = HandEngine(), Desk()
-        producer = Producer("rollout-0", make_config(**changes), engine, desk, LocalStore(), clock or ManualClock())
-        await producer.start()
-        desk.offer(*(make_request(i) for i in range(offered)))
-        run = asyncio.create_task(producer.run())
+async def test_it_leases_while_samples_run_and_never_asks_for_more_than_fits():
+    async with on_stage(offered=1) as (_, engine, desk, _run):
+        desk.offer(*(make_request(i) for i in range(1, 10)))
         await settle()
-        await scene(producer, engine, desk, run)
-        desk.close()
-        await settle()
-        for waiting in [] if run.done() else list(engine.running.values())[:1]:
-            waiting.set_result(None)  # a full producer asks, and learns of the end, when a sample is done
-        await asyncio.gather(run, return_exceptions=True)
-        assert engine.closed == 1
-        assert not engine.running
-
-    play(main())
-
-
-def test_it_keeps_the_engine_full_and_never_asks_for_more_than_fits():
-    async def scene(producer, engine, desk, run):
         assert sorted(engine.running) == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
+        assert [free for free, _ in desk.asked] == [4, 3]
         for finished in range(6):
             engine.finish(finished)
             await settle()
@@ -54,22 +56,9 @@ def test_it_keeps_the_engine_full_and_never_asks_for_more_than_fits():
         assert all(1 <= free <= capacity == 4 for free, capacity in desk.asked)
         assert engine.started == [f"g0.s{i}" for i in range(10)]
 
-    on_stage(scene, offered=10)
 
-
-def test_it_leases_again_while_samples_run():
-    async def scene(producer, engine, desk, run):
-        assert list(engine.running) == ["g0.s0"]
-        desk.offer(make_request(1))
-        await settle()
-        assert list(engine.running) == ["g0.s0", "g0.s1"]
-        assert [free for free, _ in desk.asked] == [4, 3, 2]
-
-    on_stage(scene, offered=1)
-
-
-def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_image_a_scorer_can_take():
-    async def scene(producer, engine, desk, run):
+async def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_image_a_scorer_can_take():
+    async with on_stage(offered=1) as (_producer, engine, desk, _run):
         engine.version = 3
         desk.offer(make_request(1))
         desk.offer(make_request(2, window=None))
@@ -86,11 +75,9 @@ def test_a_finished_sample_carries_the_versions_of_its_trained_steps_and_an_imag
         assert image[0, 0].tolist() == [0, 1, 2]
         assert set(results["g0.s0"].trajectory.keys()) == {"latents"}
 
-    on_stage(scene, offered=1)
 
-
-def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_steps():
-    async def scene(producer, engine, desk, run):
+async def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_steps():
+    async with on_stage() as (_producer, engine, desk, _run):
         engine.version = 2
         desk.offer(make_request(0, window=None, kind="train"))
         await settle()
@@ -100,124 +87,79 @@ def test_a_training_sample_without_a_window_carries_the_versions_of_all_its_step
         [result] = desk.done
         assert (result.version, result.step_versions.spans) == (2, ((2, 4), (3, 1)))
 
-    on_stage(scene)
 
-
-def test_an_engine_failure_ends_the_run_although_it_waits_for_a_lease():
-    async def scene(producer, engine, desk, run):
-        assert not desk.requests  # so the run is waiting for the next one
-        engine.finish(1, error=EngineError("the device fell off the bus"))
+@pytest.mark.parametrize(
+    ("offered", "failing"),
+    [
+        pytest.param(3, [1], id="it waits for a lease"),
+        pytest.param(9, [0], id="the engine is full"),
+        pytest.param(4, [0, 1, 2, 3], id="many samples meet the same dead engine"),
+    ],
+)
+async def test_an_engine_failure_ends_the_run_and_no_exception_is_lost(offered, failing):
+    async with on_stage(offered=offered) as (_, engine, desk, run):
+        engine.finish(*failing, error=EngineError("the device fell off the bus"))
         error = await failure_of(run)
-        assert type(error) is EngineError
-        assert str(error) == "the device fell off the bus"
-        assert not desk.failed
-        assert not desk.done
-
-    on_stage(scene, offered=3)
+        assert type(error) is EngineError and str(error) == "the device fell off the bus"
+        assert not desk.failed and not desk.done
 
 
-def test_an_engine_failure_ends_the_run_although_the_engine_is_full():
-    async def scene(producer, engine, desk, run):
-        engine.finish(0, error=EngineError("dead"))
-        assert str(await failure_of(run)) == "dead"
-
-    on_stage(scene, offered=9)
-
-
-def test_many_samples_that_meet_the_same_dead_engine_lose_no_exception():
-    async def scene(producer, engine, desk, run):
-        engine.finish(0, 1, 2, 3, error=EngineError("dead"))
-        assert str(await failure_of(run)) == "dead"
-
-    on_stage(scene, offered=4)
-
-
-def test_a_failed_sample_is_reported_and_the_others_go_on():
-    async def scene(producer, engine, desk, run):
-        engine.finish(1, error=ValueError("no such prompt"))
+@pytest.mark.parametrize("error", [ValueError("no such prompt"), TimeoutError("the decoder's socket")])
+async def test_a_failed_sample_is_reported_and_the_others_go_on(error):
+    async with on_stage(offered=3) as (_, engine, desk, run):
+        engine.finish(1, error=error)
         await settle()
-        assert desk.failed == [("g0.s1", "ValueError: no such prompt")]
+        assert desk.failed == [("g0.s1", f"{type(error).__name__}: {error}")]
         engine.finish(0, 2)
         await settle()
         assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s2"]
         assert not run.done()
 
-    on_stage(scene, offered=3)
 
-
-def test_a_sample_that_never_comes_means_that_the_engine_hangs():
-    async def scene(producer, engine, desk, run):
+async def test_a_sample_that_never_comes_means_that_the_engine_hangs():
+    async with on_stage(offered=1, **{"rollout.timeout_s": 0.005}) as (_producer, _engine, _desk, run):
         error = await failure_of(run)
         assert type(error) is EngineError
         assert "g0.s0" in str(error)
         assert "rollout.timeout_s = 0.005" in str(error)
 
-    on_stage(scene, offered=1, **{"rollout.timeout_s": 0.005})
 
-
-def test_a_sample_that_the_engine_itself_cancels_ends_the_engine():
+async def test_a_sample_that_the_engine_itself_cancels_ends_the_engine():
     """Cancels a waiting sample as a library does when it breaks; no role would own the sample."""
 
-    async def scene(producer, engine, desk, run):
+    async with on_stage(offered=1) as (_producer, engine, _desk, run):
         engine.running["g0.s0"].cancel()
         error = await failure_of(run)
         assert isinstance(error, EngineError) and "g0.s0 was cancelled by the engine" in str(error)
 
-    on_stage(scene, offered=1)
 
-
-def test_a_timeout_inside_the_engine_is_the_samples_own_failure():
-    async def scene(producer, engine, desk, run):
-        engine.finish(0, error=TimeoutError("the decoder's socket"))
-        await settle()
-        assert desk.failed == [("g0.s0", "TimeoutError: the decoder's socket")]
-        assert not run.done()
-
-    on_stage(scene, offered=1)
-
-
-def test_a_refused_result_ends_the_run_with_the_refusal():
-    async def scene(producer, engine, desk, run):
-        desk.refuses = ValueError("2 step versions for 3 trained steps")
-        engine.finish(0)
-        assert str(await failure_of(run)) == "2 step versions for 3 trained steps"
-
-    on_stage(scene, offered=2)
-
-
-def test_the_end_of_the_run_cancels_what_still_runs():
-    async def scene(producer, engine, desk, run):
+async def test_the_end_of_the_run_cancels_what_still_runs():
+    async with on_stage(offered=3) as (_producer, engine, desk, run):
         desk.close()
         await run
         assert not engine.running
         assert not desk.done
         assert not desk.failed
 
-    on_stage(scene, offered=3)
 
-
-def test_a_cancelled_run_closes_its_engine():
-    async def scene(producer, engine, desk, run):
+async def test_a_cancelled_run_closes_its_engine():
+    async with on_stage(offered=3) as (_, engine, _desk, run):
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
         assert engine.closed == 1
 
-    on_stage(scene, offered=3)
 
-
-def test_the_engine_is_closed_although_the_coordinator_is_gone():
-    async def scene(producer, engine, desk, run):
+async def test_a_coordinator_that_refuses_or_is_gone_ends_the_run_and_the_engine_is_closed():
+    async with on_stage(offered=1) as (_producer, engine, desk, run):
         desk.refuses = ConnectionError("the coordinator died")
         engine.finish(0)
         assert str(await failure_of(run)) == "the coordinator died"
         assert engine.closed == 1
 
-    on_stage(scene, offered=1)
 
-
-def test_samples_that_finish_together_are_handed_over_together():
-    async def scene(producer, engine, desk, run):
+async def test_samples_that_finish_together_are_handed_over_together():
+    async with on_stage(offered=4) as (_producer, engine, desk, _run):
         messages: list[list[str]] = []
         report, gate = desk.samples_done, asyncio.Event()
 
@@ -237,11 +179,9 @@ def test_samples_that_finish_together_are_handed_over_together():
         assert messages == [["g0.s0", "g0.s1", "g0.s2"], ["g0.s3"]]
         assert [result.sample_id for result in desk.done] == ["g0.s0", "g0.s1", "g0.s2", "g0.s3"]
 
-    on_stage(scene, offered=4)
 
-
-def test_an_emulated_engines_arrays_are_stored_as_they_are():
-    async def scene(producer, engine, desk, run):
+async def test_an_emulated_engines_arrays_are_stored_as_they_are():
+    async with on_stage() as (_producer, engine, desk, run):
         tensors, flat = np.arange(7, dtype=np.uint8), np.arange(5, dtype=np.uint8)
 
         async def generate(request):
@@ -256,23 +196,19 @@ def test_an_emulated_engines_arrays_are_stored_as_they_are():
         generated = next(span for span in desk.spans if span.kind == "generate")
         assert (generated.args["trajectory_bytes"], generated.args["media_bytes"]) == (7, 5)
 
-    on_stage(scene)
-
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_swap_step_does_not_wait_for_running_samples():
-    async def scene(producer, engine, desk, run):
+async def test_swap_step_does_not_wait_for_running_samples():
+    async with on_stage(offered=3, **{"weights.swap": "step"}) as (producer, engine, _desk, _run):
         report = await producer.receive_weights(make_manifest(1), Parcel(None))
         assert report.version == 1
         assert engine.swaps == [(1, ["g0.s0", "g0.s1", "g0.s2"])]
 
-    on_stage(scene, offered=3, **{"weights.swap": "step"})
 
-
-def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
-    async def scene(producer, engine, desk, run):
+async def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
+    async with on_stage(offered=4, **{"weights.swap": "request"}) as (producer, engine, desk, _run):
         assert sorted(engine.running) == [
             "g0.s0",
             "g0.s1",
@@ -297,11 +233,9 @@ def test_swap_request_waits_for_running_samples_while_leased_ones_wait_for_it():
             "g0.s3": 1,
         }
 
-    on_stage(scene, offered=4, **{"weights.swap": "request"})
 
-
-def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
-    async def scene(producer, engine, desk, run):
+async def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
+    async with on_stage(offered=4, **{"weights.swap": "drain"}) as (producer, engine, desk, _run):
         swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
         await settle()
         desk.offer(make_request(4), make_request(5))
@@ -318,11 +252,9 @@ def test_swap_drain_waits_for_everything_leased_and_leases_nothing_meanwhile():
         await settle()
         assert sorted(engine.running) == ["g0.s4", "g0.s5"]
 
-    on_stage(scene, offered=4, **{"weights.swap": "drain"})
 
-
-def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
-    async def scene(producer, engine, desk, run):
+async def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
+    async with on_stage(offered=0, **{"weights.swap": "drain"}) as (producer, engine, desk, _run):
         engine.swap_gate = asyncio.Event()
         swap = asyncio.create_task(producer.receive_weights(make_manifest(1), Parcel(None)))
         await settle()
@@ -337,12 +269,10 @@ def test_swap_drain_keeps_a_lease_that_was_asked_for_before_out_of_the_engine():
         await settle()
         assert desk.done[0].step_versions == VersionSpans.of((1, 1))
 
-    on_stage(scene, offered=0, **{"weights.swap": "drain"})
-
 
 @pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
-    async def scene(producer, engine, desk, run):
+async def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
+    async with on_stage(offered=1, **{"weights.swap": swap}) as (producer, engine, desk, _run):
         engine.arrives = "something else"
         error = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
         assert type(error) is EngineError
@@ -351,21 +281,6 @@ def test_weights_with_another_digest_are_refused_and_generation_may_go_on(swap):
         desk.offer(make_request(1))
         await settle()
         assert "g0.s1" in engine.running
-
-    on_stage(scene, offered=1, **{"weights.swap": swap})
-
-
-@pytest.mark.parametrize("swap", ["step", "request", "drain"])
-def test_two_versions_that_arrive_together_are_swapped_one_after_the_other(swap):
-    async def scene(producer, engine, desk, run):
-        both = asyncio.gather(*(producer.receive_weights(make_manifest(version), Parcel(None)) for version in (1, 2)))
-        await settle()
-        if swap != "step":
-            engine.finish(0)
-        assert [report.version for report in await both] == [1, 2]
-        assert [version for version, _ in engine.swaps] == [1, 2]
-
-    on_stage(scene, offered=1, **{"weights.swap": swap})
 
 
 class Courier:
@@ -390,51 +305,49 @@ class Courier:
         return self._manifest, [*self._brings, *self._updates]
 
 
-def test_weights_come_from_the_receiver_it_was_given():
+def with_courier(brings: Exception | list[Any], engine: HandEngine | None = None) -> tuple[Producer, Courier]:
+    courier = Courier(brings)
+    engine = engine or HandEngine()
+    return Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier), courier
+
+
+async def test_weights_come_from_the_receiver_it_was_given_one_version_after_the_other():
     class Keeper(HandEngine):
         async def stage(self, manifest: WeightManifest, buckets: list[Any]) -> str:
             self.arrived = buckets
             return manifest.digest
 
-    async def main() -> None:
-        engine, courier = Keeper(), Courier(["bytes"])
-        producer = Producer("rollout-0", make_config(), engine, Desk(), LocalStore(), ManualClock(), courier)
-        await producer.join_weights("here")
-        await producer.receive_weights(make_manifest(1), Parcel("start", ["first", "second"]))
-        assert courier.joined == ["here"]
-        assert engine.arrived == ["bytes", "start", "first", "second"]
-
-    play(main())
-
-
-def test_a_transport_that_fails_is_distinguished_from_an_engine_that_does():
-    """Checks that an engine is not blamed when all receive together and another one is gone, which fails all."""
-
-    async def main() -> None:
-        error = TransportError("a participant is gone")
-        producer = Producer(
-            "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
-        )
-        assert await failure_of(producer.receive_weights(make_manifest(1), Parcel(None))) is error
-
-    play(main())
+    engine = Keeper()
+    producer, courier = with_courier(["bytes"], engine)
+    await producer.join_weights("here")
+    await asyncio.gather(
+        *(producer.receive_weights(make_manifest(version), Parcel("start", ["first", "second"])) for version in (1, 2))
+    )
+    assert courier.joined == ["here"]
+    assert engine.arrived == ["bytes", "start", "first", "second"]
+    assert [version for version, _ in engine.swaps] == [1, 2]
 
 
-@pytest.mark.parametrize("error", [ObjectLost("the node is gone"), WeightError("the file is truncated")])
-def test_weights_that_do_not_arrive_are_the_engines_failure(error):
-    async def main() -> None:
-        producer = Producer(
-            "rollout-0", make_config(), HandEngine(), Desk(), LocalStore(), ManualClock(), Courier(error)
-        )
-        failure = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
+@pytest.mark.parametrize(
+    ("error", "to_blame"),
+    [
+        pytest.param(TransportError("a participant is gone"), False, id="all receive together and another one is gone"),
+        (ObjectLost("the node is gone"), True),
+        (WeightError("the file is truncated"), True),
+    ],
+)
+async def test_weights_that_do_not_arrive_are_the_engines_failure_unless_the_transport_failed(error, to_blame):
+    producer, _ = with_courier(error)
+    failure = await failure_of(producer.receive_weights(make_manifest(1), Parcel(None)))
+    if to_blame:
         assert type(failure) is EngineError
         assert str(failure) == f"rollout-0: version 1 did not arrive: {error}"
+    else:
+        assert failure is error
 
-    play(main())
 
-
-def test_what_it_did_is_told_as_spans():
-    async def scene(producer, engine, desk, run):
+async def test_what_it_did_is_told_as_spans():
+    async with on_stage(offered=1) as (producer, engine, desk, run):
         engine.finish(0)
         await settle()
         await producer.receive_weights(make_manifest(1), Parcel(None))
@@ -449,13 +362,11 @@ def test_what_it_did_is_told_as_spans():
             "media_bytes": 32 * 48 * 3,
         }
 
-    on_stage(scene, offered=1)
 
-
-def test_an_idle_engine_is_backpressured_from_its_last_sample_on_although_it_had_asked_for_more_before():
+async def test_an_idle_engine_is_backpressured_from_its_last_sample_on_although_it_had_asked_for_more_before():
     clock = ManualClock()
 
-    async def scene(producer, engine, desk, run):
+    async with on_stage(offered=1, clock=clock) as (_producer, engine, desk, run):
         clock.advance(5.0)
         engine.finish(0)
         await settle()
@@ -469,5 +380,3 @@ def test_an_idle_engine_is_backpressured_from_its_last_sample_on_although_it_had
         await run
         waits = [(span.start, span.end) for span in desk.spans if span.kind == "backpressured"]
         assert waits == [(5.0, 8.0)], "not while the first sample ran"
-
-    on_stage(scene, offered=1, clock=clock)

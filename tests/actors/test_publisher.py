@@ -4,11 +4,12 @@ are lost, and others join."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from actor_world import Desk, failure_of, make_config, make_snapshot, play, settle
+from actor_world import Desk, failure_of, make_config, make_snapshot
 
 from omni_async.actors import publisher
 from omni_async.actors.publisher import WeightPublisher
@@ -18,6 +19,7 @@ from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import Bucket
 from omni_async.weights.snapshot import Snapshot
 from omni_async.weights.transport.base import Join, Parcel, TransportError
+from tests.loops import settle
 
 
 class Receiver:
@@ -111,31 +113,22 @@ class Stage:
         return lambda: [report.version for report in self.desk.held].count(version) == len(self.receivers)
 
 
-Scene = Callable[[Stage], Awaitable[None]]
+@asynccontextmanager
+async def on_stage(engines: int = 2, **changes: Any) -> AsyncIterator[Stage]:
+    stage = Stage(engines, changes)
+    yield stage
+    stage.run.cancel()
+    await asyncio.gather(stage.run, return_exceptions=True)
 
 
-def on_stage(scene: Scene, engines: int = 2, **changes: Any) -> Stage:
-    kept: list[Stage] = []
-
-    async def main() -> None:
-        stage = Stage(engines, changes)
-        kept.append(stage)
-        await scene(stage)
-        stage.run.cancel()
-        await asyncio.gather(stage.run, return_exceptions=True)
-
-    play(main())
-    return kept[0]
-
-
-def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports_reach_the_coordinator():
-    async def scene(stage: Stage) -> None:
+async def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports_reach_the_coordinator():
+    async with on_stage() as stage:
         snapshot = stage.publish(3)
         await stage.until(lambda: bool(stage.desk.spans))
         assert [r.received for r in stage.receivers] == [[(3, Parcel(3, [[3]]))]] * 2
         assert {report.digest for report in stage.desk.held} == {snapshot.manifest().digest}
 
-    desk = on_stage(scene).desk
+    desk = stage.desk
     assert desk.log[:2] == ["announce 3", "send 3"]
     assert {"rollout-0 receives 3", "rollout-1 receives 3"} < set(desk.log[2:-1])
     assert desk.log[-1] == "sent 3"
@@ -143,8 +136,8 @@ def test_a_version_is_announced_then_delivered_to_every_engine_and_their_reports
     assert [span.kind for span in desk.spans] == ["publish"]
 
 
-def test_every_engine_joins_once_before_the_first_version():
-    async def scene(stage: Stage) -> None:
+async def test_every_engine_joins_once_before_the_first_version():
+    async with on_stage() as stage:
         await settle()
         assert [r.invitations for r in stage.receivers] == [["invitation 0"], ["invitation 1"]]
         for version in (1, 2):
@@ -152,11 +145,9 @@ def test_every_engine_joins_once_before_the_first_version():
             await stage.until(stage.holds(version))
         assert [len(r.invitations) for r in stage.receivers] == [1, 1]
 
-    on_stage(scene)
 
-
-def test_the_newest_version_replaces_a_waiting_one_and_gives_its_memory_back():
-    async def scene(stage: Stage) -> None:
+async def test_the_newest_version_replaces_a_waiting_one_and_gives_its_memory_back():
+    async with on_stage() as stage:
         stage.receivers[1].gate.clear()
         stage.publish(0)
         await stage.until(lambda: bool(stage.receivers[1].received))
@@ -168,11 +159,11 @@ def test_the_newest_version_replaces_a_waiting_one_and_gives_its_memory_back():
         await stage.until(stage.holds(3))
         assert [[version for version, _ in r.received] for r in stage.receivers] == [[0, 3]] * 2
 
-    assert [version for version, _ in on_stage(scene).desk.announced] == [0, 3]
+    assert [version for version, _ in stage.desk.announced] == [0, 3]
 
 
-def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_can():
-    async def scene(stage: Stage) -> None:
+async def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_can():
+    async with on_stage() as stage:
         stage.publisher.withdraw()
         stage.receivers[0].gate.clear()
         stage.publish(0)
@@ -186,31 +177,20 @@ def test_a_version_that_has_left_cannot_be_withdrawn_and_one_that_waits_can():
         await stage.until(stage.holds(0))
         await settle()
 
-    assert [version for version, _ in on_stage(scene).desk.announced] == [0]
+    assert [version for version, _ in stage.desk.announced] == [0]
 
 
-def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_version():
-    async def scene(stage: Stage) -> None:
+async def test_memory_is_given_back_only_when_the_last_engine_has_a_newer_version():
+    async with on_stage() as stage:
         stage.publish(0)
         await stage.until(stage.holds(0))
         stage.receivers[1].gate.clear()
         stage.publish(1)
         await stage.until(lambda: len(stage.desk.held) == 3)
         await settle()
-        assert stage.released == []
+        assert (stage.desk.held[-1].engine, stage.released) == ("rollout-0", []), "the slow one holds back neither"
         stage.receivers[1].gate.set()
         await stage.until(lambda: stage.released == [0])
-
-    on_stage(scene)
-
-
-def test_one_slow_engine_does_not_hold_back_what_another_reports():
-    async def scene(stage: Stage) -> None:
-        stage.receivers[1].gate.clear()
-        stage.publish(0)
-        await stage.until(lambda: bool(stage.desk.held))
-
-    assert [report.engine for report in on_stage(scene).desk.held] == ["rollout-0"]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +205,8 @@ def test_one_slow_engine_does_not_hold_back_what_another_reports():
         (TimeoutError(), "TimeoutError"),
     ],
 )
-def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception, why: str):
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_version(error: Exception, why: str):
+    async with on_stage() as stage:
         stage.receivers[0].fails = error
         stage.publish(1)
         await stage.until(lambda: bool(stage.desk.lost) and bool(stage.desk.held))
@@ -235,37 +215,33 @@ def test_an_engine_that_fails_is_lost_with_its_reason_and_the_others_hold_the_ve
         await stage.until(lambda: len(stage.desk.held) == 2)
         assert (stage.received(0), stage.received(1)) == ([1], [1, 2]), "nothing more is sent to it"
 
-    desk = on_stage(scene).desk
+    desk = stage.desk
     assert [(report.engine, report.version) for report in desk.held] == [("rollout-1", 1), ("rollout-1", 2)]
     assert len(desk.lost) == 1
 
 
-def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed(monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_answers_late_is_lost_with_the_setting_it_missed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publisher, "_GRACE_S", 0.0)
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(**{"weights.timeout_s": 0.05}) as stage:
         stage.receivers[1].gate.clear()
         stage.publish(7)
         await stage.until(lambda: bool(stage.desk.lost))
         assert stage.desk.lost == [("rollout-1", "it did not take version 7: not within weights.timeout_s = 0.05")]
         assert [report.engine for report in stage.desk.held] == ["rollout-0"]
 
-    on_stage(scene, **{"weights.timeout_s": 0.05})
 
-
-def test_an_engine_that_cannot_be_met_is_lost_and_the_others_meet_again():
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_cannot_be_met_is_lost_and_the_others_meet_again():
+    async with on_stage() as stage:
         stage.receivers[0].refuses = ConnectionError("the actor died")
         stage.publish(0)
         await stage.until(lambda: bool(stage.desk.held))
         assert stage.desk.lost == [("rollout-0", "it did not join the weight transport: the actor died")]
         assert stage.received(0) == []
 
-    on_stage(scene)
 
-
-def test_versions_go_on_when_every_engine_is_lost():
-    async def scene(stage: Stage) -> None:
+async def test_versions_go_on_when_every_engine_is_lost():
+    async with on_stage(engines=1) as stage:
         stage.receivers[0].fails = ConnectionError("the actor died")
         for version in (1, 2, 3):
             stage.publish(version)
@@ -274,25 +250,21 @@ def test_versions_go_on_when_every_engine_is_lost():
         await stage.admit(newcomer)
         assert stage.received(1) == [3]
 
-    on_stage(scene, engines=1)
 
-
-def test_an_engine_that_is_dismissed_gets_nothing_more():
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_is_dismissed_gets_nothing_more():
+    async with on_stage() as stage:
         stage.publisher.remove_engine("rollout-0")
         stage.publisher.remove_engine("rollout-7")
         stage.publish(1)
         await stage.until(lambda: bool(stage.desk.held))
         assert stage.received(0) == [] and stage.desk.lost == []
 
-    on_stage(scene)
-
 
 # ---- engines that join -----------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
+    async with on_stage() as stage:
         for version in (1, 2):
             stage.publish(version)
             await stage.until(stage.holds(version))
@@ -304,11 +276,11 @@ def test_an_engine_that_joins_gets_the_newest_version_and_all_that_follow():
         assert stage.received(2) == [2, 3]
         assert stage.received(0) == [1, 2, 3], "nobody else is sent it again"
 
-    assert [version for version, _ in on_stage(scene).desk.announced] == [1, 2, 3]
+    assert [version for version, _ in stage.desk.announced] == [1, 2, 3]
 
 
-def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
+    async with on_stage() as stage:
         stage.publish(1)
         await stage.until(stage.holds(1))
         stage.receivers[0].gate.clear()
@@ -321,22 +293,18 @@ def test_an_engine_that_joins_while_a_version_is_on_its_way_gets_that_one():
         await joining
         assert stage.received(2) == [2]
 
-    on_stage(scene)
 
-
-def test_an_engine_that_joins_before_anything_went_out_gets_the_first_version():
-    async def scene(stage: Stage) -> None:
+async def test_an_engine_that_joins_before_anything_went_out_gets_the_first_version():
+    async with on_stage() as stage:
         await stage.admit(stage.joiner())
         assert stage.received(2) == []
         stage.publish(0)
         await stage.until(stage.holds(0))
         assert stage.received(2) == [0]
 
-    on_stage(scene)
 
-
-def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
-    async def scene(stage: Stage) -> None:
+async def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
+    async with on_stage() as stage:
         stage.publish(1)
         await stage.until(stage.holds(1))
         joiner = stage.joiner()
@@ -348,11 +316,9 @@ def test_a_joiner_that_refuses_is_an_error_of_its_own_and_is_lost():
         await stage.until(lambda: len(stage.desk.held) == 4)
         assert stage.received(2) == [1]
 
-    on_stage(scene)
 
-
-def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
-    async def scene(stage: Stage) -> None:
+async def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
+    async with on_stage() as stage:
         stage.publish(1)
         await stage.until(stage.holds(1))
         stage.post.fails = TransportError("no space left")
@@ -364,29 +330,15 @@ def test_a_version_that_cannot_be_sent_to_a_joiner_is_kept_for_the_next():
         stage.publish(2)
         await stage.until(lambda: stage.released == [1])
 
-    on_stage(scene)
-
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_version_is_kept_until_the_next_is_out():
-    async def scene(stage: Stage) -> None:
-        stage.publish(1)
-        await stage.until(stage.holds(1))
-        await settle()
-        assert stage.released == []
-        stage.publish(2)
-        await stage.until(lambda: stage.released == [1])
-
-    on_stage(scene)
-
-
-def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
+async def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
     """Withdraws, exports into memory that is free, and hands it over, as the trainer does, at every state of the
     others."""
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage() as stage:
         alive: set[int] = set()
         largest = 0
 
@@ -419,11 +371,9 @@ def test_two_sets_of_memory_are_enough_whoever_is_slow_or_joins():
         assert largest == 2
         assert {stage.received(i)[-1] for i in range(len(stage.receivers))} == {23}
 
-    on_stage(scene)
 
-
-def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_third_set():
-    async def scene(stage: Stage) -> None:
+async def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_third_set():
+    async with on_stage() as stage:
         stage.publish(1)
         await stage.until(stage.holds(1))
         joiner = stage.joiner()
@@ -440,13 +390,12 @@ def test_a_joiner_that_is_slow_keeps_its_version_and_the_trainer_still_needs_no_
         await stage.until(stage.holds(3))
         assert stage.received(2) == [1, 3]
 
-    on_stage(scene)
 
-
-def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
+async def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
     error = KeyError("a bug")
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage() as stage:
+
         async def fails(_: WeightReport) -> None:
             raise error
 
@@ -454,18 +403,14 @@ def test_what_the_coordinator_raises_is_not_taken_for_a_version_that_arrived():
         stage.publish(1)
         assert await failure_of(stage.run) is error
 
-    on_stage(scene)
-
 
 # ---- a sender that cannot --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [TransportError("no space left"), OSError("the disk is gone")])
-def test_a_version_that_cannot_be_sent_ends_the_run_with_the_reason(error: Exception):
-    async def scene(stage: Stage) -> None:
+async def test_a_version_that_cannot_be_sent_ends_the_run_with_the_reason(error: Exception):
+    async with on_stage() as stage:
         stage.post.fails = error
         stage.publish(1)
         assert await failure_of(stage.run) is error
         assert not stage.receivers[0].received
-
-    on_stage(scene)

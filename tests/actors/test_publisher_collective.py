@@ -4,11 +4,12 @@ version."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from actor_world import Desk, make_config, make_snapshot, play
+from actor_world import Desk, make_config, make_snapshot
 
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.control.clock import ManualClock
@@ -68,74 +69,63 @@ class Stage:
         await self.desk.until(lambda: {r.engine for r in self.desk.held if r.version == version} == set(names))
 
 
-def on_stage(participants: list[Participant], scene: Callable[[Stage], Awaitable[None]]) -> Desk:
-    desks: list[Desk] = []
-
-    async def main() -> None:
-        stage = Stage(*participants)
-        desks.append(stage.desk)
-        await scene(stage)
-        assert not stage.run.done()
-        stage.run.cancel()
-        await asyncio.gather(stage.run, return_exceptions=True)
-
-    play(main())
-    return desks[0]
+@asynccontextmanager
+async def on_stage(*participants: Participant) -> AsyncIterator[Stage]:
+    stage = Stage(*participants)
+    yield stage
+    assert not stage.run.done()
+    stage.run.cancel()
+    await asyncio.gather(stage.run, return_exceptions=True)
 
 
 @pytest.mark.parametrize("others", [1, 2])
 @pytest.mark.parametrize("position", [0, 1])
-def test_when_one_dies_the_rest_connect_again_and_get_the_version(position: int, others: int) -> None:
+async def test_when_one_dies_the_rest_connect_again_and_get_the_version(position: int, others: int) -> None:
     rest = [Participant(f"rollout-{i}") for i in range(others)]
     dead = Participant("dead", dies_at=1)
     names = [one.name for one in rest]
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(*rest[:position], dead, *rest[position:]) as stage:
         stage.publish(0)
         await stage.held(0, "dead", *names)
         stage.publish(1)
         await stage.held(1, *names)
         stage.publish(2)
         await stage.held(2, *names)
-
-    desk = on_stage([*rest[:position], dead, *rest[position:]], scene)
-    assert desk.lost == [("dead", "it did not take version 1: the actor died")]
+    assert stage.desk.lost == [("dead", "it did not take version 1: the actor died")]
     assert dead.received == [0]
     assert [one.received[-1] for one in rest] == [2] * others
 
 
-def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_group() -> None:
+async def test_one_that_dies_before_it_has_joined_is_lost_and_the_rest_form_the_group() -> None:
     rest = Participant("rollout-0")
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(Participant("dead", dies_at="join"), rest) as stage:
         stage.publish(0)
         await stage.held(0, "rollout-0")
-
-    desk = on_stage([Participant("dead", dies_at="join"), rest], scene)
-    assert desk.lost == [("dead", "it did not join the weight transport: the actor died")]
+    assert stage.desk.lost == [("dead", "it did not join the weight transport: the actor died")]
     assert rest.received == [0]
 
 
-def test_one_that_joins_forms_the_group_anew_with_all_the_others() -> None:
+async def test_one_that_joins_forms_the_group_anew_with_all_the_others() -> None:
     first, joiner = Participant("rollout-0"), Participant("rollout-1")
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(first) as stage:
         stage.publish(0)
         await stage.held(0, "rollout-0")
         await stage.publisher.admit(joiner.name, joiner)
         await stage.held(0, "rollout-0", "rollout-1")
         stage.publish(1)
         await stage.held(1, "rollout-0", "rollout-1")
-
-    assert on_stage([first], scene).lost == []
+    assert stage.desk.lost == []
     assert (first.joined, joiner.joined) == (2, 1)
     assert joiner.received == [0, 1]
 
 
-def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> None:
+async def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> None:
     joiner = Participant("rollout-1")
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(Participant("dead", dies_at=1)) as stage:
         stage.publish(0)
         await stage.held(0, "dead")
         stage.publish(1)
@@ -143,19 +133,17 @@ def test_when_all_have_died_the_next_that_joins_gets_the_newest_version() -> Non
         stage.publish(2)
         await stage.publisher.admit(joiner.name, joiner)
         await stage.held(2, "rollout-1")
+    assert [version for version, _ in stage.desk.announced] == [0, 1, 2]
 
-    assert [version for version, _ in on_stage([Participant("dead", dies_at=1)], scene).announced] == [0, 1, 2]
 
-
-def test_one_that_is_dismissed_is_not_waited_for_by_the_next_version() -> None:
+async def test_one_that_is_dismissed_is_not_waited_for_by_the_next_version() -> None:
     rest, gone = Participant("rollout-0"), Participant("gone")
 
-    async def scene(stage: Stage) -> None:
+    async with on_stage(rest, gone) as stage:
         stage.publish(0)
         await stage.held(0, "rollout-0", "gone")
         stage.publisher.remove_engine("gone")
         stage.publish(1)
         await stage.held(1, "rollout-0")
-
-    assert on_stage([rest, gone], scene).lost == []
+    assert stage.desk.lost == []
     assert gone.received == [0]

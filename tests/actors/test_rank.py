@@ -101,9 +101,11 @@ async def fetched(made: Rank, size: int, weights: bool = False, start: int = 0) 
     return batch
 
 
-async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, Engine]:
-    engine = Engine(rank)
-    made = Rank(ParallelLayout(rank, world), lambda: engine, LocalStore(), paired)  # type: ignore[arg-type,return-value]
+async def started(
+    rank: int, world: int, paired: bool = False, engine: Engine | None = None, store: LocalStore | None = None
+) -> tuple[Rank, Engine]:
+    engine = engine or Engine(rank)
+    made = Rank(ParallelLayout(rank, world), lambda: engine, store or LocalStore(), paired)  # type: ignore[arg-type,return-value]
     await made.setup(None, None)
     return made, engine
 
@@ -120,121 +122,96 @@ async def started(rank: int, world: int, paired: bool = False) -> tuple[Rank, En
         (0, 3, 10, [2]),
     ],
 )
-def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
+async def test_samples_are_dealt_round_robin_with_everything_that_is_theirs(
     rank: int, world: int, start: int, own: list[int], weights: bool
 ) -> None:
-    async def main() -> None:
-        made, engine = await started(rank, world)
-        await made.accumulate(await fetched(made, 5, weights, start), 0.25)
-        [(_, group)] = engine.groups
-        assert group.group == 9
-        assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
-        assert [*group.staleness] == [(i, i + 1) for i in own]
-        assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
-        assert (group.size, group.counts) == (5, True)
-        assert engine.calls[-1] == "accumulate 0.25"
-
-    asyncio.run(main())
+    made, engine = await started(rank, world)
+    await made.accumulate(await fetched(made, 5, weights, start), 0.25)
+    [(_, group)] = engine.groups
+    assert group.group == 9
+    assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == own
+    assert [*group.staleness] == [(i, i + 1) for i in own]
+    assert group.weights == (tuple((float(i), float(i)) for i in own) if weights else None)
+    assert (group.size, group.counts) == (5, True)
+    assert engine.calls[-1] == "accumulate 0.25"
 
 
-@pytest.mark.parametrize(("rank", "start", "own"), [(1, 0, [1]), (2, 0, None), (2, 2, [0]), (1, 2, None)])
-def test_a_rank_without_a_sample_takes_one_that_does_not_count(rank: int, start: int, own: list[int] | None) -> None:
-    async def main() -> None:
-        made, engine = await started(rank, 4)
-        await made.accumulate(await fetched(made, 2, True, start), 1.0)
-        [(_, group)] = engine.groups
-        assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == (own or [0])
-        assert (len(group.staleness), len(group.weights or ()), group.size) == (1, 1, 2)
-        assert group.counts == (own is not None)
-
-    asyncio.run(main())
-
-
-def test_both_samples_of_a_pair_go_to_every_rank() -> None:
-    async def main() -> None:
-        for rank in range(3):
-            made, engine = await started(rank, 3, paired=True)
-            await made.accumulate(await fetched(made, 2, start=2 * rank), 1.0)
-            [(_, group)] = engine.groups
-            assert group.counts
-            assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == [0, 1]
-
-    asyncio.run(main())
-
-
-def test_a_look_at_a_group_finds_the_drift_of_the_ranks_own_samples() -> None:
-    async def main() -> None:
-        made, engine = await started(1, 2)
-        assert [drift.log_ratio for drift in await made.recompute_proximal(await fetched(made, 4))] == [(1.0,), (3.0,)]
-        assert [kind for kind, _ in engine.groups] == ["proximal"]
-
-    asyncio.run(main())
+@pytest.mark.parametrize(
+    ("rank", "start", "paired", "own"),
+    [
+        (1, 0, False, [1]),
+        (2, 0, False, None),
+        (2, 2, False, [0]),
+        (1, 2, False, None),
+        *((rank, 2 * rank, True, [0, 1]) for rank in range(4)),
+    ],
+)
+async def test_a_rank_without_a_sample_takes_one_that_does_not_count_and_of_a_pair_every_rank_takes_both(
+    rank: int, start: int, paired: bool, own: list[int] | None
+) -> None:
+    made, engine = await started(rank, 4, paired)
+    batch = await fetched(made, 2, True, start)
+    drifts = await made.recompute_proximal(batch)
+    await made.accumulate(batch, 1.0)
+    [(_, _), (_, group)] = engine.groups
+    taken = own or [0]
+    assert [*group.trajectories] == [*group.advantages] == [*group.seeds] == taken
+    assert [drift.log_ratio for drift in drifts] == [(float(i),) for i in taken]
+    assert (len(group.staleness), len(group.weights or ()), group.size) == (len(taken), len(taken), 2)
+    assert group.counts == (own is not None)
 
 
 # ---- groups that are read --------------------------------------------------------------------------------------------
 
 
-def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
-    async def main() -> None:
-        store, engine = LossyStore("b"), Engine(1)  # another rank's
-        made = Rank(ParallelLayout(1, 2), lambda: engine, store)  # type: ignore[arg-type,return-value]
-        await made.setup(None, None)
-        await made.fetch(9, ["b", 1, "b", 3], 0)
-        store.lost = {1, 3}
-        batch = make_batch(4)
-        await made.recompute_proximal(batch)
-        await made.accumulate(batch, 1.0)
-        await made.discard()
-        await made.accumulate(batch, 1.0)
-        assert [(kind, [*group.trajectories]) for kind, group in engine.groups] == [
-            ("proximal", [1, 3]),
-            ("accumulate", [1, 3]),
-            ("accumulate", [1, 3]),
-        ]
-
-    asyncio.run(main())
+async def test_a_rank_reads_its_own_share_of_a_group_once_and_computes_with_it_as_often_as_it_is_asked() -> None:
+    store = LossyStore("b")  # another rank's
+    made, engine = await started(1, 2, store=store)
+    await made.fetch(9, ["b", 1, "b", 3], 0)
+    store.lost = {1, 3}
+    batch = make_batch(4)
+    await made.recompute_proximal(batch)
+    await made.accumulate(batch, 1.0)
+    await made.discard()
+    await made.accumulate(batch, 1.0)
+    assert [(kind, [*group.trajectories]) for kind, group in engine.groups] == [
+        ("proximal", [1, 3]),
+        ("accumulate", [1, 3]),
+        ("accumulate", [1, 3]),
+    ]
 
 
-def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
-    async def main() -> None:
-        made, _ = await started(0, 1)
-        first, second = make_batch(2), replace(make_batch(2), group=10)
-        await made.fetch(9, range(2), 0)
-        await made.fetch(10, range(2), 0)
+async def test_a_group_is_kept_until_the_step_it_went_into_and_no_longer() -> None:
+    made, _ = await started(0, 1)
+    first, second = make_batch(2), replace(make_batch(2), group=10)
+    await made.fetch(9, range(2), 0)
+    await made.fetch(10, range(2), 0)
+    await made.accumulate(first, 1.0)
+    await made.step(1.0)
+    with pytest.raises(KeyError):
         await made.accumulate(first, 1.0)
-        await made.step(1.0)
-        with pytest.raises(KeyError):
-            await made.accumulate(first, 1.0)
-        await made.accumulate(second, 1.0)  # fetched, and not in that step
-        await made.step(1.0)
-        with pytest.raises(KeyError):
-            await made.recompute_proximal(second)
-
-    asyncio.run(main())
+    await made.accumulate(second, 1.0)  # fetched, and not in that step
+    await made.step(1.0)
+    with pytest.raises(KeyError):
+        await made.recompute_proximal(second)
 
 
-def test_a_group_that_was_not_read_is_an_error_and_one_that_cannot_be_is_lost() -> None:
-    async def main() -> None:
-        made = Rank(ParallelLayout(0, 1), Engine, LossyStore(1))  # type: ignore[arg-type]
-        await made.setup(None, None)
-        with pytest.raises(KeyError):
-            await made.recompute_proximal(make_batch(2))
-        with pytest.raises(ObjectLost, match="1 is gone"):
-            await made.fetch(9, range(2), 0)
-        with pytest.raises(KeyError):
-            await made.accumulate(make_batch(2), 1.0)
-
-    asyncio.run(main())
+async def test_a_group_that_was_not_read_is_an_error_and_one_that_cannot_be_is_lost() -> None:
+    made = Rank(ParallelLayout(0, 1), Engine, LossyStore(1))  # type: ignore[arg-type]
+    await made.setup(None, None)
+    with pytest.raises(KeyError):
+        await made.recompute_proximal(make_batch(2))
+    with pytest.raises(ObjectLost, match="1 is gone"):
+        await made.fetch(9, range(2), 0)
+    with pytest.raises(KeyError):
+        await made.accumulate(make_batch(2), 1.0)
 
 
-def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
-    async def main() -> None:
-        made, engine = await started(0, 1)
-        await asyncio.gather(made.step(1.0), made.discard(), made.step(2.0), made.begin_save("folder"), made.step(3.0))
-        assert engine.calls == ["setup", "step 1.0", "discard", "step 2.0", "save folder", "step 3.0"]
-        assert len(engine.threads) == 1 and threading.current_thread().name not in engine.threads
-
-    asyncio.run(main())
+async def test_all_work_is_done_in_one_thread_in_the_order_it_was_asked_for() -> None:
+    made, engine = await started(0, 1)
+    await asyncio.gather(made.step(1.0), made.discard(), made.step(2.0), made.begin_save("folder"), made.step(3.0))
+    assert engine.calls == ["setup", "step 1.0", "discard", "step 2.0", "save folder", "step 3.0"]
+    assert len(engine.threads) == 1 and threading.current_thread().name not in engine.threads
 
 
 def content(snapshot: Snapshot | None) -> float:
@@ -245,31 +222,21 @@ def content(snapshot: Snapshot | None) -> float:
     return float(tensor[0])
 
 
-def test_a_snapshot_stays_as_it_is_until_it_is_released() -> None:
-    async def main() -> None:
-        made, engine = await started(0, 1)
-        first, second = await made.export(1), await made.export(2)
-        assert (content(first), content(second)) == (1.0, 2.0)
-        second.release()
-        third = await made.export(3)
-        assert (content(first), content(third)) == (1.0, 3.0)
-        assert third.buckets[0] is not second.buckets[0]
-        assert np.shares_memory(third.buckets[0], second.buckets[0])
-        assert len(engine.sets) == 2
-
-    asyncio.run(main())
-
-
-def test_released_memory_is_used_for_every_later_version() -> None:
-    async def main() -> None:
-        made, engine = await started(0, 1)
-        for version in range(5):
-            snapshot = await made.export(version)
-            assert content(snapshot) == version
-            snapshot.release()
-        assert len(engine.sets) == 1
-
-    asyncio.run(main())
+async def test_a_snapshot_stays_as_it_is_until_it_is_released() -> None:
+    made, engine = await started(0, 1)
+    first, second = await made.export(1), await made.export(2)
+    assert (content(first), content(second)) == (1.0, 2.0)
+    second.release()
+    third = await made.export(3)
+    assert (content(first), content(third)) == (1.0, 3.0)
+    assert third.buckets[0] is not second.buckets[0]
+    assert np.shares_memory(third.buckets[0], second.buckets[0])
+    assert len(engine.sets) == 2
+    for version in range(4, 8):
+        third.release()
+        third = await made.export(version)
+        assert content(third) == version
+    assert len(engine.sets) == 2, "released memory is used for every later version"
 
 
 class CopyingStore(LocalStore):
@@ -279,91 +246,71 @@ class CopyingStore(LocalStore):
         return value.copy()
 
 
-def test_another_rank_shares_the_rows_it_exported_and_uses_their_memory_again() -> None:
-    async def main() -> None:
-        engine = Engine(1)
-        made = Rank(ParallelLayout(1, 2), lambda: engine, CopyingStore())  # type: ignore[arg-type,return-value]
-        await made.setup(None, None)
-        for version in (2, 3):
-            assert await made.export(version) is None
-            shared = await made.share(version)
-            assert [spec.name for spec in shared.tensors] == ["t"]
-            assert torch.equal(torch.from_numpy(shared.references[0]).view(torch.float32), torch.full((4,), version))
-        assert len(engine.sets) == 1
-        with pytest.raises(KeyError):
-            await made.share(3)
-
-    asyncio.run(main())
+async def test_another_rank_shares_the_rows_it_exported_and_uses_their_memory_again() -> None:
+    made, engine = await started(1, 2, store=CopyingStore())
+    for version in (2, 3):
+        assert await made.export(version) is None
+        shared = await made.share(version)
+        assert [spec.name for spec in shared.tensors] == ["t"]
+        assert torch.equal(torch.from_numpy(shared.references[0]).view(torch.float32), torch.full((4,), version))
+    assert len(engine.sets) == 1
+    with pytest.raises(KeyError):
+        await made.share(3)
 
 
-def test_another_rank_copies_no_further_version_out_while_one_is_being_shared() -> None:
-    async def main() -> None:
-        engine, opened = Engine(1), asyncio.Event()
+async def test_another_rank_copies_no_further_version_out_while_one_is_being_shared() -> None:
+    engine, opened = Engine(1), asyncio.Event()
 
-        class Slow(CopyingStore):
-            async def put(self, value: Any) -> Any:
-                await opened.wait()
-                if fails:
-                    raise OSError("the store is full")
-                return await super().put(value)
-
-        for fails in (False, True):
-            made = Rank(ParallelLayout(1, 2), lambda: engine, Slow())  # type: ignore[arg-type,return-value]
-            await made.setup(None, None)
-            await made.export(2)
-            sharing = asyncio.create_task(made.share(2))
-            following = asyncio.create_task(made.export(3))
-            await asyncio.sleep(0.01)
-            assert not following.done()
-            opened.set()
-            await following
+    class Slow(CopyingStore):
+        async def put(self, value: Any) -> Any:
+            await opened.wait()
             if fails:
-                with pytest.raises(OSError, match="full"):
-                    await sharing
-            else:
-                assert (await sharing).tensors
-            assert len(engine.sets) == 1, "the memory is used again, also of what could not be put"
-            engine.sets.clear()
-            opened.clear()
+                raise OSError("the store is full")
+            return await super().put(value)
 
-    asyncio.run(main())
-
-
-def test_a_rank_that_holds_a_further_copy_of_the_weights_exports_nothing() -> None:
-    async def main() -> None:
-        engine = Engine(1, spare=True)
-        made = Rank(ParallelLayout(1, 2), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
-        await made.setup(None, None)
-        assert await made.export(2) is None
-        assert engine.calls[-1] == "snapshot 2"
-        with pytest.raises(KeyError):
-            await made.share(2)
-
-    asyncio.run(main())
+    for fails in (False, True):
+        made, _ = await started(1, 2, engine=engine, store=Slow())
+        await made.export(2)
+        sharing = asyncio.create_task(made.share(2))
+        following = asyncio.create_task(made.export(3))
+        await asyncio.sleep(0.01)
+        assert not following.done()
+        opened.set()
+        await following
+        if fails:
+            with pytest.raises(OSError, match="full"):
+                await sharing
+        else:
+            assert (await sharing).tensors
+        assert len(engine.sets) == 1, "the memory is used again, also of what could not be put"
+        engine.sets.clear()
+        opened.clear()
 
 
-def test_a_checkpoint_is_read_after_the_model_with_what_was_kept_beside_it(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = Engine()
-        made = Rank(ParallelLayout(0, 1), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
-        folder = tmp_path / "update-000003"
-        folder.mkdir()
-        write_state(folder, State(ControlState(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))
-        await made.setup(str(folder), None)
-        assert engine.calls == ["setup", "load update-000003 {'optimizer_steps': 7}"]
-
-    asyncio.run(main())
+async def test_a_rank_that_holds_a_further_copy_of_the_weights_exports_nothing() -> None:
+    made, engine = await started(1, 2, engine=Engine(1, spare=True))
+    assert await made.export(2) is None
+    assert engine.calls[-1] == "snapshot 2"
+    with pytest.raises(KeyError):
+        await made.share(2)
 
 
-def test_the_ranks_thread_is_free_while_a_checkpoint_is_written() -> None:
-    async def main() -> None:
-        made, engine = await started(0, 1)
-        assert await made.begin_save("folder") == {"optimizer_steps": 7}
-        written = asyncio.create_task(made.end_save())
-        await made.step(1.0)
-        assert not written.done()
-        engine.saving.set_exception(OSError("no space left on device"))
-        with pytest.raises(OSError, match="no space"):
-            await written
+async def test_a_checkpoint_is_read_after_the_model_with_what_was_kept_beside_it(tmp_path: Path) -> None:
+    engine = Engine()
+    made = Rank(ParallelLayout(0, 1), lambda: engine, LocalStore())  # type: ignore[arg-type,return-value]
+    folder = tmp_path / "update-000003"
+    folder.mkdir()
+    write_state(folder, State(ControlState(version=3), "qwen_image", "flow_grpo", {"optimizer_steps": 7}))
+    await made.setup(str(folder), None)
+    assert engine.calls == ["setup", "load update-000003 {'optimizer_steps': 7}"]
 
-    asyncio.run(main())
+
+async def test_the_ranks_thread_is_free_while_a_checkpoint_is_written() -> None:
+    made, engine = await started(0, 1)
+    assert await made.begin_save("folder") == {"optimizer_steps": 7}
+    written = asyncio.create_task(made.end_save())
+    await made.step(1.0)
+    assert not written.done()
+    engine.saving.set_exception(OSError("no space left on device"))
+    with pytest.raises(OSError, match="no space"):
+        await written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -57,68 +56,49 @@ class Told(Service):
         raise RuntimeError("and closing fails, too")
 
 
-def play(story: Coroutine[Any, Any, None]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(5):
-            await story
-
-    asyncio.run(main())
-
-
-def test_it_serves_until_the_run_is_over() -> None:
-    async def story() -> None:
-        desk, service = Desk(), Told()
-        host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
-        await host.start()
-        assert desk.addresses.known == {"judge-0": "here:1"}
-        running = asyncio.ensure_future(host.run())
-        await asyncio.sleep(0)
-        desk.over.set()
-        await running
-        assert service.told == ["close"]
-
-    play(story())
+async def test_it_serves_until_the_run_is_over() -> None:
+    desk, service = Desk(), Told()
+    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+    await host.start()
+    assert desk.addresses.known == {"judge-0": "here:1"}
+    running = asyncio.ensure_future(host.run())
+    await asyncio.sleep(0)
+    desk.over.set()
+    await running
+    await host.close()
+    assert service.told == ["close"], "once"
 
 
-def test_one_that_ends_before_the_run_counts_as_lost() -> None:
-    async def story() -> None:
-        service = Told()
-        host = ServiceHost("judge-0", service, Desk())  # type: ignore[arg-type]
-        await host.start()
-        service.ends.set()
-        with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
-            await host.run()
-        assert service.told == ["close"]
-
-    play(story())
+async def test_one_that_ends_before_the_run_counts_as_lost() -> None:
+    service = Told()
+    host = ServiceHost("judge-0", service, Desk())  # type: ignore[arg-type]
+    await host.start()
+    service.ends.set()
+    with pytest.raises(ServiceEnded, match="judge-0: its service ended before the run"):
+        await host.run()
+    assert service.told == ["close"]
 
 
-def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to_nobody() -> None:
-    async def story() -> None:
-        desk, service = Desk(), Told()
-        host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
-        await host.start()
-        running = asyncio.ensure_future(host.run())
-        await asyncio.sleep(0)
-        await host.leave()
-        assert desk.addresses.known == {}
-        await service.draining.wait()
-        assert service.told == ["drain"] and not running.done()
-        service.drained.set()
-        await running
-        assert service.told == ["drain", "close"]
-
-    play(story())
+async def test_one_that_leaves_finishes_what_it_has_while_its_address_is_told_to_nobody() -> None:
+    desk, service = Desk(), Told()
+    host = ServiceHost("judge-0", service, desk)  # type: ignore[arg-type]
+    await host.start()
+    running = asyncio.ensure_future(host.run())
+    await asyncio.sleep(0)
+    await host.leave()
+    assert desk.addresses.known == {}
+    await service.draining.wait()
+    assert service.told == ["drain"] and not running.done()
+    service.drained.set()
+    await running
+    assert service.told == ["drain", "close"]
 
 
 @pytest.mark.parametrize(
     ("address", "said"), [(OSError("no port"), "judge-0 did not start: OSError: no port"), (8080, "a text, got int")]
 )
-def test_one_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
-    async def story() -> None:
-        desk, service = Desk(), Told(address)
-        with pytest.raises((ServiceNotStarted, TypeError), match=said):
-            await ServiceHost("judge-0", service, desk).start()  # type: ignore[arg-type]
-        assert service.told == ["close"] and desk.addresses.known == {}
-
-    play(story())
+async def test_one_that_does_not_start_is_closed_and_has_no_address(address: Any, said: str) -> None:
+    desk, service = Desk(), Told(address)
+    with pytest.raises((ServiceNotStarted, TypeError), match=said):
+        await ServiceHost("judge-0", service, desk).start()  # type: ignore[arg-type]
+    assert service.told == ["close"] and desk.addresses.known == {}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from actor_world import AccountingRank, Desk, LossyStore, failure_of, make_config, make_group, play, settle
+from actor_world import AccountingRank, Desk, LossyStore, failure_of, make_config, make_group
 from tensordict import TensorDict
 
 from omni_async.actors.plan import plan_updates
@@ -23,6 +23,7 @@ from omni_async.control.control_state import ControlState, Unfinished
 from omni_async.store import LocalStore, ObjectStore
 from omni_async.types import ReadyGroup
 from omni_async.weights.snapshot import Snapshot
+from tests.loops import play, settle
 
 
 class Publications:
@@ -104,18 +105,15 @@ class Stage:
         return read_state(self.folder / name)
 
 
-def test_version_0_is_published_before_anything_is_trained(tmp_path):
-    stage = Stage(tmp_path, 0).play()
-    assert stage.publications.versions == [0]
-    assert stage.desk.log[:3] == ["withdraw", "export 0", "publish 0"]
-    assert not stage.desk.updates
-
-
-@pytest.mark.parametrize(("every", "published"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
-def test_it_publishes_every_k_updates_and_at_the_end(tmp_path, every, published):
-    stage = Stage(tmp_path, 8, **{"weights.publish_every": every}).play()
+@pytest.mark.parametrize(
+    ("groups", "every", "published"), [(0, 1, [0]), (8, 1, [0, 1, 2, 3, 4]), (8, 2, [0, 2, 4]), (8, 3, [0, 3, 4])]
+)
+def test_it_publishes_the_first_version_every_k_updates_and_the_last(tmp_path, groups, every, published):
+    stage = Stage(tmp_path, groups, **{"weights.publish_every": every}).play()
     assert stage.publications.versions == published
-    assert [report.version for report in stage.desk.updates] == [1, 2, 3, 4]
+    assert [report.version for report in stage.desk.updates] == [*range(1, groups // 2 + 1)]
+    assert [report.groups for report in stage.desk.updates] == [(i, i + 1) for i in range(0, groups, 2)]
+    assert {"export"} <= {span.kind for span in stage.desk.spans} <= {"export", "train", "checkpoint", "starved"}
 
 
 def test_an_update_is_reported_before_its_version_is_published_and_published_before_it_is_saved(tmp_path):
@@ -124,26 +122,12 @@ def test_an_update_is_reported_before_its_version_is_published_and_published_bef
     assert log == [*publish[0], "accumulate", "accumulate", "step", "update 1", *publish[1], "save update-000001"]
 
 
-def test_a_version_that_waits_to_be_published_is_withdrawn_before_its_memory_is_needed(tmp_path):
-    log = Stage(tmp_path, 8).play().desk.log
-    assert [log[at - 1] for at, line in enumerate(log) if line.startswith("export")] == ["withdraw"] * 5
-
-
-def test_the_publisher_runs_beside_it(tmp_path):
+async def test_the_publisher_runs_beside_it_and_engines_that_come_and_go_are_its_affair(tmp_path):
     stage = Stage(tmp_path, 0)
-    play(stage.trainer.run_publisher())
-    assert stage.desk.log == ["run publisher"]
-
-
-def test_engines_that_come_and_go_are_the_publishers_affair(tmp_path):
-    stage = Stage(tmp_path, 0)
-
-    async def main() -> None:
-        await stage.trainer.admit("rollout-1", object())
-        await stage.trainer.remove_engine("rollout-0")
-
-    play(main())
-    assert stage.desk.log == ["admit rollout-1", "remove rollout-0"]
+    await stage.trainer.run_publisher()
+    await stage.trainer.admit("rollout-1", object())
+    await stage.trainer.remove_engine("rollout-0")
+    assert stage.desk.log == ["run publisher", "admit rollout-1", "remove rollout-0"]
 
 
 # ---- groups that cannot be read --------------------------------------------------------------------------------------
@@ -175,24 +159,15 @@ def test_a_group_that_does_not_come_again_before_the_run_ends_is_not_trained(tmp
     assert stage.kept == ["update-000001"]
 
 
-def test_an_update_says_which_groups_it_was_made_of(tmp_path):
-    stage = Stage(tmp_path, 8).play()
-    assert [report.groups for report in stage.desk.updates] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert "loss" in stage.desk.updates[0].metrics
-
-
-def test_it_saves_every_k_updates_and_keeps_the_newest(tmp_path):
-    stage = Stage(tmp_path, 14, **{"trainer.updates": 7, "checkpoint.every": 2, "checkpoint.keep": 2}).play()
+@pytest.mark.parametrize(("updates", "saves"), [(7, [2, 4, 6, 7]), (4, [2, 4])])
+def test_it_saves_every_k_updates_and_the_last_once_and_keeps_the_newest(tmp_path, updates, saves):
+    changes = {"trainer.updates": updates, "checkpoint.every": 2, "checkpoint.keep": 2}
+    stage = Stage(tmp_path, 2 * updates, **changes).play()
     saved = [line for line in stage.desk.log if line.startswith("save")]
-    assert saved == [f"save update-{version:06d}" for version in (2, 4, 6, 7)]
-    assert stage.kept == ["update-000006", "update-000007"]
-    state = stage.state("update-000007")
-    assert (state.version, state.control.next_group, state.engine) == (7, 77, {"theta": stage.ranks[0].theta})
-
-
-def test_the_last_update_is_not_saved_twice(tmp_path):
-    stage = Stage(tmp_path, 8, **{"checkpoint.every": 4}).play()
-    assert [line for line in stage.desk.log if line.startswith("save")] == ["save update-000004"]
+    assert saved == [f"save update-{version:06d}" for version in saves]
+    assert stage.kept == [f"update-{version:06d}" for version in saves[-2:]]
+    state = stage.state(stage.kept[-1])
+    assert (state.version, state.control.next_group, state.engine) == (updates, 77, {"theta": stage.ranks[0].theta})
 
 
 def test_an_early_end_stops_it_and_leaves_a_checkpoint_of_the_last_whole_update(tmp_path):
@@ -277,39 +252,25 @@ def test_the_rewards_of_an_update_that_was_cut_off_are_not_remembered(tmp_path):
     assert sorted(rule["reward_history"]) == ["0", "1"]
 
 
-def test_rewards_are_remembered_only_where_that_was_asked_for(tmp_path):
-    assert "reward_history" not in Stage(tmp_path, 8).play().state("update-000004").rule
-
-
-def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
+async def test_a_history_that_no_trainer_wrote_is_refused(tmp_path):
     write_state(
         tmp_path, State(ControlState(version=1), "qwen_image", "flow_grpo", rule={"reward_history": {"3": [0, 1.0]}})
     )
     stage = Stage(tmp_path / "new", 0, **TRACKED, **{"checkpoint.resume": str(tmp_path)})
 
-    async def main() -> None:
-        assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
-
-    play(main())
+    assert "reward history of prompt 3" in str(await failure_of(stage.trainer.start()))
 
 
 # ---- engine and trainer ----------------------------------------------------------------------------------------------
 
 
-def warnings(stage: Stage) -> list[str]:
-    return [phase for phase in stage.desk.phases if phase.startswith("warning")]
-
-
 def test_an_engine_that_computes_something_else_is_told_of_update_by_update(tmp_path):
     found = [{"engine_mismatch_nats": nats} for nats in (0.02, 1.7, 1.0, 31.4159)]
-    first, second = warnings(Stage(tmp_path, 8, metrics=found).play())
+    stage = Stage(tmp_path, 10, metrics=found, **{"trainer.updates": 5}).play()  # the last says nothing of it
+    first, second = (phase for phase in stage.desk.phases if phase.startswith("warning"))
     assert "update 2: engine and trainer differ by up to 1.7 nats on samples of the same weights" in first
     assert "update 4: engine and trainer differ by up to 31 nats" in second
-
-
-def test_small_differences_and_none_at_all_are_not_worth_a_word(tmp_path):
-    assert warnings(Stage(tmp_path / "small", 8, metrics=[{"engine_mismatch_nats": 1.0}] * 4).play()) == []
-    assert warnings(Stage(tmp_path / "none", 8).play()) == []
+    assert "reward_history" not in stage.state("update-000005").rule, "that was not asked for"
 
 
 def test_several_ranks_meet_at_one_address(tmp_path):
@@ -334,11 +295,6 @@ def test_rows_of_another_rank_are_asked_for_once_per_export_and_found_by_the_pub
 def test_only_ranks_of_the_first_copy_of_the_weights_are_asked_for_rows(tmp_path):
     stage = Stage(tmp_path, 2, ranks=4, **{"trainer.updates": 1, "trainer.shard": 2}).play()
     assert ["share 1" in rank.log for rank in stage.ranks] == [False, True, False, False]
-
-
-def test_waits_for_groups_are_told_apart_from_training(tmp_path):
-    stage = Stage(tmp_path, 8).play()
-    assert {"export", "train", "checkpoint"} <= {span.kind for span in stage.desk.spans}
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -378,7 +334,7 @@ def test_a_ready_group_whose_trajectories_are_gone_is_kept_as_unfinished(tmp_pat
     assert state.control.unfinished == (Unfinished(8),)
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_in_it(tmp_path):
+async def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_in_it(tmp_path):
     stage = Stage(tmp_path, 6, prompts=1, **TRACKED, **{"trainer.updates": 3, "checkpoint.every": 1})
     writing, written = asyncio.Event(), asyncio.Event()
     end_save = stage.ranks[0].end_save
@@ -390,27 +346,27 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_of_that_is_i
 
     stage.ranks[0].end_save = slowly
 
-    async def main() -> None:
-        await stage.trainer.start()
-        run = asyncio.create_task(stage.trainer.run())
-        await settle()
-        await writing.wait()
-        await settle()
-        assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, (
-            "one at a time, beside the next update"
-        )
-        written.set()
-        await run
-
-    play(main())
+    await stage.trainer.start()
+    run = asyncio.create_task(stage.trainer.run())
+    await settle()
+    await writing.wait()
+    await settle()
+    assert "update 2" in stage.desk.log and "save update-000002" not in stage.desk.log, (
+        "one at a time, beside the next update"
+    )
+    written.set()
+    await run
     assert stage.kept == ["update-000001", "update-000002", "update-000003"]
     remembered = [stage.state(name).rule["reward_history"]["0"][0] for name in stage.kept]
     assert remembered == [8, 16, 24], "rewards of the updates up to the checkpoint's"
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):
+@pytest.mark.parametrize(("failed", "why"), [(1, "OSError: no space left on device"), (2, "FileExistsError")])
+def test_a_checkpoint_that_cannot_be_begun_or_written_is_told_and_tried_again(tmp_path, failed, why):
     stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
-    stage.ranks[0].disk_is_full = True
+    stage.ranks[0].disk_is_full = failed == 1
+    if failed == 2:
+        (tmp_path / ".update-000002.partial").write_text("in the way of a folder")
     phase = stage.desk.phase
 
     async def record(text: str) -> None:
@@ -420,20 +376,12 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_tried_again(tmp_path):
     stage.desk.phase = record
     stage.play()
     (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
-    assert "checkpoint update-000001 could not be written (OSError: no space left on device)" in warning
-    assert stage.kept == ["update-000002", "update-000003"]
+    assert f"checkpoint update-{failed:06d} could not be written ({why}" in warning
+    kept = [f"update-{version:06d}" for version in (1, 2, 3) if version != failed]
+    assert [name for name in stage.kept if not name.startswith(".")] == kept
 
 
-def test_a_checkpoint_that_cannot_even_be_begun_is_told_and_tried_again(tmp_path):
-    stage = Stage(tmp_path, 6, **{"trainer.updates": 3, "checkpoint.every": 1})
-    (tmp_path / ".update-000002.partial").write_text("in the way of a folder")
-    stage.play()
-    (warning,) = [text for text in stage.desk.phases if text.startswith("warning")]
-    assert "checkpoint update-000002 could not be written (FileExistsError" in warning
-    assert [name for name in stage.kept if not name.startswith(".")] == ["update-000001", "update-000003"]
-
-
-def test_what_a_failed_checkpoint_has_written_is_removed(tmp_path):
+def test_the_last_checkpoint_has_to_succeed_and_what_a_failed_one_has_written_is_removed(tmp_path):
     stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
     stage.ranks[0].disk_is_full = True
     with pytest.raises(OSError, match="no space left on device"):
@@ -473,8 +421,17 @@ def test_a_failed_update_lets_the_checkpoint_that_is_being_written_be_finished(t
     assert stage.kept == ["update-000001"]
 
 
-def test_the_last_checkpoint_has_to_succeed(tmp_path):
-    stage = Stage(tmp_path, 2, **{"trainer.updates": 1})
-    stage.ranks[0].disk_is_full = True
-    with pytest.raises(OSError, match="no space left on device"):
-        stage.play()
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_preempted_trainer_gives_its_update_up_between_groups_or_at_its_end_and_saves(tmp_path, group):
+    stage = Stage(tmp_path, 4, **{"trainer.streaming": "off", "trainer.updates": 2})
+    fetch, fetched = stage.ranks[0].fetch, list[int]()
+
+    async def fetch_and_preempt(*arguments: Any) -> None:
+        await fetch(*arguments)
+        fetched.append(arguments[0])
+        if len(fetched) == group:
+            await stage.trainer.preempt()
+
+    stage.ranks[0].fetch = fetch_and_preempt
+    stage.play()
+    assert len(fetched) == group and stage.desk.updates == [] and stage.kept == ["update-000000"]

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from actor_world import AccountingRank, make_config, make_group
+from actor_world import AccountingRank, make_config, make_group, run_update
 from hypothesis import given
 from hypothesis import strategies as st
-from update_world import run_update
 
 from omni_async.types import SampleDrift
 

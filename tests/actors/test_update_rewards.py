@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
-from actor_world import AccountingRank, make_config, make_group
-from update_world import REWARDS, make_update, run_update
+from actor_world import REWARDS, AccountingRank, make_config, make_group, make_update, run_update
 
 from omni_async.algorithms.history import RewardHistory
 
@@ -31,27 +28,16 @@ def table() -> torch.Tensor:
     return torch.tensor(VALUES, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("std", ["group", "global"])
-def test_advantages_of_each_scorer_are_summed_by_weight(std):
-    found, rank = several("advantages", std)
-    deviation = table().std(1, keepdim=True) if std == "group" else table().reshape(8, 2).std(0)
+@pytest.mark.parametrize(("aggregate", "std"), [("advantages", "group"), ("advantages", "global"), ("gdpo", "global")])
+def test_advantages_of_each_scorer_are_summed_by_weight_and_gdpo_whitens_that_over_the_update(aggregate, std):
+    found, rank = several(aggregate, std)
+    over_the_update = aggregate == "advantages" and std == "global"
+    deviation = table().reshape(8, 2).std(0) if over_the_update else table().std(1, keepdim=True)
     each = (table() - table().mean(1, keepdim=True)) / (deviation + 1e-4)
-    torch.testing.assert_close(found, 2 * each[..., 0] - 0.5 * each[..., 1], rtol=1e-10, atol=1e-12)
-    assert rank.log.index("step") == 2
-
-
-def test_gdpo_whitens_that_over_the_update():
-    found, _ = several("gdpo", "global")
-    each = (table() - table().mean(1, keepdim=True)) / (table().std(1, keepdim=True) + 1e-4)
     summed = 2 * each[..., 0] - 0.5 * each[..., 1]
-    torch.testing.assert_close(found, summed / (summed.std() + 1e-4), rtol=1e-10, atol=1e-12)
-
-
-def test_the_weighted_sum_is_what_counts_otherwise():
-    found, rank = several("rewards", "none")
-    total = table() @ torch.tensor([2.0, -0.5], dtype=torch.float64)
-    torch.testing.assert_close(found, total - total.mean(1, keepdim=True), rtol=1e-10, atol=1e-12)
-    assert rank.log == ["accumulate", "accumulate", "step"]
+    expected = summed / (summed.std() + 1e-4) if aggregate == "gdpo" else summed
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert rank.log.index("step") == 2
 
 
 # ---- a prompt's rewards over the run ---------------------------------------------------------------------------------
@@ -62,29 +48,16 @@ TRACKED = {
 }
 
 
-def test_the_history_learns_of_an_update_when_it_is_finished():
-    async def main() -> None:
-        history = RewardHistory()
-        update = make_update(make_config(**TRACKED), [AccountingRank()], history=history)
-        for number in range(2):
-            await update.add(make_group(number, REWARDS[number], prompt=7))
-            assert history.count(7) == 0
-        await update.finish()
-        assert history.count(7) == 8
-
-    asyncio.run(main())
-
-
-def test_an_abandoned_update_leaves_no_trace_in_the_history():
-    history, config = RewardHistory(), make_config(**TRACKED)
-    asyncio.run(
-        make_update(config, [AccountingRank()], history=history).add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7))
-    )
-    rank = AccountingRank()
-    run_update(config, [rank], [make_group(i, REWARDS[i], prompt=i) for i in range(2)], history=history)
-    mean = sum(REWARDS[0]) / 4
-    assert rank.groups[0] == pytest.approx([r - mean for r in REWARDS[0]])
-    assert history.count(7) == 0
+async def test_the_history_learns_of_an_update_when_it_is_finished_and_nothing_of_an_abandoned_one():
+    history = RewardHistory()
+    abandoned = make_update(make_config(**TRACKED), [AccountingRank()], history=history)
+    await abandoned.add(make_group(0, [9.0, 1.0, 5.0, 5.0], prompt=7))
+    update = make_update(make_config(**TRACKED), [AccountingRank()], history=history)
+    for number in range(2):
+        await update.add(make_group(number, REWARDS[number], prompt=7))
+        assert history.count(7) == 0
+    await update.finish()
+    assert history.count(7) == 8
 
 
 def test_advantages_are_against_all_that_a_prompt_ever_had():
@@ -105,20 +78,6 @@ def test_advantages_are_against_all_that_a_prompt_ever_had():
     assert (history.count(7), history.count(8)) == (12, 4)
 
 
-def test_groups_of_one_prompt_share_their_mean_only_where_prompts_are_tracked():
-    together = [make_group(i, REWARDS[i], prompt=7) for i in range(2)]
-    for tracked in (True, False):
-        rank = AccountingRank()
-        run_update(
-            make_config(**{**TRACKED, "algorithm.advantage": {"track_prompts": tracked, "std": "none"}}),
-            [rank],
-            together,
-        )
-        shared = sum(sum(rewards) for rewards in REWARDS[:2]) / 8
-        expected = [[r - (shared if tracked else sum(rewards) / 4) for r in rewards] for rewards in REWARDS[:2]]
-        assert [a for group in rank.groups for a in group] == pytest.approx([a for group in expected for a in group])
-
-
 def test_every_scorer_has_a_history_of_its_own_where_each_has_advantages_of_its_own():
     history = RewardHistory()
     config = make_config(
@@ -135,3 +94,11 @@ def test_every_scorer_has_a_history_of_its_own_where_each_has_advantages_of_its_
         assert (count, first, second) == pytest.approx(
             (4, sum(a for a, _ in values) / 4, sum(b for _, b in values) / 4)
         )
+
+
+def test_groups_of_one_prompt_have_means_of_their_own_where_prompts_are_not_tracked():
+    rank = AccountingRank()
+    untracked = {"algorithm.advantage": {"std": "none"}, "trainer.groups_per_update": 2}
+    run_update(make_config(**untracked), [rank], [make_group(i, REWARDS[i], prompt=7) for i in range(2)])
+    for advantages, rewards in zip(rank.groups, REWARDS, strict=False):
+        assert advantages == pytest.approx([r - sum(rewards) / 4 for r in rewards])

@@ -3,16 +3,13 @@ their samples."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from actor_world import AccountingRank, make_config, make_group
+from actor_world import REWARDS, AccountingRank, make_config, make_group, make_update, run_update
 from msgspec.structs import replace
-from update_world import REWARDS, make_update, run_update
 
 from omni_async.types import SampleDrift
 
@@ -46,23 +43,6 @@ def weights_of(rank: AccountingRank) -> torch.Tensor:
 
 def effective_sample_size(weights: torch.Tensor) -> float:
     return (weights.sum() ** 2 / (weights.numel() * (weights**2).sum())).item()
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_weights_of_all_groups_and_ranks_go_to_the_samples_they_were_found_on(world):
-    """Checks weights of exp(L) over its mean, which identify the log-ratio they were made of. Rank r holds samples r, r
-    + world, ..."""
-    settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None}
-    ranks, _ = weigh(world, **{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
-    expected = LOG_RATIOS.exp() / LOG_RATIOS.exp().mean()
-    for rank in ranks:
-        assert rank.log == ["proximal", "proximal", "accumulate", "accumulate", "step"]
-        torch.testing.assert_close(weights_of(rank), expected, rtol=1e-12, atol=0)
-    advantages = torch.tensor(REWARDS[:2], dtype=torch.float64)
-    advantages = advantages - advantages.mean(1, keepdim=True)
-    step = (expected * advantages[:, :, None]).mean().item()
-    assert sum(rank.theta for rank in ranks) == pytest.approx(step, rel=1e-12)
-    assert sum(rank.step_weights[0] for rank in ranks) == pytest.approx(1.0)
 
 
 def test_weights_and_advantages_are_given_together_and_the_looks_before_have_neither():
@@ -108,18 +88,21 @@ def test_the_sample_size_is_that_of_the_rows_no_mask_drops(world, denominator):
         torch.testing.assert_close(weights_of(rank), torch.where(kept, tempered, 0.0) * 16 / below, rtol=1e-9, atol=0)
 
 
-def test_the_trajectory_level_gives_every_step_of_a_sample_its_samples_weight():
-    settings = {"mode": "decoupled", "weights": "importance", "level": "trajectory", "normalise": True, "cap": None}
-    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
-    whole = LOG_RATIOS.sum(2, keepdim=True).exp()
-    torch.testing.assert_close(weights_of(rank), (whole / whole.mean()).expand(2, 4, 2), rtol=1e-12, atol=0)
-
-
-def test_log_ratios_per_element_are_divided_by_how_many_there_are():
-    settings = {"mode": "decoupled", "weights": "importance", "log_ratio": "mean", "normalise": True, "cap": None}
-    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
-    weights = (LOG_RATIOS / ELEMENTS).exp()
-    torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ({}, LOG_RATIOS),
+        ({"level": "trajectory"}, LOG_RATIOS.sum(2, keepdim=True)),
+        ({"log_ratio": "mean"}, LOG_RATIOS / ELEMENTS),
+        ({"level": "sequence", "log_ratio": "mean"}, (LOG_RATIOS / ELEMENTS).sum(2, keepdim=True)),
+    ],
+)
+def test_a_level_says_of_which_log_ratio_a_steps_weight_is_made_once_for_all_steps_of_the_optimizer(level, expected):
+    settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None, **level}
+    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1, "trainer.steps_per_update": 2})
+    assert rank.log == ["proximal", "proximal", "accumulate", "step", "accumulate", "step"]
+    weights = (expected.exp() / expected.exp().mean()).expand(2, 4, 2)
+    torch.testing.assert_close(weights_of(rank), weights, rtol=1e-12, atol=0)
 
 
 def test_log_ratios_of_buckets_of_several_sizes_are_each_divided_by_their_own():
@@ -136,20 +119,6 @@ def test_log_ratios_of_buckets_of_several_sizes_are_each_divided_by_their_own():
     run_update(config, [rank], [make_group(i, values) for i, values in enumerate(REWARDS[:2])])
     weights = (LOG_RATIOS / elements).exp()
     torch.testing.assert_close(weights_of(rank), weights / weights.mean(), rtol=1e-12, atol=0)
-
-
-def test_the_sequence_level_sums_log_ratios_per_element_over_steps():
-    settings = {
-        "mode": "decoupled",
-        "weights": "importance",
-        "level": "sequence",
-        "log_ratio": "mean",
-        "normalise": True,
-        "cap": None,
-    }
-    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1})
-    whole = (LOG_RATIOS / ELEMENTS).sum(2, keepdim=True).exp()
-    torch.testing.assert_close(weights_of(rank), (whole / whole.mean()).expand(2, 4, 2), rtol=1e-12, atol=0)
 
 
 def test_masked_rows_weigh_nothing_and_the_others_make_up_for_them():
@@ -183,34 +152,16 @@ def test_an_update_with_every_row_masked_has_no_gradient():
     assert metrics["masked/kappa_nats"] == 1.0
 
 
-def test_weights_of_an_update_are_made_once_for_all_its_steps():
-    settings = {"mode": "decoupled", "weights": "importance", "normalise": True, "cap": None}
-    [rank], _ = weigh(**{"algorithm.correction": settings, "algorithm.kl_coef": 0.1, "trainer.steps_per_update": 2})
-    assert rank.log == ["proximal", "proximal", "accumulate", "step", "accumulate", "step"]
-    torch.testing.assert_close(weights_of(rank), LOG_RATIOS.exp() / LOG_RATIOS.exp().mean(), rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("mode", ["decoupled", "none"])
-def test_several_steps_look_at_every_group_when_it_arrives(mode):
+async def test_several_steps_look_at_every_group_when_it_arrives(mode):
     """Checks that the pass runs before any step: afterwards the policy that the ratio is taken to is gone."""
 
-    async def main() -> None:
-        rank = AccountingRank(drifts=drifts())
-        update = make_update(
-            make_config(**{"algorithm.correction": {"mode": mode}, "trainer.steps_per_update": 2}), [rank]
-        )
-        for number in range(2):
-            await update.add(make_group(number, REWARDS[number]))
-            assert rank.log == ["proximal"] * (number + 1)
-        metrics = await update.finish()
-        assert rank.log == ["proximal"] * 2 + ["accumulate", "step"] * 2
-        assert all(batch.weights is None for batch in rank.batches), "each row's own correction is the rank's to make"
-        assert metrics == {"loss": 1.5}
-
-    asyncio.run(main())
-
-
-def test_the_log_ratios_of_this_page_are_all_different():
-    """Checks the assumption that the tests of weights rely on."""
-    flat = LOG_RATIOS.flatten().tolist()
-    assert all(not math.isclose(a, b) for i, a in enumerate(flat) for b in flat[:i])
+    rank = AccountingRank(drifts=drifts())
+    update = make_update(make_config(**{"algorithm.correction": {"mode": mode}, "trainer.steps_per_update": 2}), [rank])
+    for number in range(2):
+        await update.add(make_group(number, REWARDS[number]))
+        assert rank.log == ["proximal"] * (number + 1)
+    metrics = await update.finish()
+    assert rank.log == ["proximal"] * 2 + ["accumulate", "step"] * 2
+    assert all(batch.weights is None for batch in rank.batches), "each row's own correction is the rank's to make"
+    assert metrics == {"loss": 1.5}

@@ -38,10 +38,11 @@ PROFILE = Profile(
 )
 
 
-def write_recipe(folder: Path, profile: Profile = PROFILE) -> Path:
-    """Writes a recipe whose model, prompts and scorers exist nowhere."""
+def write_recipe(folder: Path, profile: Profile = PROFILE, **sections: Any) -> Path:
+    """Writes a recipe whose model, prompts and scorers exist nowhere, with these changes of its sections."""
+    folder.mkdir(parents=True, exist_ok=True)
     write_profile(folder / "profile.json", profile)
-    recipe = {
+    recipe: dict[str, Any] = {
         "run": {"name": "emulated", "dir": str(folder / "runs"), "runtime": "inprocess"},
         "model": {"pipeline": "no_such_family", "path": "no/such/model"},
         "data": {"prompts": "no/such/prompts.txt"},
@@ -59,6 +60,8 @@ def write_recipe(folder: Path, profile: Profile = PROFILE) -> Path:
         "tracking": {"mlflow": {"enabled": False}},
         "emulation": {"profile": "profile.json"},
     }
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"
 

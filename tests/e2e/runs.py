@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,16 +126,36 @@ def command_line(*arguments: str | Path, timeout: float = 120) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - started)
 
 
-def start(recipe: Path, *settings: str) -> subprocess.Popen[str]:
-    """Starts the command line in a session of its own, so that its process group can be signalled."""
-    return subprocess.Popen(
-        [*COMMAND, str(recipe), *settings],
+@contextlib.contextmanager
+def started(
+    until: str | tuple[str, ...], *arguments: str | Path, stderr: int = subprocess.STDOUT
+) -> Iterator[subprocess.Popen[str]]:
+    """Runs the command line in a session of its own, so that its process group can be signalled.
+
+    Yields it when it has said a line that begins so, and leaves no process of it behind.
+    """
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
+        cwd="/",
         env=ENVIRONMENT,
         start_new_session=True,
     )
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith(until):
+                break
+        else:
+            raise AssertionError(f"it ended without a line that begins with {until}: {''.join(said)}")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def left_behind(recipe: Path, overrides: Sequence[str]) -> Run:

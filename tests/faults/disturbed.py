@@ -4,7 +4,6 @@ do nearly all of the time."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -13,17 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.kill_everything import Job
-from omni_async.performance.profile import Payload, Profile, write_profile
+from omni_async.performance.profile import Payload, Profile
 from omni_async.performance.service import ServiceTime
 from omni_async.runtime.control_socket import ControlError, Request, ask
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.train import train
 from omni_async.tracking.faults import Fault, read_faults
-from omni_async.tracking.files import read_lines
 from omni_async.tracking.summary import Summary
+from tests.e2e.emulation import write_recipe
 from tests.runtime.runtime_world import RememberingConsole
 
 _SHORT = ServiceTime(fixed_s=0.002)
@@ -45,30 +42,16 @@ class Disturbed:
     """A job in a thread of this process, on the Ray of this process or one of its own; `disturb` runs beside it."""
 
     def __init__(self, folder: Path, made: Profile, **sections: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_profile(folder / "profile.json", made)
-        recipe: dict[str, Any] = {
-            "run": {"name": "disturbed", "dir": str(folder / "runs"), "health_timeout_s": 3.0, "restarts": 20},
-            "model": {"pipeline": "none", "path": "none"},
-            "data": {"prompts": "none.txt"},
-            "rollout": {
-                "workers": 2,
-                "group_size": 4,
-                "sampling": {"height": 32, "width": 32},
-                "max_batch": 4,
-                "max_inflight": 8,
-            },
-            "reward": {"workers": 2, "batch": 4, "scorers": [{"name": "none"}]},
+        usual: dict[str, Any] = {
+            "run": {"runtime": "ray", "health_timeout_s": 3.0, "restarts": 20},
+            "reward": {"workers": 2},
             "buffer": {"trajectories": 32, "groups": 16},
             "trainer": {"updates": 100_000, "groups_per_update": 2},
             "checkpoint": {"every": 3},
-            "tracking": {"mlflow": {"enabled": False}},
-            "emulation": {"profile": "profile.json"},
         }
         for name, section in sections.items():
-            recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        self._begin(folder / "recipe.yaml", ())
+            usual[name] = {**usual.get(name, {}), **section} if isinstance(section, dict) else section
+        self._begin(write_recipe(folder, made, **usual), ())
 
     @classmethod
     def of(cls, recipe: Path, *overrides: str) -> Disturbed:
@@ -146,7 +129,4 @@ class Disturbed:
         assert all(line["staleness"] <= 2 for line in ledger if line["event"] == "trained")
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in read_lines(self.job.run / "ledger.jsonl")]
-
-
-__all__ = ["ControlError", "Disturbed", "profile"]
+        return self.job.lines("ledger.jsonl")

@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.kill_everything import RECIPE, Job, main, problems
-from tests.e2e.runs import COMMAND, ENVIRONMENT, check_every_group_ended_once, command_line, left_behind, write_recipe
+from tests.e2e.runs import check_every_group_ended_once, command_line, left_behind, started, write_recipe
 
 UPDATES = 60
 QUICK = ["emulation.time_scale=0.001", f"trainer.updates={UPDATES}", "checkpoint.every=7"]
@@ -80,24 +79,12 @@ def test_without_staleness_the_resumed_weights_are_the_uninterrupted_ones(checkp
 
 
 def kill_at(arguments: list[str | Path], runs: Path, update: int) -> None:
-    """Runs the command and kills its whole session after that update, or the first later one at which a checkpoint is
-    written: without one there would be nothing to go on from."""
-    command = [*COMMAND, *map(str, arguments)]
-    job = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-    assert job.stdout is not None
+    """Runs the command and kills its whole session after that update or a later one, once there is a checkpoint:
+    without one there would be nothing to go on from."""
     reached = tuple(f"update {number}/" for number in range(update, 100))
-    for line in job.stdout:
-        if line.startswith(reached) and any(runs.glob("*/checkpoints/update-*")):
-            break
-    else:
-        raise AssertionError(f"the job ended before update {update}: {job.communicate(timeout=30)}")
-    os.killpg(job.pid, signal.SIGKILL)
-    job.communicate(timeout=30)
+    with started(reached, *arguments) as job:
+        assert job.stdout is not None
+        while not any(runs.glob("*/checkpoints/update-*")):
+            assert job.stdout.readline(), "the job ended before its first checkpoint"
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate(timeout=30)

@@ -22,14 +22,14 @@ import pytest
 import ray
 
 from benchmarks.local_ray import local_ray
-from omni_async.performance.profile import Payload, write_profile
+from omni_async.performance.profile import Payload
 from omni_async.runtime.preflight import preflight
 from omni_async.runtime.ray_cluster import RayCluster
 from omni_async.runtime.ray_local import environment
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.worker import Worker
 from tests.e2e.emulation import write_recipe
-from tests.e2e.runs import start
+from tests.e2e.runs import started
 from tests.faults.disturbed import Disturbed, profile
 from tests.runtime.ray_roles import Echo
 from tests.runtime.runtime_world import write_world
@@ -69,14 +69,13 @@ def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_wh
     tmp_path: Path,
 ) -> None:
     """Sends the signal to the whole process group, as `timeout`, SLURM and systemd do."""
-    recipe = write_recipe(tmp_path)
-    write_profile(tmp_path / "profile.json", profile("train", 0.05))
+    recipe = write_recipe(tmp_path, profile("train", 0.05))
     settings = ["run.runtime=ray", "trainer.updates=100000", "checkpoint.every=1", "checkpoint.resume=auto"]
-    left = until([*settings], recipe, "update 2/", signal.SIGKILL)
+    left = signal_group(signal.SIGKILL, "update 2/", recipe, *settings)
     gone, alive = psutil.wait_procs(left, timeout=30)
     assert len(gone) > 5 and not alive, [process.name() for process in alive]
 
-    left = until([*settings], recipe, "starting Ray", signal.SIGTERM)
+    left = signal_group(signal.SIGTERM, "starting Ray", recipe, *settings)
     _, alive = psutil.wait_procs(left, timeout=30)
     assert not alive, [process.name() for process in alive]
     (run,) = (tmp_path / "runs").iterdir()
@@ -84,24 +83,14 @@ def test_a_driver_that_is_killed_leaves_no_process_and_one_that_is_terminated_wh
     assert (run / "checkpoints").exists()
 
 
-def until(settings: list[str], recipe: Path, beginning: str, number: int) -> list[psutil.Process]:
+def signal_group(number: int, beginning: str, recipe: Path, *settings: str) -> list[psutil.Process]:
     """Trains until a line begins so, and signals the process group. Returns the processes that ran then."""
-    job = start(recipe, *settings)
-    assert job.stdout is not None
-    try:
-        said = []
-        for line in job.stdout:
-            said.append(line)
-            if line.startswith(beginning):
-                break
+    with started(beginning, recipe, *settings) as job:
         running = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, number)
         rest = job.communicate(timeout=30)[0]
-        assert job.returncode == (130 if number == signal.SIGTERM else -number), "".join(said) + rest
+        assert job.returncode == (130 if number == signal.SIGTERM else -number), rest
         return running
-    finally:
-        job.kill()
-        job.wait()
 
 
 @pytest.mark.thorough

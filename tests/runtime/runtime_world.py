@@ -4,6 +4,8 @@ itself."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,13 +137,19 @@ Role = Callable[[Control], Coroutine[Any, Any, None]]
 
 
 class HandCluster:
-    """A Cluster of roles that are given as functions of the control. Those of the `workers` are replaced by others of
-    the same kind."""
+    """A Cluster of roles that are given as functions of the control.
+
+    Those of the `workers` are replaced by others of the same kind. `starting`: what happens while it starts.
+    """
 
     def __init__(
-        self, work: dict[str, Role], services: dict[str, Role] | None = None, workers: dict[str, Role] | None = None
+        self,
+        work: dict[str, Role],
+        services: dict[str, Role] | None = None,
+        workers: dict[str, Role] | None = None,
+        starting: Role | None = None,
     ) -> None:
-        self._workers = workers or {}
+        self._workers, self._starting = workers or {}, starting
         self.lost: list[str] = []
         self.gone: str | None = None  # what `find_lost` finds
         self.coordinator: Any = Control()
@@ -149,14 +157,26 @@ class HandCluster:
         self.closed = False
         self._work, self._services = work, services or {}
 
-    async def connect(self) -> None:
-        """Does nothing: there is nothing to reach."""
+    async def _nothing(self, *_: Any) -> None:
+        """Does nothing: there is nothing to reach, and no role listens or has anything to give up."""
+
+    connect = drain_worker = preempt = _nothing
 
     async def start(self) -> None:
-        """Does nothing: nothing has to be loaded."""
+        if self._starting is not None:
+            await self._starting(self.coordinator)
+
+    def _run(self, roles: dict[str, Role]) -> dict[str, Coroutine[Any, Any, Any]]:
+        return {name: role(self.coordinator) for name, role in roles.items()}
 
     def workers(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: role(self.coordinator) for name, role in self._workers.items()}
+        return self._run(self._workers)
+
+    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return self._run(self._work)
+
+    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
+        return self._run(self._services)
 
     async def remove_worker(self, name: str, reason: str) -> None:
         self.lost.append(name)
@@ -164,23 +184,50 @@ class HandCluster:
     async def start_worker(self, name: str) -> Coroutine[Any, Any, Any]:
         return self._workers[name.partition(".")[0]](self.coordinator)
 
-    async def drain_worker(self, name: str) -> None:
-        """Does nothing: no worker listens."""
-
-    async def preempt(self) -> None:
-        """Does nothing: no role has anything to give up."""
-
     async def find_lost(self) -> str | None:
         return self.gone
 
     def parts(self) -> dict[str, dict[str, Any]]:
         return {name: {"pid": 0, "node": "local"} for name in (*self._work, *self._workers)}
 
-    def work(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: role(self.coordinator) for name, role in self._work.items()}
-
-    def services(self) -> dict[str, Coroutine[Any, Any, Any]]:
-        return {name: role(self.coordinator) for name, role in self._services.items()}
-
     async def close(self) -> None:
         self.closed = True
+
+
+async def ends_well(control: Control) -> None:
+    control.end("done")
+
+
+async def until_the_end(control: Control) -> None:
+    await control.over.wait()
+
+
+async def forever(control: Control) -> None:
+    await asyncio.Event().wait()
+
+
+async def interrupted(control: Control) -> None:
+    """Sends this process a Ctrl-C, and goes on for ever."""
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.Event().wait()
+
+
+def fails(error: Exception, turns: int = 0) -> Role:
+    """Makes a role that raises the error after so many turns of the loop."""
+
+    async def role(control: Control) -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise error
+
+    return role
+
+
+def fails_late(error: Exception) -> Role:
+    """Makes a role that ends the run well, and raises the error when the driver has seen that."""
+
+    async def role(control: Control) -> None:
+        control.end("done")
+        await fails(error, 50)(control)
+
+    return role

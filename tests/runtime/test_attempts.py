@@ -3,15 +3,26 @@ it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_world import Control, HandCluster, RememberingConsole, Role, write_ledger, write_world
+from runtime_world import (
+    Control,
+    HandCluster,
+    RememberingConsole,
+    Role,
+    ends_well,
+    fails,
+    fails_late,
+    until_the_end,
+    write_ledger,
+    write_world,
+)
 
 from omni_async.checkpoint import State, folder_name
 from omni_async.checkpoint.folders import finish, partial
@@ -72,20 +83,18 @@ def trainer(role: Role, workers: dict[str, Role] | None = None) -> HandCluster:
     return HandCluster({"trainer": role}, workers=workers)
 
 
-async def ends_well(control: Control) -> None:
-    control.end("done")
+LOST = PeerLost("trainer is gone: killed")
 
 
-async def until_the_end(control: Control) -> None:
-    await control.over.wait()
+def dies_after(folder: Path, *versions: int, then: Callable[[Path], Any] = lambda run: None) -> Role:
+    """Makes a trainer that dies when it has made these updates, and after `then(run)`."""
 
-
-def dies_after(folder: Path, *versions: int) -> Role:
     async def dies(control: Control) -> None:
         (run,) = (folder / "runs").iterdir()
         for version in versions:
             save(run, version)
-        raise PeerLost("trainer is gone: killed")
+        then(run)
+        raise LOST
 
     return dies
 
@@ -103,13 +112,10 @@ def test_after_the_trainers_death_the_run_goes_on_from_the_newest_checkpoint(tmp
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
-    async def dies(control: Control) -> None:
-        (run,) = (tmp_path / "runs").iterdir()
-        save(run, 1)
-        (save(run, 2) / "state.json").write_text("{}")
-        raise PeerLost("trainer is gone: killed")
+    def damage(run: Path) -> None:
+        (run / "checkpoints" / folder_name(2) / "state.json").write_text("{}")
 
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, 2, then=damage)), trainer(ends_well))
     assert attempts.inputs[1].start.version == 1
     assert any(note.startswith("warning: not resumed from update-000002") for note in attempts.console.notes)
 
@@ -117,13 +123,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, monkeypatch):
 def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, monkeypatch):
     """Keeps the checkpoints: to begin again from the start in the run's folder would remove them."""
 
-    async def dies(control: Control) -> None:
-        (run,) = (tmp_path / "runs").iterdir()
-        save(run, 1)
+    def damage(run: Path) -> None:
         (run / "ledger.jsonl").write_bytes(b"\n" + (run / "ledger.jsonl").read_bytes())
-        raise PeerLost("trainer is gone: killed")
 
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, 1, then=damage)), trainer(ends_well))
     assert (attempts.summary.status, len(attempts.inputs)) == ("failed", 1)
     assert "has no checkpoint to go on from" in (attempts.summary.reason or "")
     assert any("line 1 is blank" in note for note in attempts.console.notes)
@@ -131,12 +134,10 @@ def test_where_no_checkpoint_can_be_used_the_run_ends_and_leaves_them(tmp_path, 
 
 
 def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_path, monkeypatch):
-    async def dies(control: Control) -> None:
-        (run,) = (tmp_path / "runs").iterdir()
+    def record(run: Path) -> None:
         RunDirectory(run).append_metrics(1, {"reward": 0.5, "finished": 3.0})
-        raise PeerLost("coordinator is gone: killed")
 
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path, then=record)), trainer(ends_well))
     assert attempts.summary.status == "done"
     assert attempts.inputs[1].start == ControlState() and attempts.inputs[1].config.checkpoint.resume is None
     assert attempts.run.metrics.read_bytes() == b""
@@ -144,10 +145,7 @@ def test_without_a_checkpoint_it_begins_again_and_what_was_written_is_void(tmp_p
 
 
 def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monkeypatch):
-    async def complains(control: Control) -> None:
-        raise RuntimeError("gloo: connection closed by peer")
-
-    first = trainer(complains)
+    first = trainer(fails(RuntimeError("gloo: connection closed by peer")))
     first.gone = "trainer-1 is gone"
     attempts = Attempts(tmp_path, monkeypatch, first, trainer(ends_well))
     assert attempts.summary.status == "done"
@@ -155,16 +153,13 @@ def test_a_rank_that_died_is_found_behind_another_ranks_complaint(tmp_path, monk
 
 
 def test_a_mistake_is_not_tried_again(tmp_path, monkeypatch):
-    async def fails(control: Control) -> None:
-        raise ValueError("loss is not finite")
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(fails))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(ValueError("loss is not finite"))))
     assert (attempts.summary.status, attempts.summary.reason) == ("failed", "ValueError: loss is not finite")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path, monkeypatch, restarts):
-    clusters = [trainer(dies_after(tmp_path)) for _ in range(restarts + 1)]
+    clusters = [trainer(fails(LOST)) for _ in range(restarts + 1)]
     attempts = Attempts(tmp_path, monkeypatch, *clusters, run={"restarts": restarts})
     assert len(attempts.inputs) == restarts + 1
     assert attempts.summary.status == "failed"
@@ -172,46 +167,26 @@ def test_a_part_that_dies_again_and_again_ends_the_run_with_the_reason(tmp_path,
 
 
 def test_an_attempt_that_does_not_start_is_tried_again_but_the_first_is_not(tmp_path, monkeypatch):
-    class Broken(HandCluster):
-        async def start(self) -> None:
-            raise RuntimeError("no room")
+    def broken() -> HandCluster:
+        return HandCluster({}, starting=fails(RuntimeError("no room")))
 
-    attempts = Attempts(
-        tmp_path / "a", monkeypatch, trainer(dies_after(tmp_path / "a")), Broken({}), trainer(ends_well)
-    )
+    attempts = Attempts(tmp_path / "a", monkeypatch, trainer(fails(LOST)), broken(), trainer(ends_well))
     assert attempts.summary.status == "done" and len(attempts.inputs) == 3
-    attempts = Attempts(tmp_path / "b", monkeypatch, Broken({}))
+    attempts = Attempts(tmp_path / "b", monkeypatch, broken())
     assert attempts.summary.reason == "RuntimeError: no room"
 
 
 def test_a_scorer_that_is_wrong_is_so_in_every_attempt(tmp_path, monkeypatch):
-    class Wrong(HandCluster):
-        async def start(self) -> None:
-            raise WrongScorer("scorer 'x': AttributeError: y")
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_after(tmp_path)), Wrong({}), trainer(ends_well))
+    wrong = HandCluster({}, starting=fails(WrongScorer("scorer 'x': AttributeError: y")))
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails(LOST)), wrong, trainer(ends_well))
     assert (attempts.summary.status, attempts.summary.reason) == ("failed", "scorer 'x': AttributeError: y")
     assert len(attempts.inputs) == 2
 
 
 def test_a_signal_while_the_run_is_down_ends_it(tmp_path, monkeypatch):
-    async def dies(control: Control) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise PeerLost("trainer is gone: killed")
-
+    dies = dies_after(tmp_path, then=lambda run: os.kill(os.getpid(), signal.SIGTERM))
     attempts = Attempts(tmp_path, monkeypatch, trainer(dies), trainer(ends_well))
     assert attempts.summary.status in ("failed", "interrupted") and len(attempts.inputs) == 1
-
-
-def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
-    async def dies_late(control: Control) -> None:
-        control.end("done")
-        for _ in range(50):
-            await asyncio.sleep(0)
-        raise PeerLost("trainer is gone: killed")
-
-    attempts = Attempts(tmp_path, monkeypatch, trainer(dies_late), trainer(ends_well))
-    assert attempts.summary.status == "done" and len(attempts.inputs) == 2
 
 
 def test_a_lost_engine_does_not_end_the_attempt(tmp_path, monkeypatch):
@@ -236,9 +211,12 @@ def test_an_engine_that_dies_too_often_ends_the_run_in_order(tmp_path, monkeypat
         await control.over.wait()
         saved.append("checkpoint")
 
-    async def engine(control: Control) -> None:
-        raise PeerLost("rollout-0 is gone: killed")
-
+    engine = fails(PeerLost("rollout-0 is gone: killed"))
     attempts = Attempts(tmp_path, monkeypatch, trainer(trains, workers={"rollout-0": engine}), run={"restarts": 1})
     assert attempts.summary.status == "failed" and "run.restarts" in attempts.summary.reason
     assert saved == ["checkpoint"] and len(attempts.inputs) == 1
+
+
+def test_a_trainer_that_dies_while_it_writes_the_last_checkpoint_is_replaced(tmp_path, monkeypatch):
+    attempts = Attempts(tmp_path, monkeypatch, trainer(fails_late(LOST)), trainer(ends_well))
+    assert attempts.summary.status == "done" and len(attempts.inputs) == 2

@@ -36,11 +36,6 @@ def serve(
     return asyncio.run(main())
 
 
-def test_a_request_is_answered(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
-    assert serve(path, echo, lambda: ask(path, Request({"rollout": 3}))) == {"scale": {"rollout": 3}}
-
-
 def test_an_answer_that_takes_a_while_says_what_it_waits_for(tmp_path: Path) -> None:
     path, received, heard = tmp_path / "control.sock", [], threading.Event()
 
@@ -78,22 +73,19 @@ def test_a_client_that_went_away_does_not_disturb_what_is_done(tmp_path: Path) -
     assert serve(path, slow, talk)
 
 
-def test_a_run_folder_with_a_long_name_has_one_too(tmp_path: Path) -> None:
+def test_only_the_user_may_ask_and_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """Checks so in a run folder with a long name."""
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
     path = folder / "control.sock"
-    assert serve(path, echo, lambda: ask(path, Request())) == {"scale": {}}
-
-
-def test_only_the_user_who_runs_the_job_may_use_it(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
-    assert serve(path, echo, lambda: stat.S_IMODE(path.stat().st_mode)) == 0o600
-
-
-def test_the_socket_goes_with_the_run_and_one_that_was_left_behind_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
     path.write_text("left behind")
-    assert serve(path, echo, lambda: ask(path, Request())) == {"scale": {}}
+
+    def talk() -> tuple[int, dict[str, Any]]:
+        return stat.S_IMODE(path.stat().st_mode), ask(path, Request({"rollout": 3}))
+
+    assert serve(path, echo, talk) == (0o600, {"scale": {"rollout": 3}})
     assert not path.exists()
 
 
@@ -115,20 +107,17 @@ def test_a_run_that_is_not_there_or_not_ready_says_so(tmp_path: Path) -> None:
         serve(path, None, lambda: ask(path, Request({"rollout": 3})))
 
 
-def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
+async def test_a_run_that_ends_before_it_answers_says_so(tmp_path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(tmp_path / "control.sock"))
     listening.listen()
 
-    async def main() -> None:
-        asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
-        connection, _ = await asyncio.to_thread(listening.accept)
-        connection.recv(100)
-        connection.close()
-        with pytest.raises(ControlError, match="ended before it answered"):
-            await asking
-
-    asyncio.run(main())
+    asking = asyncio.create_task(asyncio.to_thread(ask, tmp_path / "control.sock", Request()))
+    connection, _ = await asyncio.to_thread(listening.accept)
+    connection.recv(100)
+    connection.close()
+    with pytest.raises(ControlError, match="ended before it answered"):
+        await asking
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -12,12 +12,14 @@ from omni_async.control.supervisor import Supervisor, TaskFailed
 from omni_async.role_table import BUILT_IN
 from omni_async.runtime.cluster import PeerLost
 from omni_async.runtime.keeper import Keeper, Restarts, Work
-from omni_async.simulation.virtual_time import VirtualClock, run
+from omni_async.simulation.virtual_time import VirtualClock
 from omni_async.tracking.faults import Fault
+
+pytestmark = pytest.mark.virtual_time
 
 
 class Team:
-    """A Workforce whose workers work until they are lines to fail, to end, or to leave."""
+    """The part of a cluster that a keeper uses: its workers work until they are told to fail, to end, or to leave."""
 
     def __init__(self, start_s: float = 5.0) -> None:
         self.start_s = start_s
@@ -27,6 +29,7 @@ class Team:
         self.refuse: list[Exception] = []
         self.linger: set[str] = set()  # those that do not end at once
         self.drained: set[str] = set()
+        self.remove_s = 0.0
 
     async def work(self, name: str) -> None:
         if name in self.drained:
@@ -44,6 +47,7 @@ class Team:
         self.at_work[name].set_result(None)
 
     async def remove_worker(self, name: str, reason: str) -> None:
+        await asyncio.sleep(self.remove_s)
         self.lost.append((name, reason))
 
     async def start_worker(self, name: str) -> Work:
@@ -60,55 +64,43 @@ class Team:
 
 
 class World:
-    def __init__(self, restarts: int = 5, workers: tuple[str, ...] = ("rollout-0", "rollout-1", "reward-0")) -> None:
+    def __init__(self) -> None:
         self.team = Team()
         self.faults: list[Fault] = []
         self.said: list[str] = []
-        self.restarts, self.workers = restarts, workers
-
-    def play(self, story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-        """Runs the story while the workers are kept; then the run closes."""
-
-        async def main() -> None:
-            clock = VirtualClock()
-            async with Supervisor() as supervisor:
-                self.keeper = Keeper(
-                    self.team,
-                    supervisor,
-                    Restarts(self.restarts, clock),
-                    clock,
-                    self.said.append,
-                    self.faults.append,
-                    {spec.role: spec for spec in BUILT_IN},
-                )
-                for name in self.workers:
-                    self.keeper.employ(name, self.team.work(name))
-                await asyncio.sleep(1)
-                telling = asyncio.ensure_future(story(self))
-                failing = asyncio.ensure_future(supervisor.wait())
-                await asyncio.wait((telling, failing), return_when=asyncio.FIRST_COMPLETED)
-                for task in (telling, failing):
-                    if task.done():
-                        task.result()
-                self.keeper.close()
-                for name in [*self.team.at_work]:
-                    self.team.evict(name)
-                await supervisor.wait()
-
-        run(main())
 
 
-def test_a_lost_worker_is_replaced_under_another_name() -> None:
-    async def story(world: World) -> None:
+@asynccontextmanager
+async def keeping(
+    restarts: int = 5, team: Team | None = None, workers: Sequence[str] = ("rollout-0", "rollout-1", "reward-0")
+) -> AsyncIterator[World]:
+    """Keeps the workers while the story goes on; then the run closes. Raises what ends it before."""
+    world, clock = World(), VirtualClock()
+    world.team = team or world.team
+    table = {spec.role: spec for spec in BUILT_IN}
+    async with Supervisor() as supervisor:
+        world.keeper = Keeper(
+            world.team, supervisor, Restarts(restarts, clock), clock, world.said.append, world.faults.append, table
+        )
+        for name in workers:
+            world.keeper.employ(name, world.team.work(name))
+        await asyncio.sleep(1)
+        yield world
+        await asyncio.sleep(0.1)  # those that were added begin
+        world.keeper.stop_replacing()
+        for name in [*world.team.at_work]:
+            world.team.evict(name)
+        await supervisor.wait()
+
+
+async def test_a_lost_worker_is_replaced_under_another_name() -> None:
+    async with keeping() as world:
         world.team.kill("rollout-1", "end of file")
         await asyncio.sleep(10)
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.2"]
         world.team.kill("rollout-1.2")
         await asyncio.sleep(60)
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0", "rollout-1.3"]
-
-    world = World()
-    world.play(story)
     assert world.team.lost == [("rollout-1", "rollout-1: end of file"), ("rollout-1.2", "rollout-1.2: killed")]
     assert [(fault.part, fault.replacement, fault.seconds) for fault in world.faults] == [
         ("rollout-1", "rollout-1.2", 5.0),
@@ -117,21 +109,17 @@ def test_a_lost_worker_is_replaced_under_another_name() -> None:
     assert "rollout-1 was lost (rollout-1: end of file); starting rollout-1.2" in world.said
 
 
-def test_a_worker_that_is_given_up_is_ended_and_replaced() -> None:
-    async def story(world: World) -> None:
+async def test_a_worker_that_is_given_up_is_ended_and_replaced() -> None:
+    async with keeping() as world:
         world.keeper.give_up("rollout-0", "it did not take version 3")
         await asyncio.sleep(10)
         assert "rollout-0.2" in world.team.at_work and "rollout-0" not in world.team.at_work
-
-    world = World()
-    world.play(story)
     assert world.team.lost == [("rollout-0", "it did not take version 3")]
 
 
-def test_a_worker_that_was_evicted_and_then_given_up_is_replaced() -> None:
+async def test_a_worker_that_was_evicted_and_then_given_up_is_replaced() -> None:
     """Covers the coordinator's eviction of an engine that the publisher gives up, of which the driver learns later."""
-
-    async def story(world: World) -> None:
+    async with keeping() as world:
         world.team.evict("rollout-0")
         await asyncio.sleep(10)
         assert world.team.started == []
@@ -139,84 +127,57 @@ def test_a_worker_that_was_evicted_and_then_given_up_is_replaced() -> None:
         await asyncio.sleep(10)
         assert world.team.started == ["rollout-0.2"]
 
-    World().play(story)
 
-
-def test_the_end_of_a_run_is_no_loss() -> None:
-    async def story(world: World) -> None:
-        world.team.evict("rollout-0")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_end_of_a_run_is_no_loss_nor_is_what_fails_after_it(fails: bool) -> None:
+    async with keeping() as world:
+        if fails:
+            world.keeper.stop_replacing()
+            world.team.kill("rollout-0")
+        else:
+            world.team.evict("rollout-0")
         await asyncio.sleep(1)
-
-    world = World()
-    world.play(story)
     assert not world.team.lost and not world.team.started and not world.faults
 
 
-def test_a_failure_after_the_run_closed_is_no_loss() -> None:
-    async def story(world: World) -> None:
-        world.keeper.close()
+async def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
+    async with keeping(team=Team(start_s=1e6)) as world:
         world.team.kill("rollout-0")
         await asyncio.sleep(1)
-
-    world = World()
-    world.play(story)
-    assert not world.team.lost and not world.team.started
-
-
-def test_a_replacement_under_way_is_given_up_when_the_run_closes() -> None:
-    async def story(world: World) -> None:
-        world.team.kill("rollout-0")
-        await asyncio.sleep(1)
-
-    world = World()
-    world.team.start_s = 1e6
-    world.play(story)
     assert not world.team.started
 
 
-def test_too_many_losses_in_one_slot_within_an_hour_end_the_run() -> None:
-    async def story(world: World) -> None:
-        for name in ("rollout-0", "rollout-0.2", "rollout-0.3"):
+@pytest.mark.parametrize(
+    ("restarts", "said"),
+    [
+        (2, r"reward-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts"),
+        (0, r"reward-0 was lost .* and run\.restarts is 0"),
+    ],
+)
+async def test_too_many_losses_in_one_slot_within_an_hour_end_the_run(restarts: int, said: str) -> None:
+    with pytest.raises(TaskFailed, match=said):
+        async with keeping(restarts) as world:
+            for name in ("reward-0", "reward-0.2", "reward-0.3")[: restarts + 1]:
+                await asyncio.sleep(100)
+                world.team.kill(name)
             await asyncio.sleep(100)
-            world.team.kill(name)
-        await asyncio.sleep(100)
-
-    with pytest.raises(
-        TaskFailed,
-        match=r"rollout-0 was lost \(.*\) after it had been replaced 2 times within the hour.* run\.restarts",
-    ):
-        World(restarts=2).play(story)
 
 
-def test_losses_an_hour_apart_are_forgotten_and_every_slot_counts_for_itself() -> None:
-    async def story(world: World) -> None:
+async def test_losses_an_hour_apart_are_forgotten_and_every_slot_counts_for_itself() -> None:
+    async with keeping(restarts=1) as world:
         for number in range(1, 6):
             await asyncio.sleep(3601)
             world.team.kill("rollout-0" if number == 1 else f"rollout-0.{number}")
             world.team.kill("rollout-1" if number == 1 else f"rollout-1.{number}")
         await asyncio.sleep(100)
 
-    World(restarts=1).play(story)
 
-
-def test_without_restarts_any_loss_ends_the_run() -> None:
-    async def story(world: World) -> None:
-        world.team.kill("reward-0")
-        await asyncio.sleep(100)
-
-    with pytest.raises(TaskFailed, match=r"reward-0 was lost .* and run\.restarts is 0"):
-        World(restarts=0).play(story)
-
-
-def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() -> None:
-    async def story(world: World) -> None:
+async def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() -> None:
+    async with keeping() as world:
         world.team.refuse = [ValueError("no room"), ValueError("no room"), ValueError("no room")]
         world.team.kill("rollout-0")
         await asyncio.sleep(100)
         assert "rollout-0.5" in world.team.at_work
-
-    world = World()
-    world.play(story)
     assert world.faults[0].seconds == 4 * 5.0 + 1 + 2 + 4
     assert (
         "rollout-0 was lost (its replacement did not start: ValueError: no room); starting rollout-0.4 in 2 s"
@@ -224,26 +185,25 @@ def test_a_replacement_that_does_not_start_is_tried_again_with_growing_pauses() 
     )
 
 
-def test_workers_are_added_and_leave_when_they_have_finished() -> None:
-    async def story(world: World) -> None:
+async def test_workers_are_added_and_leave_when_they_have_finished() -> None:
+    async with keeping() as world:
         await world.keeper.scale("rollout", 4)
         await asyncio.sleep(1)
         assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]
+        world.team.kill("rollout-3")  # it is kept as the others are
+        await asyncio.sleep(10)
+        assert "rollout-3.2" in world.team.at_work
         await world.keeper.scale("rollout", 1)
         await asyncio.sleep(1)
         assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
         assert world.keeper.workers("rollout") == ["rollout-0"]
         await world.keeper.scale("rollout", 2)
         assert world.keeper.workers("rollout") == ["rollout-0", "rollout-1.2"]  # a name is never used again
-
-    world = World()
-    world.play(story)
-    assert {name for name, _ in world.team.lost} == {"rollout-1", "rollout-2", "rollout-3"}
-    assert not world.faults
+    assert {name for name, _ in world.team.lost} == {"rollout-1", "rollout-2", "rollout-3", "rollout-3.2"}
 
 
-def test_a_request_for_workers_reports_what_it_waits_for() -> None:
-    async def story(world: World) -> None:
+async def test_a_request_for_workers_reports_what_it_waits_for() -> None:
+    async with keeping() as world:
         lines: list[tuple[float, str]] = []
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -265,11 +225,9 @@ def test_a_request_for_workers_reports_what_it_waits_for() -> None:
             (11.0, "reward-1: at work"),
         ]
 
-    World().play(story)
 
-
-def test_a_request_while_workers_are_being_added_reports_that_it_waits() -> None:
-    async def story(world: World) -> None:
+async def test_a_request_while_workers_are_being_added_reports_that_it_waits() -> None:
+    async with keeping() as world:
         lines: list[str] = []
         await asyncio.gather(world.keeper.scale("rollout", 3), world.keeper.scale("rollout", 2, lines.append))
         assert lines == [
@@ -277,58 +235,38 @@ def test_a_request_while_workers_are_being_added_reports_that_it_waits() -> None
             "rollout-2: gets no more work, and leaves when it has finished what it has",
         ]
 
-    World().play(story)
 
-
-def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -> None:
-    async def story(world: World) -> None:
+async def test_an_added_worker_that_does_not_start_is_an_error_and_changes_nothing() -> None:
+    async with keeping() as world:
         world.team.refuse = [ValueError("no room")]
         with pytest.raises(ValueError, match="no room"):
             await world.keeper.scale("reward", 2)
         assert world.keeper.workers("reward") == ["reward-0"]
 
-    World().play(story)
 
-
-def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending() -> None:
-    async def story(world: World) -> None:
+async def test_an_added_worker_that_dies_of_the_end_of_the_run_says_that_it_is_ending() -> None:
+    async with keeping() as world:
         scaling = asyncio.ensure_future(world.keeper.scale("rollout", 3))
         await asyncio.sleep(world.team.start_s / 2)
         world.team.refuse = [PeerLost("rollout-2 is gone: the actor died")]
-        world.keeper.close()
+        world.keeper.stop_replacing()
         with pytest.raises(ValueError, match="the run is ending"):
             await scaling
 
-    World().play(story)
 
-
-def test_an_added_worker_is_kept_like_the_others() -> None:
-    async def story(world: World) -> None:
-        await world.keeper.scale("reward", 2)
-        await asyncio.sleep(1)
-        world.team.kill("reward-1")
-        await asyncio.sleep(10)
-        assert "reward-1.2" in world.team.at_work
-
-    World().play(story)
-
-
-def test_a_leaving_worker_that_is_given_up_is_not_replaced() -> None:
-    async def story(world: World) -> None:
+async def test_a_leaving_worker_that_is_given_up_is_not_replaced() -> None:
+    async with keeping() as world:
         world.team.linger = {"rollout-1"}
         await world.keeper.scale("rollout", 1)
         world.keeper.give_up("rollout-1", "it did not take version 3")
         await asyncio.sleep(100)
         assert not world.team.started and world.keeper.workers("rollout") == ["rollout-0"]
 
-    World().play(story)
-
 
 @pytest.mark.parametrize("after", [0.5, 3.0, 7.0])
-def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
+async def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay(after: float) -> None:
     """Covers the pause before the start, the start itself, and the time after it."""
-
-    async def story(world: World) -> None:
+    async with keeping() as world:
         world.team.kill("rollout-1")
         await asyncio.sleep(10)
         world.team.kill("rollout-1.2")  # the second loss within a minute: a second's pause, then five to start
@@ -341,13 +279,10 @@ def test_a_worker_that_is_not_needed_any_more_while_it_is_replaced_does_not_stay
         await asyncio.sleep(1)
         assert len(world.keeper.workers("rollout")) == 2
 
-    World().play(story)
 
-
-def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> None:
+async def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> None:
     """Covers a late report about the first worker of that slot."""
-
-    async def story(world: World) -> None:
+    async with keeping() as world:
         world.team.refuse = [ValueError("it did not join")]
         with pytest.raises(ValueError, match="join"):
             await world.keeper.scale("rollout", 3)
@@ -356,31 +291,18 @@ def test_the_name_of_a_worker_that_could_not_be_added_is_not_used_again() -> Non
         await asyncio.sleep(100)
         assert world.team.started == ["rollout-2.2"] and not world.faults
 
-    World().play(story)
 
-
-def test_two_requests_to_scale_at_once_take_turns() -> None:
-    async def story(world: World) -> None:
-        await asyncio.gather(world.keeper.scale("rollout", 4), world.keeper.scale("rollout", 1))
-        await asyncio.sleep(1)
-        assert sorted(world.team.at_work) == ["reward-0", "rollout-0"]
-
-    World().play(story)
-
-
-def test_replacements_that_never_start_end_the_run() -> None:
-    async def story(world: World) -> None:
-        world.team.refuse = [ValueError("no room")] * 100
-        world.team.kill("rollout-0")
-        await asyncio.sleep(1e6)
-
+async def test_replacements_that_never_start_end_the_run() -> None:
     with pytest.raises(
         TaskFailed, match="rollout-0 cannot be replaced, its replacement did not start: ValueError: no room"
     ):
-        World(restarts=1000).play(story)
+        async with keeping(restarts=1000) as world:
+            world.team.refuse = [ValueError("no room")] * 100
+            world.team.kill("rollout-0")
+            await asyncio.sleep(1e6)
 
 
-def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> None:
+async def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> None:
     """Covers the loss of the trainer while an engine starts: it cannot be notified that the engine did not join."""
 
     class Complaining(Team):
@@ -392,11 +314,17 @@ def test_a_start_that_is_broken_off_is_not_tried_again_whatever_it_says() -> Non
                 raise PeerLost("trainer is gone") from None
             raise AssertionError("unreachable")
 
-    async def story(world: World) -> None:
+    async with keeping(team=Complaining()) as world:
         world.team.kill("rollout-0")
         await asyncio.sleep(10)
-
-    world = World()
-    world.team = Complaining()
-    world.play(story)
     assert world.team.started == ["rollout-0.2"]
+
+
+async def test_a_worker_that_is_not_needed_any_more_when_it_is_lost_is_neither_replaced_nor_counted() -> None:
+    async with keeping(restarts=0) as world:
+        world.team.remove_s = 5.0
+        world.team.kill("rollout-1")
+        await asyncio.sleep(1)
+        await world.keeper.scale("rollout", 1)
+        await asyncio.sleep(100)
+        assert world.keeper.workers("rollout") == ["rollout-0"] and not world.team.started

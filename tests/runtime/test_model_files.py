@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
+from runtime_world import write_world
 
 from omni_async import families
 from omni_async.cli import main
+from omni_async.config import ConfigError
+from omni_async.families import SamplingSpec, find_family
+from omni_async.runtime.model_files import check_sequence
+from pipelines.qwen_image.sampling import QwenImageSampling
+from pipelines.stable_diffusion_3.sampling import StableDiffusion3Sampling
+from pipelines.wan2_2.sampling import Wan22Sampling
 
 CLASSES = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
@@ -164,6 +173,10 @@ WEIGHTS = "transformer/model.safetensors"
         ),
         (write("model_index.json", b'{"_class_name": "StableDiffusion3Pipeline"}'), "lists no parts"),
         (
+            lambda model: (model / WEIGHTS).rename(model / "transformer" / "model.bin"),
+            "transformer/model.bin is a pickle, which may run code when it is read; convert it to safetensors",
+        ),
+        (
             write("model_index.json", b'{"_class_name": "FluxPipeline"}'),
             "is a FluxPipeline checkpoint, but model.pipeline 'stable_diffusion_3' needs a StableDiffusion3Pipeline",
         ),
@@ -232,3 +245,99 @@ def test_an_unknown_family_and_an_unknown_scorer_are_named(recipe: Path, line: C
     )
     said = line(recipe, "reward.scorers.0.name='hpsv4:HPSv4Scorer'")
     assert "reward.scorers.0: scorer 'hpsv4:HPSv4Scorer': cannot import 'hpsv4'" in said
+
+
+# ---- ranks that share the tokens of a sample -------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, *heads: int | None, **transformer: object) -> Path:
+    """Writes the configurations of denoisers with so many heads, and of a VAE."""
+    for part, number in zip(("transformer", "transformer_2"), heads, strict=False):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text(json.dumps({"num_attention_heads": number, **transformer}))
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text("{}")
+    return folder
+
+
+def sequence_refusal(degree: int, folder: Path, family: str, spec: SamplingSpec) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_sequence(degree, folder, find_family(family), {"rollout.sampling": spec})
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def accepts(degree: int, folder: Path, family: str, spec: SamplingSpec) -> None:
+    check_sequence(degree, folder, find_family(family), {"rollout.sampling": spec})
+
+
+def test_ranks_divide_the_heads_of_every_denoiser(tmp_path: Path) -> None:
+    folder, spec = checkpoint(tmp_path, 24, 20, patch_size=[1, 2, 2]), Wan22Sampling(height=192, width=192)
+    accepts(4, folder, "wan2_2", spec)
+    said = "8 ranks share a sequence, and do not divide the 20 attention heads of"
+    assert said in sequence_refusal(8, folder, "wan2_2", spec)
+    assert sequence_refusal(9, folder, "wan2_2", spec).startswith(
+        "trainer.sequence_parallel: 9 ranks share a sequence, and do not"
+    )
+
+
+def test_a_checkpoint_that_does_not_say_its_heads_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, None)
+    accepts(1, folder, "qwen_image", QwenImageSampling())
+    said = sequence_refusal(2, folder, "qwen_image", QwenImageSampling())
+    assert said.startswith("model.path: ") and "does not say its num_attention_heads, got None" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "tokens"),
+    [
+        ("qwen_image", QwenImageSampling(height=48, width=80), 15),
+        ("wan2_2", Wan22Sampling(height=48, width=80, num_frames=9), 45),
+    ],
+)
+def test_ranks_divide_the_tokens_of_a_sample(tmp_path: Path, family: str, spec: SamplingSpec, tokens: int) -> None:
+    folder = checkpoint(tmp_path, 120, patch_size=[1, 2, 2])
+    accepts(5, folder, family, spec)
+    said = sequence_refusal(2, folder, family, spec)
+    assert said.startswith(
+        f"rollout.sampling: a sample has {tokens} tokens, which trainer.sequence_parallel = 2 does not"
+    )
+
+
+def test_stable_diffusion_takes_any_number_of_tokens(tmp_path: Path) -> None:
+    accepts(2, checkpoint(tmp_path, 24), "stable_diffusion_3", StableDiffusion3Sampling(height=48, width=80))
+
+
+def test_a_family_without_a_plan_is_refused_by_name(tmp_path: Path) -> None:
+    family = msgspec.structs.replace(find_family("qwen_image"), name="mine", attention_heads=None)
+    with pytest.raises(ConfigError, match="ranks cannot share the tokens of a 'mine' sample, got 2; use 1"):
+        check_sequence(2, checkpoint(tmp_path, 24), family, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.sequence_parallel=3"], "3 ranks share a sequence, and do not divide the 4 attention heads of"),
+        (
+            ["rollout.buckets=[{sampling: {height: 48, width: 16}}]"],
+            "rollout.buckets.0.sampling: a sample has 3 tokens, which trainer.sequence_parallel = 2 does not divide",
+        ),
+        (["trainer.backend=plain"], "trainer.backend: 'plain' is one rank, got trainer.workers = 6; use 'fsdp2' or"),
+        (["trainer.compile=true"], "trainer.compile: layers whose attention exchanges tokens are not compiled"),
+    ],
+)
+def test_a_degree_that_does_not_fit_is_refused_at_once_and_one_that_does_imports_no_torch(
+    tmp_path: Path, line: Callable[..., str], overrides: list[str], said: str
+) -> None:
+    write_world(
+        tmp_path,
+        run={"runtime": "ray"},
+        rollout={"engine": "diffusers", "group_size": 6, "sampling": {"height": 64, "width": 64}},
+        trainer={"workers": 6, "sequence_parallel": 2},
+    )
+    assert said in line(tmp_path / "recipe.yaml", *overrides)
+    if "trainer.compile" in said:
+        code = "import sys\nfrom omni_async.cli import main\nsys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
+        call = [sys.executable, "-c", code, "check", str(tmp_path / "recipe.yaml"), "--no-probe"]
+        done = subprocess.run(call, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from omni_async.tracking.faults import Fault, read_faults
 from omni_async.tracking.rundir import RunDirectory
 from omni_async.types import Prompt, Score, Span
 from tests.control import control_world
+from tests.loops import play
 
 
 class Watched(control_world.Run):
@@ -81,10 +82,10 @@ def show(watcher: Observer, *events: RunEvent, status: str = "done") -> None:
         await watcher.watch(control, ImageStore())
         await watcher.samples_written(10.0)
 
-    asyncio.run(main())
+    play(main())
 
 
-def test_every_update_is_a_line_of_metrics_and_one_on_the_console(tmp_path):
+def test_a_run_is_lines_of_metrics_and_of_the_console_images_and_a_summary_that_adds_up(tmp_path):
     watched = watch(tmp_path)
     updates = [line for line in watched.metrics() if "reward" in line]
     assert [line["update"] for line in updates] == [1, 2, 3, 4]
@@ -100,22 +101,26 @@ def test_every_update_is_a_line_of_metrics_and_one_on_the_console(tmp_path):
     assert sum(view["staleness_counts"].values()) == 2
     assert watched.console.phases == ["generating the first samples"]
 
+    rounds = [line["update"] for line in watched.metrics() if "validation/reward" in line]
+    assert rounds == [version for version, _ in watched.console.validations]
+    assert rounds[0] == 0 and rounds[-1] == 4
 
-def test_validation_rounds_are_lines_of_their_own(tmp_path):
-    watched = watch(tmp_path)
-    rounds = [line for line in watched.metrics() if "validation/reward" in line]
-    assert rounds
-    assert [line["update"] for line in rounds] == [version for version, _ in watched.console.validations]
-    assert rounds[0]["update"] == 0
-    assert rounds[-1]["update"] == 4
-
-
-def test_images_are_drawn_at_the_first_the_last_and_every_few_updates(tmp_path):
-    watched = watch(tmp_path)
     drawn = {path.name for path in watched.run.samples.iterdir()}
     assert {"train-000001.png", "train-000004.png", "validation-000000.png", "validation-000004.png"} <= drawn
     with Image.open(watched.run.samples / "train-000001.png") as image:
         assert image.width > 64
+
+    summary = watched.observer.summary("done", None, 123, watched.clock.now(), watched.observer.spans.all())
+    assert (summary.updates, summary.wall_s, summary.first_reward, summary.peak_memory_bytes) == (4, 8.0, 0.5, 123)
+    assert summary.images >= 16 and summary.images_per_s == summary.images / 8.0
+    assert summary.counters.trained == sum(summary.staleness.values()) == 8 and summary.conserved
+    assert [point.version for point in summary.validation] == sorted(rounds)
+
+    found = watched.observer.progress()
+    assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
+    assert found["reward"] == 0.5 and 0 <= found["staleness/mean"] <= found["staleness/max"] <= 1
+    assert found["validation"]["version"] == 4
+    json.dumps(found)
 
 
 def test_emulated_media_are_not_drawn(tmp_path):
@@ -128,23 +133,6 @@ def test_emulated_media_are_not_drawn(tmp_path):
     )
     assert not list(run.samples.iterdir()) and not console.notes
     assert console.validations == [(2, 0.5)]
-
-
-def test_the_summary_adds_up_to_what_the_coordinator_counted(tmp_path):
-    watched = watch(tmp_path)
-    summary = watched.observer.summary("done", None, 123, watched.clock.now(), watched.observer.spans.all())
-    assert summary.updates == 4
-    assert summary.wall_s == 8.0
-    assert summary.images >= 16
-    assert summary.images_per_s == summary.images / 8.0
-    assert summary.counters.trained == 8
-    assert summary.conserved
-    assert sum(summary.staleness.values()) == 8
-    assert summary.first_reward == 0.5
-    assert summary.peak_memory_bytes == 123
-    assert [point.version for point in summary.validation] == sorted(
-        version for version, _ in watched.console.validations
-    )
 
 
 def test_a_validation_round_that_could_not_be_scored_is_said_and_is_no_number(tmp_path):
@@ -163,15 +151,6 @@ def test_a_run_without_a_last_event_is_summarised_by_its_last_update(tmp_path):
     summary = ended.observer.summary("failed", "coordinator is gone", None, 1008.0, [])
     assert (summary.updates, summary.images) == (4, updates[-1]["images"])
     assert summary.counters.trained == 8 and msgspec.to_builtins(summary.counters) == updates[-1]["conservation"]
-
-
-def test_a_run_that_ended_before_its_first_update_has_a_summary(tmp_path):
-    watcher, _, _, clock = observer(tmp_path)
-    clock.advance(2.0)
-    summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
-    assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
-    assert summary.conserved
-    assert summary.first_reward is None
 
 
 def _changed(line: dict[str, Any], **values: Any) -> bytes:
@@ -240,81 +219,37 @@ def test_spans_become_busy_fractions(tmp_path):
     assert busy["reward"] == {"busy": 0.0, "backpressured": 0.0, "starved": 1.0}
 
 
-def test_a_videos_file_has_the_number_of_its_tile(tmp_path):
-    watcher, run, _, _ = observer(tmp_path)
-
-    async def main() -> None:
-        shown = tuple(Shown(reference, Prompt(0, "a cat"), Score(1.0)) for reference in ("there", "film"))
-        control = Control()
-        data = {"version": 2, "versions": [2, 2], "parts": {"reward": 0.5}, "failed": 0}
-        control.log.add("validation", data, shown)
-        control.end("done")
-        await control.conclude()
-        await watcher.watch(control, ImageStore())
-        await watcher.samples_written(10.0)
-
-    asyncio.run(main())
-    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
-
-
-def test_an_image_that_is_gone_costs_the_image_and_nothing_else(tmp_path):
+def test_an_image_that_is_gone_costs_the_image_and_a_videos_file_has_the_number_of_its_tile(tmp_path):
     watcher, run, console, _ = observer(tmp_path)
-    lost: list[Any] = []
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-        control = Control()
-        for version, reference in ((1, "gone"), (2, "there")):
-            data = {"version": version, "versions": [version, version], "parts": {"reward": 0.5}, "failed": 0}
-            control.log.add("validation", data, (Shown(reference, Prompt(0, "a prompt"), Score(1.0)),))
-        control.end("done")
-        await control.conclude()
-        control.log.add("spans", {"spans": []})  # of a role that was given up, a moment too late
-        await watcher.watch(control, ImageStore())
-        await watcher.samples_written(10.0)
+    def validated(version: int, *references: str) -> RunEvent:
+        shown = tuple(Shown(reference, Prompt(0, "a prompt"), Score(1.0)) for reference in references)
+        return RunEvent("validation", {"version": version, "parts": {"reward": 0.5}}, shown)
 
-    asyncio.run(main())
-    assert [path.name for path in run.samples.iterdir()] == ["validation-000002.png"]
+    show(watcher, validated(1, "gone"), validated(2, "there", "film"))
+    assert {path.name for path in run.samples.iterdir()} == {"validation-000002.png", "validation-000002-01.mp4"}
     assert any("validation-000001" in note and "object is gone" in note for note in console.notes)
-    assert not lost
 
 
 @pytest.mark.parametrize(
-    ("placement", "devices"),
+    ("cpus", "sections", "devices"),
     [
-        ({}, 5.0),
-        ({"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}, 2.5),  # CPUs no longer count
-        ({"reward": {"cpus": 0.5}}, 4.0),
+        (8, {}, 5.0),
+        (8, {"placement": {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}}, 2.5),  # CPUs do not count then
+        (8, {"placement": {"reward": {"cpus": 0.5}}}, 4.0),
+        (2, {}, 2.0),  # the machine has no more
+        (2, {"run": {"ray_address": "auto", "runtime": "ray"}}, 5.0),  # handed out by a cluster that has them
+        (2, {"emulation": {"profile": "p.json"}}, 5.0),  # none of this machine's
     ],
 )
-def test_throughput_is_divided_by_every_device_of_the_job(tmp_path, monkeypatch, placement, devices):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, placement=placement)
-    assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices
-
-
-@pytest.mark.parametrize(
-    ("sections", "devices"),
-    [
-        ({}, 2.0),
-        ({"run": {"ray_address": "auto", "runtime": "ray"}}, 5.0),  # handed out by a cluster that has them
-        ({"emulation": {"profile": "p.json"}}, 5.0),  # none of this machine's
-        ({"placement": {"rollout": {"gpus": 1}, "trainer": {"gpus": 0.5}}}, 2.5),
-    ],
-)
-def test_cpus_that_the_machine_does_not_have_are_not_counted(tmp_path, monkeypatch, sections, devices):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
-    watcher, *_ = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, **sections)
-    assert watcher.summary("done", None, None, 1001.0, watcher.spans.all()).devices == devices
-
-
-def test_how_far_the_run_is_for_the_status_command(tmp_path):
-    watched = watch(tmp_path)
-    found = watched.observer.progress()
-    assert (found["update"], found["updates"], found["eta_s"]) == (4, 4, 0.0)
-    assert found["reward"] == 0.5 and 0 <= found["staleness/mean"] <= found["staleness/max"] <= 1
-    assert found["validation"]["version"] == 4
-    json.dumps(found)
+def test_throughput_is_divided_by_every_device_of_the_job_that_exists(tmp_path, monkeypatch, cpus, sections, devices):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cpus))
+    watcher, _, _, clock = observer(tmp_path, rollout={"workers": 2}, reward={"workers": 2}, **sections)
+    clock.advance(2.0)
+    summary = watcher.summary("failed", "no engine", None, clock.now(), watcher.spans.all())
+    assert summary.devices == devices
+    assert (summary.status, summary.reason, summary.updates, summary.images) == ("failed", "no engine", 0, 0)
+    assert summary.conserved and summary.first_reward is None
 
 
 def update(version: int, started: float, finished: float, **metrics: float) -> RunEvent:

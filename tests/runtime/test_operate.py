@@ -100,30 +100,34 @@ def test_the_status_is_a_table_for_people_and_json_for_programs(tmp_path, capsys
     assert lines[-1] == "faults mended: 3"
 
 
-def test_a_run_that_starts_says_what_it_is_at(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(globals(), "STATUS", {"doing": "loading engines, scorers and the trainer", "parts": {}})
-    with running(tmp_path / "run"):
-        assert main(["status", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out == "it is loading engines, scorers and the trainer\n"
+NONE_YET = {
+    **dict.fromkeys(("eta_s", "reward", "staleness/mean", "staleness/max", "images_per_s", "validation")),
+    "update": 60,
+    "updates": 100,
+}
 
 
-def test_a_run_without_an_update_yet_has_a_status(tmp_path, capsys, monkeypatch):
-    empty = {
-        "update": 60,
-        "updates": 100,
-        "eta_s": None,
-        "reward": None,
-        "staleness/mean": None,
-        "staleness/max": None,
-        "images_per_s": None,
-    }
-    monkeypatch.setitem(STATUS, "progress", {**empty, "validation": None})
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (
+            {**STATUS, "progress": NONE_YET},
+            [
+                "update 60/100, no update of this attempt yet",
+                "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
+            ],
+        ),
+        (
+            {"doing": "loading engines, scorers and the trainer", "parts": {}},
+            ["it is loading engines, scorers and the trainer"],
+        ),
+    ],
+)
+def test_a_run_that_starts_or_has_no_update_yet_has_a_status(tmp_path, capsys, monkeypatch, status, said):
+    monkeypatch.setitem(globals(), "STATUS", status)
     with running(tmp_path / "run"):
         assert main(["status", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "update 60/100, no update of this attempt yet",
-        "groups: 9 admitted, 6 trained, 1 rejected, 0 dropped, 2 live",
-    ]
+    assert capsys.readouterr().out.splitlines()[:2] == said
 
 
 def left(
@@ -163,7 +167,7 @@ def over(status: Status, reason: str | None = None) -> Summary:
     )
 
 
-def test_a_run_that_is_over_is_shown_from_its_summary(tmp_path, capsys):
+def test_a_run_that_is_over_or_failed_is_shown_from_its_summary(tmp_path, capsys):
     folder = left(tmp_path / "run", summary=over("done"))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -181,15 +185,11 @@ def test_a_run_that_is_over_is_shown_from_its_summary(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["update"], found["summary"]["status"]) == (False, 2, "done")
 
-
-def test_a_run_that_failed_says_why(tmp_path, capsys):
-    folder = left(tmp_path / "run", summary=over("failed", "the judge is \x1b[2J down"), checkpoint=False)
+    folder = left(tmp_path / "failed", summary=over("failed", "the judge is \x1b[2J down"), checkpoint=False)
     assert main(["status", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert (
-        said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates")
-        and "it left no checkpoint to go on from" in said
-    )
+    assert said.startswith(r"run: failed (the judge is \x1b[2J down) after 2 updates")
+    assert "it left no checkpoint to go on from" in said
 
 
 @pytest.mark.parametrize(
@@ -238,18 +238,13 @@ def test_a_folder_whose_summary_is_damaged_is_refused_in_one_line(tmp_path, caps
     assert "its summary or metrics cannot be read" in capsys.readouterr().err
 
 
-def test_workers_are_asked_for_and_the_new_state_is_shown(tmp_path, capsys):
+def test_workers_are_asked_for_and_the_new_state_is_shown_and_a_run_is_stopped(tmp_path, capsys):
     with running(tmp_path / "run") as asked:
         assert main(["scale", str(tmp_path / "run"), "rollout=3", "reward=1"]) == 0
-    assert asked == [Request(scale={"rollout": 3, "reward": 1})]
-    said = capsys.readouterr().out
-    assert said.startswith("rollout-2: loading\nupdate 42/100") and "rollout-1" in said
-
-
-def test_a_run_is_stopped(tmp_path, capsys):
-    with running(tmp_path / "run") as asked:
+        said = capsys.readouterr().out
         assert main(["stop", str(tmp_path / "run")]) == 0
-    assert asked == [Request(stop=True)]
+    assert asked == [Request(scale={"rollout": 3, "reward": 1}), Request(stop=True)]
+    assert said.startswith("rollout-2: loading\nupdate 42/100") and "rollout-1" in said
     assert "checkpoint" in capsys.readouterr().out
 
 

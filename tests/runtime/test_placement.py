@@ -14,8 +14,9 @@ from omni_async.families import find_family
 from omni_async.role_table import BUILT_IN, CONTROL
 from omni_async.runtime.placement import ActorPlacement, plan_placements
 from omni_async.runtime.preflight import RunInputs
-from omni_async.runtime.roles import build_rank
+from omni_async.runtime.sites import Site, trainer
 from omni_async.store import LocalStore
+from omni_async.worker import Worker
 
 GPUS = {"rollout": {"cpus": 2, "gpus": 1}, "reward": {"cpus": 4}, "trainer": {"cpus": 2.5, "gpus": 1}}
 
@@ -79,10 +80,11 @@ def test_emulated_devices_ask_for_nothing() -> None:
     assert set(actors.actors.values()) == {ActorPlacement(None, 0.0, 0.0, 1)}
 
 
-def test_every_worker_has_a_name_and_worker_0_of_the_trainer_is_the_trainer() -> None:
+def test_every_worker_has_a_name_and_one_emulated_rank_stands_for_all() -> None:
     found = names(config({}, trainer={"workers": 3}))
     assert found["rollout"] == ["rollout-0", "rollout-1"] and found["reward"] == ["reward-0"]
     assert found["trainer"] == ["trainer", "trainer-1", "trainer-2"] and found["coordinator"] == ["coordinator"]
+    assert names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
 
 
 def test_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
@@ -90,10 +92,6 @@ def test_a_preference_dataset_has_one_reader_and_no_reward_workers() -> None:
     found = names(made)
     assert found["reader"] == ["reader"] and found["reward"] == [] == found["rollout"]
     assert plan_placements(made).actors["reader"].cpus == 3
-
-
-def test_one_emulated_rank_stands_for_all() -> None:
-    assert names(config({}, trainer={"workers": 3}, emulation={"profile": "p"}))["trainer"] == ["trainer"]
 
 
 def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine() -> None:
@@ -104,18 +102,15 @@ def test_the_ranks_of_a_sequence_group_are_in_a_bundle_which_is_on_one_machine()
     assert [plan.actors[rank].bundle for rank in ranks] == [4, 4, 4, 5, 5, 5]
     assert plan.bundles[4:] == (Resources(cpus=7.5, gpus=3),) * 2
     assert {(plan.actors[rank].cpus, plan.actors[rank].gpus) for rank in ranks} == {(2.5, 1)}, "no rank has less"
-
-
-@pytest.mark.parametrize(("sequence", "strategy"), [(1, "PACK"), (2, "STRICT_PACK")])
-def test_sequence_groups_on_shared_devices_keep_the_job_on_one_machine(sequence: int, strategy: str) -> None:
-    trainer = {"workers": 2, "sequence_parallel": sequence}
-    assert plan_placements(config(GPUS | {"colocated": True}, trainer=trainer)).strategy == strategy
+    for sequence, strategy in ((1, "PACK"), (2, "STRICT_PACK")):
+        shared = config(GPUS | {"colocated": True}, trainer={"workers": 2, "sequence_parallel": sequence})
+        assert plan_placements(shared).strategy == strategy, "on shared devices the job is on one machine"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")
 def test_a_rank_that_was_given_an_accelerator_does_not_train_on_the_cpu_instead(tmp_path) -> None:
     inputs = RunInputs(config({"trainer": {"gpus": 1}}), find_family("qwen_image"), (), ())
-    rank = build_rank(0, inputs, LocalStore())
+    rank = trainer(Site(Worker("trainer", 1), inputs, tmp_path, LocalStore()))
     with pytest.raises(
         RuntimeError, match=r"placement\.trainer\.gpus: 1 asked for, but torch \S+ sees no accelerator here"
     ):

@@ -66,21 +66,18 @@ def echo(local_ray: None) -> Iterator[Proxy]:
     ray.kill(actor)
 
 
-def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
+async def test_many_calls_that_wait_hold_up_neither_control_nor_health_calls(host):
     waiters = 300  # more than the control door is wide
 
-    async def main() -> None:
-        meeting = host(ray_roles.Meeting)
-        waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
-        arrived = 0
-        while arrived < waiters:
-            arrived = await meeting.announce(0, "")
-        assert await meeting._actor.ping.remote() < 1.0
-        assert not any(task.done() for task in waiting)
-        await meeting.stop("enough")
-        assert await asyncio.gather(*waiting) == list(range(waiters))
-
-    asyncio.run(main())
+    meeting = host(ray_roles.Meeting)
+    waiting = [asyncio.ensure_future(meeting.next_groups(i, 1)) for i in range(waiters)]
+    arrived = 0
+    while arrived < waiters:
+        arrived = await meeting.announce(0, "")
+    assert await meeting._actor.ping.remote() < 1.0
+    assert not any(task.done() for task in waiting)
+    await meeting.stop("enough")
+    assert await asyncio.gather(*waiting) == list(range(waiters))
 
 
 def test_messages_arrive_as_they_were(echo):
@@ -88,89 +85,59 @@ def test_messages_arrive_as_they_were(echo):
     assert asyncio.run(echo.phase(message)) == message
 
 
-def test_an_exception_of_the_role_arrives_as_itself(echo):
-    async def main() -> None:
-        with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
-            await echo.fail("out of balance")
-        assert failed.value.count == 3
-        assert type(failed.value) is ray_roles.UnsettledError
-        with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
-            await echo.run()
-        assert type(failed_long.value) is ValueError
-
-    asyncio.run(main())
-
-
-def test_an_exception_that_cannot_travel_still_tells_its_story(echo):
-    async def main() -> None:
-        with pytest.raises(Exception, match="the far side: broken"):
-            await echo.require_fields(("broken",))
-
-    asyncio.run(main())
+async def test_an_exception_of_the_role_arrives_as_itself(echo):
+    with pytest.raises(ray_roles.UnsettledError, match="out of balance") as failed:
+        await echo.fail("out of balance")
+    assert failed.value.count == 3
+    assert type(failed.value) is ray_roles.UnsettledError
+    with pytest.raises(ValueError, match=r"^a long call's failure$") as failed_long:
+        await echo.run()
+    assert type(failed_long.value) is ValueError
+    with pytest.raises(Exception, match="the far side: broken"):  # it cannot travel, and still tells its story
+        await echo.require_fields(("broken",))
+    with pytest.raises(AttributeError, match="no_such_call"):
+        await echo.no_such_call()
 
 
-def test_a_method_the_role_does_not_have_is_an_attribute_error(echo):
-    async def main() -> None:
-        with pytest.raises(AttributeError, match="no_such_call"):
-            await echo.no_such_call()
-
-    asyncio.run(main())
+async def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
+    caller = host(partial(ray_roles.Caller, echo))
+    assert await caller.phase("hello") == ["through another", "hello"]
+    assert await caller.announce(0, "") == "UnsettledError 3"
 
 
-def test_a_role_can_be_handed_another_one_and_its_exceptions(host, echo):
-    async def main() -> None:
-        caller = host(partial(ray_roles.Caller, echo))
-        assert await caller.phase("hello") == ["through another", "hello"]
-        assert await caller.announce(0, "") == "UnsettledError 3"
-
-    asyncio.run(main())
+async def test_a_role_that_cannot_be_built_says_why_at_its_first_call(host):
+    with pytest.raises(Exception, match="no model at this path"):
+        await host(ray_roles.Unbuildable).phase("hello")
 
 
-def test_a_role_that_cannot_be_built_says_why_at_its_first_call(host):
-    async def main() -> None:
-        with pytest.raises(Exception, match="no model at this path"):
-            await host(ray_roles.Unbuildable).phase("hello")
-
-    asyncio.run(main())
-
-
-def test_a_role_whose_process_dies_ends_its_callers_waits(host):
-    async def main() -> None:
-        dying = host(ray_roles.Echo)
-        await dying.phase("alive")
-        with pytest.raises(PeerLost, match="role is gone"):
-            await dying.stop("now")
-
-    asyncio.run(main())
+async def test_a_role_whose_process_dies_ends_its_callers_waits(host):
+    dying = host(ray_roles.Echo)
+    await dying.phase("alive")
+    with pytest.raises(PeerLost, match="role is gone"):
+        await dying.stop("now")
 
 
-def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host):
-    async def main() -> None:
-        stuck = host(ray_roles.Echo)
-        await stuck.phase("alive")
-        holding = asyncio.ensure_future(stuck.announce(0, ""))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                while True:
-                    await stuck._actor.ping.remote()
-        holding.cancel()
-        await asyncio.gather(holding, return_exceptions=True)
-
-    asyncio.run(main())
+async def test_a_role_that_holds_its_loop_answers_no_health_call_meanwhile(host):
+    stuck = host(ray_roles.Echo)
+    await stuck.phase("alive")
+    holding = asyncio.ensure_future(stuck.announce(0, ""))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while True:
+                await stuck._actor.ping.remote()
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
 
 
-def test_references_travel_to_another_process_and_back(host):
-    async def main() -> None:
-        store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
-        reference = await store.put(np.arange(6, dtype=np.uint8).reshape(2, 3))
-        answer = await keeper.phase([reference])
-        assert answer["value"].tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert (await store.get(answer["reference"])).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-    asyncio.run(main())
+async def test_references_travel_to_another_process_and_back(host):
+    store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+    reference = await store.put(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    answer = await keeper.phase([reference])
+    assert answer["value"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (await store.get(answer["reference"])).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
+async def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
     trajectory = TensorDict(
         {
             "latents": torch.randn(3, 6, 4),
@@ -185,84 +152,63 @@ def test_the_store_gives_back_tensors_and_arrays_as_they_were(local_ray):
         batch_size=[],
     )
 
-    async def main() -> None:
-        store = RayStore()
-        back = await store.get(await store.put(trajectory))
-        assert back.batch_size == torch.Size([])
-        assert set(back.keys(include_nested=True, leaves_only=True)) == set(
-            trajectory.keys(include_nested=True, leaves_only=True)
-        )
-        for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
-            assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
-        assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
-        image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
-        reference = await store.put(image)
-        assert np.array_equal(await store.get(reference), image)
-        assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
-
-    asyncio.run(main())
-
-
-def test_media_are_read_where_the_store_has_them(local_ray):
-    async def main() -> None:
-        store = RayStore()
-        video = np.random.default_rng(0).integers(0, 256, (9, 3, 32, 48), dtype=np.uint8)
-        given = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
-        one, other = await store.put_all([given, Media(image=video[0])])
-        assert one.object == other.object  # small ones share an object
-        back = await store.get(one)
-        assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
-        assert np.array_equal(back.video, video) and np.array_equal(back.audio, given.audio)
-        assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
-        assert np.array_equal((await store.get(other)).image, video[0])
-
-    asyncio.run(main())
+    store = RayStore()
+    back = await store.get(await store.put(trajectory))
+    assert back.batch_size == torch.Size([])
+    assert set(back.keys(include_nested=True, leaves_only=True)) == set(
+        trajectory.keys(include_nested=True, leaves_only=True)
+    )
+    for key, tensor in trajectory.items(include_nested=True, leaves_only=True):
+        assert back[key].dtype == tensor.dtype and torch.equal(back[key], tensor), key
+    assert torch.equal(await store.get(await store.put(torch.ones(3))), torch.ones(3))
+    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    reference = await store.put(image)
+    assert np.array_equal(await store.get(reference), image)
+    assert np.array_equal(await store.get(reference), image)  # reading takes nothing away
+    values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
+    assert [await store.get(reference) for reference in await store.put_all(values)] == values
 
 
-def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_along(host):
-    async def main() -> None:
-        store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
-        mine = await store.put(np.arange(3))
-        gone = (await keeper.phase([mine]))["reference"]
-        ray.kill(keeper._actor)
-        with pytest.raises(LookupError):
-            async with asyncio.timeout(60):
-                while True:  # until its death is known
-                    await store.get(gone)
-        lost, kept, again = await asyncio.gather(
-            store.get(gone), store.get(mine), store.get(gone), return_exceptions=True
-        )
-        assert isinstance(lost, LookupError) and isinstance(again, LookupError)
-        assert f"object {gone.object.hex()} is gone" in str(lost)
-        assert kept.tolist() == [0, 1, 2]
-
-    asyncio.run(main())
+async def test_media_are_read_where_the_store_has_them(local_ray):
+    store = RayStore()
+    video = np.random.default_rng(0).integers(0, 256, (9, 3, 32, 48), dtype=np.uint8)
+    given = Media(video=video, fps=12.5, audio=np.ones((2, 100), np.float32), sample_rate=8000)
+    one, other = await store.put_all([given, Media(image=video[0])])
+    assert one.object == other.object  # small ones share an object
+    back = await store.get(one)
+    assert back.parts == ("video", "audio") and (back.fps, back.sample_rate) == (12.5, 8000)
+    assert np.array_equal(back.video, video) and np.array_equal(back.audio, given.audio)
+    assert not back.video.flags.writeable and not back.video.flags.owndata  # no copy
+    assert np.array_equal((await store.get(other)).image, video[0])
 
 
-def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_not(local_ray):
-    async def main() -> None:
-        store = RayStore()
-        small = [np.full(1000, number, np.uint8) for number in range(5)]
-        references = await store.put_all(small)
-        assert len({reference.object for reference in references}) == 1
-        large = [np.full(9 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(9 * 2**20, 9, np.uint8)]
-        references += await store.put_all(large)
-        assert len({reference.object for reference in references[5:]}) == 3
-        back = await asyncio.gather(*(store.get(reference) for reference in reversed(references)))
-        assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
-        assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
-        assert await store.put_all([]) == []
-
-    asyncio.run(main())
+async def test_a_value_whose_owner_died_is_a_lookup_error_and_takes_no_other_read_along(host):
+    store, keeper = RayStore(), host(partial(ray_roles.Keeper, RayStore()))
+    mine = await store.put(np.arange(3))
+    gone = (await keeper.phase([mine]))["reference"]
+    ray.kill(keeper._actor)
+    with pytest.raises(LookupError):
+        async with asyncio.timeout(60):
+            while True:  # until its death is known
+                await store.get(gone)
+    lost, kept, again = await asyncio.gather(store.get(gone), store.get(mine), store.get(gone), return_exceptions=True)
+    assert isinstance(lost, LookupError) and isinstance(again, LookupError)
+    assert f"object {gone.object.hex()} is gone" in str(lost)
+    assert kept.tolist() == [0, 1, 2]
 
 
-def test_what_is_neither_array_nor_tensor_is_stored_too(local_ray):
-    async def main() -> None:
-        store = RayStore()
-        values = [{"a": 1}, "text", Prompt(3, "a cat"), None]
-        assert [await store.get(reference) for reference in await store.put_all(values)] == values
-
-    asyncio.run(main())
+async def test_small_values_that_are_put_together_share_an_object_and_large_ones_do_not(local_ray):
+    store = RayStore()
+    small = [np.full(1000, number, np.uint8) for number in range(5)]
+    references = await store.put_all(small)
+    assert len({reference.object for reference in references}) == 1
+    large = [np.full(9 * 2**20, 7, np.uint8), np.full(10, 8, np.uint8), np.full(9 * 2**20, 9, np.uint8)]
+    references += await store.put_all(large)
+    assert len({reference.object for reference in references[5:]}) == 3
+    back = await asyncio.gather(*(store.get(reference) for reference in reversed(references)))
+    assert [len(value) for value in reversed(back)] == [1000] * 5 + [9 * 2**20, 10, 9 * 2**20]
+    assert all(np.array_equal(value, given) for value, given in zip(reversed(back), small + large, strict=True))
+    assert await store.put_all([]) == []
 
 
 def make_cluster(folder: Path, **sections: Any) -> RayCluster:
@@ -270,19 +216,16 @@ def make_cluster(folder: Path, **sections: Any) -> RayCluster:
     return RayCluster(inputs, RunDirectory(folder / "run-1"))
 
 
-def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
+async def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_room, "_PLACEMENT_TIMEOUT_S", 0.2)
     cluster = make_cluster(tmp_path)
     cluster._placements = PlacementPlan((Resources(cpus=500), Resources(cpus=12)), {})
 
-    async def main() -> None:
-        with pytest.raises(StartError) as failed:
-            await cluster._reserve()
-        message = str(failed.value)
-        assert message.startswith("placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and ")
-        assert "lower placement.* or the numbers of workers" in message
-
-    asyncio.run(main())
+    with pytest.raises(StartError) as failed:
+        await cluster._reserve()
+    message = str(failed.value)
+    assert message.startswith("placement: the run needs 512 CPUs and 0 GPUs, the cluster has 4 and ")
+    assert "lower placement.* or the numbers of workers" in message
     ray.util.remove_placement_group(cluster._group)
 
 
@@ -328,25 +271,18 @@ def test_a_ray_that_runs_already_is_used_and_left_running(local_ray, tmp_path):
         with pytest.raises(ValueError, match="Failed to look up actor"):
             ray.get_actor(f"run-{number}/1/trainer")
 
+    asyncio.run(make_cluster(tmp_path).close())  # of one that never started
     for number in range(2):
         asyncio.run(main(number))
     assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
 
 
-def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
+async def test_roles_that_share_devices_fit_into_their_bundles(local_ray, tmp_path):
     """Requires that Ray grants every share that `placements` gives out."""
     placement = {"colocated": True, "rollout": {"cpus": 1}, "reward": {"cpus": 1}, "trainer": {"cpus": 1}}
     cluster = make_cluster(tmp_path, placement=placement, staleness={"max_updates": 0})
 
-    async def main() -> None:
-        await cluster._reserve()
-        proxies = [cluster._host(Worker.parse(slot), ray_roles.Echo) for slot in cluster._placements.actors]
-        assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
-        await cluster.close()
-
-    asyncio.run(main())
-
-
-def test_closing_a_cluster_that_never_started_changes_nothing(local_ray, tmp_path):
-    asyncio.run(make_cluster(tmp_path).close())
-    assert ray.is_initialized()
+    await cluster._reserve()
+    proxies = [cluster._host(Worker.parse(slot), ray_roles.Echo) for slot in cluster._placements.actors]
+    assert await asyncio.gather(*(proxy.phase("here") for proxy in proxies)) == ["here"] * 4
+    await cluster.close()

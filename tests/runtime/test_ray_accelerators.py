@@ -53,38 +53,32 @@ def make_cluster(folder: Path, **placement: Any) -> RayCluster:
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "NPU"])
-def test_bundles_and_actors_ask_for_the_kind_that_the_cluster_has(tmp_path: Path, accelerator: str) -> None:
+async def test_bundles_and_actors_ask_for_the_kind_that_the_cluster_has(tmp_path: Path, accelerator: str) -> None:
     cluster = make_cluster(tmp_path, accelerator=accelerator)
 
-    async def main() -> None:
-        await cluster._reserve()
-        assert cluster._group is not None
-        assert cluster._group.bundle_specs == [
-            {"CPU": 0.01},
-            {"CPU": 0.5, "NPU": 1.0},
-            {"CPU": 0.5},
-            {"CPU": 0.5, "NPU": 1.0},
-        ]
-        slots = ("rollout-0", "reward-0", "trainer")
-        proxies = [cluster._host(Worker.parse(slot), Seer) for slot in slots]
-        engine, scorer, trainer = await asyncio.gather(*(proxy.phase("") for proxy in proxies))
-        assert sorted(engine["given"] + trainer["given"]) == ["0", "1"] and scorer["given"] == []
-        assert (engine["visible"], trainer["visible"]) == (engine["given"][0], trainer["given"][0])
-        assert engine["resources"]["NPU"] == 1 and "GPU" not in engine["resources"]
-        await cluster.close()
-
-    asyncio.run(main())
+    await cluster._reserve()
+    assert cluster._group is not None
+    assert cluster._group.bundle_specs == [
+        {"CPU": 0.01},
+        {"CPU": 0.5, "NPU": 1.0},
+        {"CPU": 0.5},
+        {"CPU": 0.5, "NPU": 1.0},
+    ]
+    slots = ("rollout-0", "reward-0", "trainer")
+    proxies = [cluster._host(Worker.parse(slot), Seer) for slot in slots]
+    engine, scorer, trainer = await asyncio.gather(*(proxy.phase("") for proxy in proxies))
+    assert sorted(engine["given"] + trainer["given"]) == ["0", "1"] and scorer["given"] == []
+    assert (engine["visible"], trainer["visible"]) == (engine["given"][0], trainer["given"][0])
+    assert engine["resources"]["NPU"] == 1 and "GPU" not in engine["resources"]
+    await cluster.close()
 
 
-def test_a_kind_that_the_cluster_lacks_is_refused_at_once(tmp_path: Path) -> None:
+async def test_a_kind_that_the_cluster_lacks_is_refused_at_once(tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path, accelerator="GPU")
 
-    async def main() -> None:
-        said = r"placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has 2 NPUs; set it to what the"
-        with pytest.raises(ConfigError, match=said):
-            await cluster._reserve()
-
-    asyncio.run(main())
+    said = r"placement.accelerator: the run asks for 2 GPUs, and the Ray cluster has 2 NPUs; set it to what the"
+    with pytest.raises(ConfigError, match=said):
+        await cluster._reserve()
     assert cluster._group is None
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from runtime_world import HandCluster, RememberingConsole
+from runtime_world import HandCluster, RememberingConsole, Role, fails
+from runtime_world import interrupted as is_interrupted
 
 from omni_async import cli
 from omni_async.config import load
@@ -103,20 +104,12 @@ def interrupted(tmp_path: Path) -> Job:
     return job
 
 
-def loading(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """Makes the next attempt be interrupted while it loads, or fail in it."""
-
-    class Loading(HandCluster):
-        async def start(self) -> None:
-            if error is not None:
-                raise error
-            os.kill(os.getpid(), signal.SIGINT)
-            await self.coordinator.over.wait()
-
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Loading({}))
+def loading(monkeypatch: pytest.MonkeyPatch, role: Role = is_interrupted) -> None:
+    """Makes the next attempt be interrupted while it loads, or do something else."""
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({}, starting=role))
 
 
-def test_an_attempt_that_is_interrupted_while_it_loads_leaves_a_line_and_changes_nothing_else(
+def test_an_attempt_that_is_interrupted_or_fails_while_it_loads_leaves_a_line_and_changes_nothing_else(
     interrupted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, first = interrupted.files(), read_summary(interrupted.run.summary)
@@ -134,12 +127,7 @@ def test_an_attempt_that_is_interrupted_while_it_loads_leaves_a_line_and_changes
     assert ended.began < ended.ended <= was_there.began < was_there.ended
     assert any("made no update" in note and "is as it was" in note for note in interrupted.console.notes)
 
-
-def test_an_attempt_that_fails_while_it_loads_changes_nothing_either(
-    interrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = interrupted.files()
-    loading(monkeypatch, RuntimeError("no room"))
+    loading(monkeypatch, fails(RuntimeError("no room")))
     assert interrupted.attempt().status == "failed"
     assert interrupted.files() == before
     assert read_attempts(interrupted.run.attempts)[-1].reason == "RuntimeError: no room"
@@ -216,17 +204,24 @@ def test_a_summary_put_aside_that_cannot_be_removed_costs_nothing_else(interrupt
     assert read_summary(interrupted.run.summary).status == "done"
 
 
-def test_a_finished_run_says_so_at_once_and_how_to_go_on(
+def test_a_finished_run_says_so_at_once_and_how_to_go_on_and_keeps_its_results_if_it_is_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(tmp_path)
-    assert job.attempt().status == "done"
+    first = job.attempt()
+    assert first.status == "done"
     before, attempts = job.files(), job.run.attempts.read_bytes()
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
-    assert cli.main(["train", str(job.recipe), *job.overrides, f"checkpoint.resume={job.run.path}"]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "build_cluster", lambda *_: pytest.fail("built a cluster"))
+        assert cli.main(["train", str(job.recipe), *job.overrides, f"checkpoint.resume={job.run.path}"]) == 0
     said = capsys.readouterr()
     assert "done, nothing to do" in said.out and "trainer.updates=N" in said.out and said.err == ""
     assert job.files() == before and job.run.attempts.read_bytes() == attempts
+    assert job.attempt().status == "done"
+    assert job.files() == before
+    summary = job.attempt("trainer.updates=8")
+    assert (summary.status, summary.updates) == ("done", 8) and summary.wall_s > first.wall_s
+    job.require_whole(8)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl"])
@@ -245,22 +240,6 @@ def test_a_run_whose_lines_cannot_be_read_is_refused_in_one_line(
     assert capsys.readouterr().err == (
         f"omni-async: checkpoint.resume: cannot go on in {interrupted.run.path}: it is a folder, not a file ({path})\n"
     )
-
-
-def test_a_finished_run_goes_on_with_more_updates(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    first = job.attempt()
-    summary = job.attempt("trainer.updates=8")
-    assert (summary.status, summary.updates) == ("done", 8) and summary.wall_s > first.wall_s
-    job.require_whole(8)
-
-
-def test_a_finished_run_that_is_run_again_all_the_same_keeps_its_results(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.attempt()
-    before = job.files()
-    assert job.attempt().status == "done"
-    assert job.files() == before
 
 
 def test_a_run_that_began_with_anothers_checkpoint_counts_its_updates_from_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from omni_async.checkpoint.trajectories import write_group
 from omni_async.config import Config, ConfigError
 from omni_async.control.control_state import ControlState
 from omni_async.runtime.preflight import preflight
-from omni_async.runtime.resume import find_resume_point, newest_of_run
+from omni_async.runtime.resume import ResumePoint, find_resume_point, newest_of_run
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError
 from omni_async.types import Prompt, ReadyGroup, ReadySample, Score
 from omni_async.version_spans import VersionSpans
@@ -59,11 +58,6 @@ def checkpoint_of(run: Path, state: State, groups: dict[int, list[Any]] | None =
     return folder
 
 
-def lose_bytes(path: Path, count: int) -> None:
-    """Removes bytes from the end of a file."""
-    os.truncate(path, path.stat().st_size - count)
-
-
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """Holds the run's lock, as a run that is under way does."""
@@ -80,24 +74,42 @@ def refusal(config: Config) -> str:
     return message
 
 
-def test_nothing_to_resume_is_a_new_run(tmp_path: Path) -> None:
-    assert find_resume_point(recipe(tmp_path, None)) is None
-    assert find_resume_point(recipe(tmp_path)) is None
+def found(config: Config, passed: list[str] | None = None) -> ResumePoint:
+    """Returns where the run goes on, which must be somewhere."""
+    point = find_resume_point(config, passed)
+    assert point is not None
+    return point
 
 
 def test_auto_goes_on_with_the_newest_run_of_this_name_in_its_own_folder(tmp_path: Path) -> None:
     config = recipe(tmp_path)
+    assert find_resume_point(recipe(tmp_path, None)) is find_resume_point(config) is None
     run_of(config, "20260101-000000", 3)
-    newest = run_of(config, "20260102-000000", 1, 2)
-    run_of(
-        msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=f"{config.run.name}-other")),
-        "20270101-000000",
-        3,
-    )
-    point = find_resume_point(config)
-    assert point is not None
+    for number in ("", "-2", "-9", "-10"):  # of ten runs of one second the tenth is the newest
+        newest = run_of(config, f"20260102-000000{number}", 1, 2)
+    run_of(replace(config, run=replace(config.run, name=f"{config.run.name}-other")), "20270101-000000", 3)
+    point = found(config)
     assert (point.run, point.folder, point.state.version) == (newest, newest / "checkpoints" / "update-000002", 2)
     assert point.notes == (f"going on with {newest.name} from update 2",)
+    assert (found(recipe(tmp_path, str(newest))).run, found(recipe(tmp_path, str(newest))).state.version) == (newest, 2)
+    new = found(recipe(tmp_path, str(newest / "checkpoints" / "update-000001")))
+    assert (new.run, new.state.version) == (None, 1), "a checkpoint folder starts a new run"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_another_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = run_of(config, "20260101-000000", 1, 2)
+    (run / "checkpoints" / "update-000002" / "state.json").write_bytes(b"{}")
+    point = found(config)
+    assert point.state.version == 1
+    warning, note = point.notes
+    assert warning.startswith("warning: not resumed from update-000002: ") and "2 bytes" in warning
+    assert note.endswith("from update 1")
+    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
+    message = refusal(recipe(tmp_path, str(run)))
+    assert "no checkpoint to go on from (not resumed from update-000002" in message and message.endswith(
+        "checkpoint.resume=null starts a new run"
+    )
 
 
 def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over(tmp_path: Path) -> None:
@@ -114,8 +126,8 @@ def test_auto_takes_the_newest_run_that_is_not_done_and_says_what_it_passes_over
     (Path(config.run.dir) / "test-notes").mkdir()
     passed: list[str] = []
     with held(running):
-        point = find_resume_point(config, passed)
-    assert point is not None and (point.run, point.state.version) == (unfinished, 3)
+        point = found(config, passed)
+    assert (point.run, point.state.version) == (unfinished, 3)
     assert point.notes == ("going on with test-20260102-000000 from update 3",)
     runs, nothing, broken, done = passed
     assert runs == "passed over test-20260106-000000: it is running"
@@ -143,14 +155,6 @@ def test_auto_begins_a_run_where_none_can_be_gone_on_with_and_says_why(tmp_path:
         done.startswith("passed over, because done: test-20250101-000006, ")
         and "test-20250101-000002 and 2 others" in done
     )
-
-
-def test_of_ten_runs_of_one_second_the_tenth_is_the_newest(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    for number in ("", "-2", "-9", "-10"):
-        newest = run_of(config, f"20260101-000000{number}", 1)
-    point = find_resume_point(config)
-    assert point is not None and point.run == newest
 
 
 def test_a_run_beyond_the_last_update_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
@@ -182,31 +186,11 @@ def test_a_run_that_is_running_is_left_alone(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     older, newer = run_of(config, "20260101-000000", 3), run_of(config, "20260102-000000", 1)
     with held(newer):
-        point = find_resume_point(config)
-        assert point is not None and point.run == older
+        point = found(config)
+        assert point.run == older
         assert "is running" in refusal(recipe(tmp_path, str(newer)))
         with pytest.raises(RunDirectoryError, match="is running"):
             RunDirectory.reopen(newer)
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(tmp_path: Path) -> None:
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000", 1, 2)
-    (run / "checkpoints" / "update-000002" / "state.json").write_bytes(b"{}")
-    point = find_resume_point(config)
-    assert point is not None and point.state.version == 1
-    warning, note = point.notes
-    assert warning.startswith("warning: not resumed from update-000002: ") and "2 bytes" in warning
-    assert note.endswith("from update 1")
-
-
-def test_a_run_without_a_usable_checkpoint_is_refused_rather_than_begun_anew(tmp_path: Path) -> None:
-    run = run_of(recipe(tmp_path), "20260101-000000", 1)
-    (run / "checkpoints" / "update-000001" / "manifest.json").unlink()
-    message = refusal(recipe(tmp_path, str(run)))
-    assert "no checkpoint to go on from (not resumed from update-000001" in message and message.endswith(
-        "checkpoint.resume=null starts a new run"
-    )
 
 
 def test_a_wrong_path_is_reported_for_what_it_is(tmp_path: Path) -> None:
@@ -234,19 +218,6 @@ def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
     assert refusal(recipe(tmp_path, folder)).startswith("checkpoint.resume: ")
 
 
-def test_a_checkpoint_that_counts_more_lines_than_the_ledger_has_is_passed_over(tmp_path: Path) -> None:
-    """Covers a machine that went down before the lines were on its disk."""
-    config = recipe(tmp_path)
-    run = run_of(config, "20260101-000000")
-    states = write_ledger(run, 4)
-    for version in (1, 2):
-        checkpoint_of(run, State(ControlState(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
-    lose_bytes(run / "ledger.jsonl", 9)
-    point = find_resume_point(config)
-    assert point is not None and point.state.version == 1
-    assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]
-
-
 def double_line(ledger: Path, number: int) -> None:
     lines = ledger.read_bytes().split(b"\n")
     ledger.write_bytes(b"\n".join([*lines[:number], *lines[number - 1 :]]))
@@ -259,11 +230,17 @@ def test_of_a_damaged_ledger_the_checkpoints_before_the_damage_count(tmp_path: P
     for version in (1, 2):
         checkpoint_of(run, State(ControlState(version, ledger=states[2 * version]), config.model.pipeline, "flow_grpo"))
     double_line(run / "ledger.jsonl", 4)
-    point = find_resume_point(config)
-    assert point is not None and point.state.version == 2, "what comes after the lines that count is void"
+    point = found(config)
+    assert point.state.version == 2, "what comes after the lines that count is void"
+    whole = (run / "ledger.jsonl").read_bytes()
+    (run / "ledger.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:4])[:-9])
+    point = found(config)  # of a machine that went down before the lines were on its disk
+    assert point.state.version == 1
+    assert "not resumed from update-000002: the ledger has 3 lines, the checkpoint counts 4" in point.notes[0]
+    (run / "ledger.jsonl").write_bytes(whole)
     double_line(run / "ledger.jsonl", 3)
-    point = find_resume_point(config)
-    assert point is not None and point.state.version == 1
+    point = found(config)
+    assert point.state.version == 1
     assert (
         "the first 4 lines of the ledger are not those that the checkpoint counts: line 4 is of group 2, and so is"
         " line 3" in point.notes[0]
@@ -306,10 +283,10 @@ def test_emulated_devices_do_not_go_on_with_trained_weights_nor_a_trainer_withou
     folder = checkpoint_of(emulated, State(ControlState(3), None, "flow_grpo"), emulated=True)
     for path in (emulated, folder):
         assert "it has no weights, because its devices were emulated" in refusal(recipe(tmp_path, str(path)))
-    point = find_resume_point(config)
-    assert point is not None and point.run == trained, "auto passes the emulated run over"
-    point = find_resume_point(recipe(tmp_path, emulation=emulation))
-    assert point is not None and point.run == emulated
+    point = found(config)
+    assert point.run == trained, "auto passes the emulated run over"
+    point = found(recipe(tmp_path, emulation=emulation))
+    assert point.run == emulated
 
 
 def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_path: Path) -> None:
@@ -319,38 +296,23 @@ def test_groups_that_wait_are_made_again_by_a_recipe_that_would_make_others(tmp_
     )
     state = State(ControlState(1, ready=(ready,)), config.model.pipeline, "flow_grpo", samples=made_with(config))
     folder = str(checkpoint_of(run_of(config, "20260101-000000"), state, {3: [{"latents": np.zeros(2)}]}))
-    same = find_resume_point(config)
-    assert same is not None and same.state.control.ready == (ready,)
+    same = found(config)
+    assert same.state.control.ready == (ready,)
     for other in (
         recipe(tmp_path, rollout={"num_inference_steps": 7}),
         recipe(tmp_path, folder, rollout={"num_inference_steps": 7}),
     ):
-        point = find_resume_point(other)
-        assert point is not None and point.state.control.ready == ()
+        point = found(other)
+        assert point.state.control.ready == ()
         assert [one.group for one in point.state.control.unfinished] == [3]
         assert (
             point.notes[0]
             == "groups that waited for the trainer (1) are made again: rollout.num_inference_steps changed"
         )
     masked = recipe(tmp_path, algorithm={"correction": {"mode": "decoupled", "kappa_nats": 2.0}})
-    point = find_resume_point(masked)
-    assert point is not None and point.state.control.ready == (), "they have no means, which the mask reads"
+    point = found(masked)
+    assert point.state.control.ready == (), "they have no means, which the mask reads"
     assert point.notes[0].endswith("trajectory fields changed")
-
-
-def test_a_run_folder_goes_on_and_a_checkpoint_folder_starts_a_new_run(tmp_path: Path) -> None:
-    run = run_of(recipe(tmp_path), "20260101-000000", 1, 2, status="done")
-    going_on = find_resume_point(recipe(tmp_path, str(run)))
-    assert going_on is not None and (going_on.run, going_on.state.version) == (run, 2)
-    new = find_resume_point(recipe(tmp_path, str(run / "checkpoints" / "update-000001")))
-    assert new is not None and (new.run, new.state.version) == (None, 1)
-
-
-def test_a_checkpoint_at_the_last_update_leaves_a_new_run_nothing_to_do(tmp_path: Path) -> None:
-    run = run_of(recipe(tmp_path), "20260101-000000", 4)
-    assert "is at update 4 already, trainer.updates is 4" in refusal(
-        recipe(tmp_path, str(run / "checkpoints" / "update-000004"))
-    )
 
 
 def test_metrics_after_the_checkpoint_are_void(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -11,21 +10,18 @@ from runtime_world import write_world
 
 from omni_async.control.control_state import ControlState, LedgerState
 from omni_async.runtime.preflight import preflight
-from omni_async.runtime.roles import build_coordinator
+from omni_async.runtime.sites import Site, coordinator
+from omni_async.store import LocalStore
+from omni_async.worker import Worker
 
 
 @pytest.mark.parametrize(("untouched", "wrong"), [(False, False), (True, True)])
-def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
+async def test_a_scorer_that_worked_before_is_waited_for_but_not_one_that_another_process_may_have_known_otherwise(
     tmp_path: Path, untouched: bool, wrong: bool
 ) -> None:
     """Distinguishes a resumed run, whose scorer may have been edited, from a process that begins again after a loss."""
 
-    async def main() -> None:
-        start = ControlState(
-            version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0})
-        )
-        inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
-        coordinator = build_coordinator(inputs, "run", str(tmp_path / "ledger.jsonl"))
-        assert await coordinator.scorer_wrong("scorer 'x': AttributeError: y") is wrong
-
-    asyncio.run(main())
+    start = ControlState(version=1, next_group=2, ledger=LedgerState(2, {"trained": 2, "rejected": 0, "dropped": 0}))
+    inputs = dataclasses.replace(preflight(write_world(tmp_path)), start=start, untouched=untouched)
+    made = coordinator(Site(Worker("coordinator"), inputs, tmp_path, LocalStore()))
+    assert await made.scorer_wrong("scorer 'x': AttributeError: y") is wrong

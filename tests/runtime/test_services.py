@@ -18,11 +18,10 @@ import yaml
 from runtime_world import write_world
 
 from omni_async import services
-from omni_async.actors.service import ServiceHost
 from omni_async.cli import main
 from omni_async.config import ConfigError, load
 from omni_async.config.yaml_text import to_yaml
-from omni_async.role_table import BUILT_IN, roles_of, scalable_roles
+from omni_async.role_table import roles_of, scalable_roles
 from omni_async.runtime.control_socket import Request, ask
 from omni_async.runtime.placement import plan_placements
 from omni_async.runtime.status import running_lines
@@ -67,6 +66,7 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
             "roles: expected one of ['broken', 'counter', 'none', 'trainer'], which",
         ),
         ({"name": "trainer"}, "roles: 'trainer' is a role that every run has"),
+        (COUNTER | {"twice": True}, "roles.1.name: 'counter' is there twice"),
         ({"name": "broken"}, "is a StructMeta, not a ServiceRole"),
         ({"name": "Counter"}, "roles.0.name: expected str of lower-case letters and '_', at most 40, got 'Counter'"),
         (COUNTER | {"settings": {"last": 1}}, "roles.0.settings.last: unknown key; allowed: first, start"),
@@ -78,14 +78,11 @@ def recipe(folder: Path, *roles: dict[str, Any]) -> Path:
 def test_a_role_that_cannot_be_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], role: dict[str, Any], said: str
 ) -> None:
-    assert main(["check", str(recipe(tmp_path, role))]) == 2
+    twice = 1 + ("twice" in role)
+    role = {key: value for key, value in role.items() if key != "twice"}
+    assert main(["check", str(recipe(tmp_path, *[role] * twice))]) == 2
     found = capsys.readouterr().err
     assert said in found and found.count("\n") == 1
-
-
-def test_a_role_may_be_there_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(recipe(tmp_path, COUNTER, COUNTER))]) == 2
-    assert "roles.1.name: 'counter' is there twice" in capsys.readouterr().err
 
 
 def test_an_installed_role_is_listed_scaled_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +94,6 @@ def test_an_installed_role_is_listed_scaled_and_placed(tmp_path: Path, capsys: p
     assert [plan.bundles[plan.actors[f"counter-{i}"].bundle or 0].gpus for i in range(2)] == [1, 1]
     row = roles_of(config)["counter"]
     assert (row.on_loss, row.scales, row.loading) == ("replace", True, "opening its port")
-
-
-def test_no_package_can_take_the_name_of_a_built_in_role() -> None:
-    assert {spec.role for spec in BUILT_IN} <= services.TAKEN
 
 
 def asked(address: str, text: str = "") -> tuple[str, int, int]:
@@ -156,23 +149,6 @@ def test_a_service_that_does_not_start_ends_the_run_and_is_named(
     run = Disturbed(tmp_path, profile("train", 0.02), run=settings, roles=[role])
     summary = run.run(lambda _: None, 30)
     assert summary.status == "failed" and said in (summary.reason or "")
-
-
-def test_a_service_is_closed_once_even_if_its_work_never_began() -> None:
-    class Closing(services.Service):
-        closed = 0
-
-        async def close(self) -> None:
-            self.closed += 1
-
-    async def main() -> None:
-        service = Closing()
-        host = ServiceHost("closing-0", service, None)  # type: ignore[arg-type]
-        await host.close()
-        await host.close()
-        assert service.closed == 1
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow

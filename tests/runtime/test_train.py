@@ -14,7 +14,19 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from runtime_world import Control, HandCluster, RememberingConsole, Role, write_world
+from runtime_world import (
+    Control,
+    HandCluster,
+    RememberingConsole,
+    Role,
+    ends_well,
+    fails,
+    fails_late,
+    forever,
+    interrupted,
+    until_the_end,
+    write_world,
+)
 
 from omni_async.control.supervisor import TaskFailed
 from omni_async.control.waiting import Stopped, first_of, unless
@@ -34,20 +46,6 @@ from omni_async.types import Span
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_LAST_EVENTS_S", 0.001)
-
-
-def run_loop(main: Any) -> Any:
-    """Calls asyncio.run, and requires that no exception is lost on the way."""
-    lost: list[Any] = []
-
-    async def quietly() -> Any:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
-        return await main
-
-    result = asyncio.run(quietly())
-    gc.collect(1)
-    assert not lost, lost
-    return result
 
 
 # ---- the first cause -------------------------------------------------------------------------------------------------
@@ -71,33 +69,27 @@ def test_every_status_has_its_exit_code():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_would_skip(number):
+async def test_the_first_signal_ends_in_order_and_says_what_a_second_ctrl_c_would_skip(number):
     said: list[str] = []
 
-    async def main() -> None:
-        async with interrupts(said.append) as interrupted:
-            os.kill(os.getpid(), number)
-            await asyncio.wait_for(interrupted.wait(), 5)
-            assert not interrupted.at_once.is_set()
-
-    run_loop(main())
+    async with interrupts(said.append) as interrupted:
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(interrupted.wait(), 5)
+        assert not interrupted.at_once.is_set()
     (line,) = said
     assert "Ctrl-C again leaves at once, without the checkpoint and the timeline" in line
 
 
-def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
+async def test_a_second_ctrl_c_is_at_once_and_a_third_is_pythons_again(monkeypatch):
     monkeypatch.setattr(interrupting, "_SAME_S", 0.0)
     said: list[str] = []
 
-    async def main() -> None:
-        async with interrupts(said.append) as interrupted:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(interrupted.wait(), 5)
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(interrupted.at_once.wait(), 5)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    run_loop(main())
+    async with interrupts(said.append) as interrupted:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(interrupted.wait(), 5)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(interrupted.at_once.wait(), 5)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "a checkpoint that is not written by now is given up" in said[1]
 
 
@@ -124,73 +116,20 @@ def test_outside_the_main_thread_nothing_is_installed_and_nothing_breaks():
     assert seen == [False]
 
 
-def test_work_that_is_interrupted_is_cancelled_and_over_before_anything_else_happens():
-    done: list[str] = []
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)  # as an actor's start that has something to give back
-            done.append("cancelled")
-
-    async def main() -> None:
-        interrupted = asyncio.Event()
-        asyncio.get_running_loop().call_soon(interrupted.set)
-        with pytest.raises(Stopped):
-            await unless(interrupted.wait(), work())
-        assert done == ["cancelled"]
-
-    run_loop(main())
-
-
-def test_work_that_is_not_interrupted_raises_what_it_raises():
-    async def work() -> None:
-        raise LookupError("no model")
-
-    async def main() -> None:
-        with pytest.raises(LookupError, match="no model"):
-            await unless(asyncio.Event().wait(), work())
-
-    run_loop(main())
-
-
-def test_of_two_that_fail_at_once_one_is_raised_and_none_is_lost():
-    async def fail(text: str) -> None:
-        raise TaskFailed(text, ValueError(text))
-
-    async def main() -> None:
-        with pytest.raises(TaskFailed):
-            await first_of(fail("a"), fail("b"))
-
-    run_loop(main())
-
-
 # ---- a whole run -----------------------------------------------------------------------------------------------------
-
-
-async def forever(control: Control) -> None:
-    await asyncio.Event().wait()
-
-
-async def until_the_end(control: Control) -> None:
-    await control.over.wait()
-
-
-async def ends_well(control: Control) -> None:
-    control.end("done")
 
 
 def play(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    work: dict[str, Role],
+    work: dict[str, Role] | HandCluster,
     services: dict[str, Role] | None = None,
     **sections: Any,
 ) -> tuple[Summary, RememberingConsole]:
     """Runs these roles and returns the summary, which must also be the one on disk."""
     inputs = preflight(write_world(folder, **sections))
-    cluster, console = HandCluster(work, services), RememberingConsole()
+    cluster = work if isinstance(work, HandCluster) else HandCluster(work, services)
+    console = RememberingConsole()
     monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
     lost: list[Any] = []
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", lambda _, context: lost.append(context))
@@ -260,15 +199,30 @@ def test_a_run_on_preferences_neither_loads_engines_nor_generates(tmp_path, monk
     ]
 
 
-@pytest.mark.parametrize("where", ["work", "services"])
-def test_a_role_that_fails_ends_the_run_with_its_own_words(tmp_path, monkeypatch, where):
-    async def fails(control: Control) -> None:
-        raise LookupError("the engine lost its device")
+async def saves_after_ctrl_c(control: Control) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    await until_the_end(control)
+    raise OSError("no space left on device")
 
-    roles = {"work": {"rollout-0": until_the_end}, "services": {"publisher": forever}}
-    roles[where]["broken"] = fails
-    summary, _ = play(tmp_path, monkeypatch, roles["work"], roles["services"])
-    assert (summary.status, summary.reason) == ("failed", "LookupError: the engine lost its device")
+
+@pytest.mark.parametrize(
+    ("where", "role", "reason"),
+    [
+        ("work", fails(LookupError("its device is lost")), "LookupError: its device is lost"),
+        ("services", fails(LookupError("its device is lost")), "LookupError: its device is lost"),
+        pytest.param(
+            "work", fails_late(OSError("no space")), "OSError: no space", id="the last checkpoint cannot be written"
+        ),
+        pytest.param("work", saves_after_ctrl_c, "OSError: no space left on device", id="nor that of Ctrl-C"),
+        pytest.param("start", fails(RuntimeError("needs 8 GPUs")), "RuntimeError: needs 8 GPUs", id="it cannot start"),
+    ],
+)
+def test_a_role_that_fails_ends_the_run_with_its_own_words(tmp_path, monkeypatch, where, role, reason):
+    roles = {"work": {"rollout-0": until_the_end}, "services": {"publisher": forever}, "start": {}}
+    roles[where]["broken"] = role
+    cluster = HandCluster(roles["work"], roles["services"], starting=roles["start"].get("broken"))
+    summary, _ = play(tmp_path, monkeypatch, cluster)
+    assert (summary.status, summary.reason) == ("failed", reason)
 
 
 def test_what_the_coordinator_calls_a_failure_is_the_reason_even_if_roles_then_break(tmp_path, monkeypatch):
@@ -276,22 +230,11 @@ def test_what_the_coordinator_calls_a_failure_is_the_reason_even_if_roles_then_b
         await until_the_end(control)
         raise RuntimeError("secondary")
 
-    async def fails(control: Control) -> None:
+    async def ends_badly(control: Control) -> None:
         control.end("failed", "rollout-0 holds other weights")
 
-    summary, _ = play(tmp_path, monkeypatch, {"trainer": stumbles, "rollout-0": fails})
+    summary, _ = play(tmp_path, monkeypatch, {"trainer": stumbles, "rollout-0": ends_badly})
     assert (summary.status, summary.reason) == ("failed", "rollout-0 holds other weights")
-
-
-def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(tmp_path, monkeypatch):
-    async def saves(control: Control) -> None:
-        control.end("done")
-        for _ in range(50):  # the driver has seen the end by now
-            await asyncio.sleep(0)
-        raise OSError("no space left on device")
-
-    summary, _ = play(tmp_path, monkeypatch, {"trainer": saves})
-    assert (summary.status, summary.reason) == ("failed", "OSError: no space left on device")
 
 
 def test_what_cannot_be_recorded_after_the_last_update_is_a_failure_with_the_path(tmp_path, monkeypatch):
@@ -382,55 +325,17 @@ def test_a_second_ctrl_c_does_not_wait_for_a_cluster_that_does_not_close(tmp_pat
     monkeypatch.setattr(runtime, "_SOON_S", 0.01)
 
     class Stuck(HandCluster):
-        async def start(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
-
         async def close(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
+            self.closed = True
+            await interrupted(self.coordinator)
 
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Stuck({}))
-    summary = train(preflight(write_world(tmp_path)), RememberingConsole())
+    summary, _ = play(tmp_path, monkeypatch, Stuck({}, starting=interrupted))
     assert summary.status == "interrupted"
-    assert read_summary(tmp_path / "runs" / summary.run / "summary.json") == summary
-
-
-def test_ctrl_c_without_a_checkpoint_to_show_for_it_is_a_failure(tmp_path, monkeypatch):
-    async def trains(control: Control) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        await until_the_end(control)
-        raise OSError("no space left on device")
-
-    summary, _ = play(tmp_path, monkeypatch, {"trainer": trains})
-    assert (summary.status, summary.reason) == ("failed", "OSError: no space left on device")
 
 
 def test_ctrl_c_while_models_load_ends_the_run_without_a_traceback(tmp_path, monkeypatch):
-    inputs = preflight(write_world(tmp_path))
-
-    class Loading(HandCluster):
-        async def start(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
-
-    cluster, console = Loading({}), RememberingConsole()
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
-    summary = train(inputs, console)
+    summary, _ = play(tmp_path, monkeypatch, HandCluster({}, starting=interrupted))
     assert (summary.status, summary.reason) == ("interrupted", "before the first update")
-    assert cluster.closed
-
-
-def test_a_cluster_that_does_not_start_is_a_failure_with_its_reason(tmp_path, monkeypatch):
-    class Broken(HandCluster):
-        async def start(self) -> None:
-            raise RuntimeError("placement: the run needs 8 GPUs")
-
-    cluster = Broken({})
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: cluster)
-    summary = train(preflight(write_world(tmp_path)), RememberingConsole())
-    assert (summary.status, summary.reason) == ("failed", "RuntimeError: placement: the run needs 8 GPUs")
-    assert cluster.closed
 
 
 def test_an_unusable_mlflow_is_a_wrong_configuration_and_the_cluster_is_closed(tmp_path, monkeypatch):
@@ -459,11 +364,7 @@ def test_a_run_that_did_not_start_is_still_recorded_in_mlflow(tmp_path, monkeypa
         def finish(self, status: str, timeout_s: float) -> None:
             finished.append(status)
 
-    class Broken(HandCluster):
-        async def start(self) -> None:
-            raise RuntimeError("no")
-
-    monkeypatch.setattr(runtime, "build_cluster", lambda *_: Broken({}))
+    monkeypatch.setattr(runtime, "build_cluster", lambda *_: HandCluster({}, starting=fails(RuntimeError("no"))))
     monkeypatch.setattr(runtime, "_open_mlflow", lambda *_: Sink())
     train(preflight(write_world(tmp_path, tracking={"mlflow": {"enabled": True}})), RememberingConsole())
     assert finished == ["failed"]
@@ -477,14 +378,34 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_
         train(inputs, RememberingConsole())
 
 
-def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
+async def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it():
     """Covers Ray, which does so when it starts, after the run had begun to listen."""
 
-    async def main() -> None:
-        async with interrupts() as interrupted:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            listen(interrupted)
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(interrupted.wait(), 5)
+    async with interrupts() as interrupted:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        listen(interrupted)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(interrupted.wait(), 5)
 
-    run_loop(main())
+
+async def test_work_that_is_interrupted_is_over_before_anything_else_happens_and_other_work_raises_what_it_raises():
+    done, interrupted = list[str](), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # as an actor's start that has something to give back
+            done.append("cancelled")
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    asyncio.get_running_loop().call_soon(interrupted.set)
+    with pytest.raises(Stopped):
+        await unless(interrupted.wait(), work())
+    assert done == ["cancelled"]
+    with pytest.raises(LookupError, match="no model"):
+        await unless(asyncio.Event().wait(), fail(LookupError("no model")))
+    with pytest.raises(TaskFailed):  # of two that fail at once none is lost
+        await first_of(fail(TaskFailed("a", ValueError("a"))), fail(TaskFailed("b", ValueError("b"))))
