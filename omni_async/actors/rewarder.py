@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.clock import Clock
+from omni_async.aio.waiting import first_of
 from omni_async.config import Config
-from omni_async.control.clock import Clock
-from omni_async.control.waiting import first_of
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer

@@ -3,7 +3,7 @@ unblocked by its start, or by the end of the run."""
 
 from __future__ import annotations
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 from omni_async.worker import Worker
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from omni_async.aio.waiting import Event
 from omni_async.config import Config
 from omni_async.config.redact import redact_text
 from omni_async.control.addresses import Addresses
@@ -43,7 +44,6 @@ from omni_async.control.requests import RequestFactory
 from omni_async.control.sample_events import SampleEvents
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
-from omni_async.control.waiting import Event
 from omni_async.types import (
     LedgerEntry,
     Prompt,

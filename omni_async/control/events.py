@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 from omni_async.types import Prompt, Score
 
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]

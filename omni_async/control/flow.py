@@ -19,11 +19,11 @@ import math
 from collections.abc import Awaitable, Iterable
 from functools import partial
 
+from omni_async.aio.backoff import Backoff, Later
+from omni_async.aio.waiting import FairQueue
 from omni_async.config import Config
-from omni_async.control.backoff import Backoff, Later
 from omni_async.control.buffer import BufferStatistics, TrajectoryBuffer
 from omni_async.control.leasing import WorkQueue
-from omni_async.control.waiting import FairQueue
 from omni_async.types import SampleRequest, ScoreJob
 
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.breaker import Breaker, State
+from omni_async.aio.clock import Clock
 from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward
-from omni_async.control.backoff import Backoff
-from omni_async.control.breaker import Breaker, State
-from omni_async.control.clock import Clock
 from omni_async.media import Media
 from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent, shown_to
 from omni_async.rewards.checks import require_scores

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from omni_async.actors.service import ServiceHost
-from omni_async.control.clock import Clock
+from omni_async.aio.clock import Clock
 from omni_async.runtime.cluster import StartError
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.role_cluster import RoleCluster

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omni_async.actors.service import ServiceHost, ServiceNotStarted
+from omni_async.aio.clock import Clock
 from omni_async.config.secret_references import with_secrets
-from omni_async.control.clock import Clock
 from omni_async.runtime import roles
 from omni_async.runtime.preflight import RunInputs
 from omni_async.services import Service, ServiceSite, find_service

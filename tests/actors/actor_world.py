@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from omni_async.aio.waiting import Event
 from omni_async.config import Config, check, with_spec
 from omni_async.control.control_state import ControlState
-from omni_async.control.waiting import Event
 from omni_async.layout import ParallelLayout
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError, Trajectory

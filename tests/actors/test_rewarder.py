@@ -13,8 +13,8 @@ import pytest
 from actor_world import Desk, make_config, make_job, play, settle
 
 from omni_async.actors.rewarder import Rewarder
+from omni_async.aio.clock import ManualClock
 from omni_async.config.schema import Scorer as ScorerConfig
-from omni_async.control.clock import ManualClock
 from omni_async.rewards.base import Scorer, WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.probe import Probe

@@ -10,9 +10,9 @@ from actor_world import AccountingRank, Desk, make_config, make_group
 from omni_async.actors.plan import Plan, plan_updates
 from omni_async.actors.tracer import Tracer
 from omni_async.actors.update import Update
+from omni_async.aio.clock import ManualClock
 from omni_async.algorithms.history import RewardHistory
 from omni_async.config import Config
-from omni_async.control.clock import ManualClock
 from omni_async.types import ReadyGroup
 
 REWARDS = [[0.1, 0.9, 0.4, 0.3], [2.0, 1.0, 1.5, 0.0], [0.2, 0.2, 0.3, 0.7], [1.0, 3.0, 2.0, 2.5]]

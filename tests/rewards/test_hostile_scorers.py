@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from omni_async.aio.clock import WallClock
 from omni_async.config.schema import Reward
-from omni_async.control.clock import WallClock
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.composition import WeightedScorer

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from omni_async.control.supervisor import Supervisor, TaskFailed
-from omni_async.control.waiting import Event
+from omni_async.aio.supervisor import Supervisor, TaskFailed
+from omni_async.aio.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from omni_async.control.backoff import Backoff
-from omni_async.control.clock import Clock
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.clock import Clock
 
 
 class State(Enum):

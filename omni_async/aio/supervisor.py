@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 
 
 class TaskFailed(RuntimeError):
