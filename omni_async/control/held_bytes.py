@@ -8,27 +8,27 @@ together, so a sample that is larger than its share means that the bound is too 
 While no sample is larger than its share, whatever is admitted and not ended holds at most its shares. So if fewer
 groups than an update needs are live, there is room for the next one: the trainer never waits for a group that the
 bound keeps out. Samples of a group that ended count until their engines have answered or are lost, and then the next
-group is admitted.
+group is admitted. Which sample holds what is the sample table's to know: this counts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-
-from msgspec import Struct
+from collections import Counter
+from enum import IntEnum
 
 from omni_async.config.sizes import size_text
+from omni_async.control.statistics import BytesStatistics
 
 
-class BytesStatistics(Struct, frozen=True):
-    """Bytes of live samples: `reserved` those that are held or expected, `ready` those that are held, `most` the
-    highest `ready` since the last update. `capacity` is None without a bound."""
+class Holding(IntEnum):
+    """What a sample's state holds of the bound: nothing, the size that it is expected to have, or its own."""
 
-    capacity: int | None
-    reserved: int
-    ready: int
-    most: int
+    NOTHING = 0
+    EXPECTED = 1
+    OWN = 2
+
+
+NOTHING, EXPECTED, OWN = Holding
 
 
 class HeldBytes:
@@ -39,9 +39,7 @@ class HeldBytes:
         self._bound = bound
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
-        self._bucket: dict[str, int] = {}  # of every live sample
-        self._bytes: dict[str, int] = {}  # of those that are made
-        self._num_expected: dict[int, int] = defaultdict(int)  # those that are to be made, by bucket
+        self._num_expected: Counter[int] = Counter()  # those that are to be made, by bucket
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
         self._most = 0
@@ -61,46 +59,28 @@ class HeldBytes:
         """Returns whether `count` more samples of the bucket may be made."""
         return self._bound is None or self.reserved + count * self._size(bucket) <= self._bound
 
-    def reserve(self, bucket: int, sample_ids: Iterable[str]) -> None:
-        before = len(self._bucket)
-        self._bucket.update(dict.fromkeys(sample_ids, bucket))
-        self._num_expected[bucket] += len(self._bucket) - before
+    def reserve(self, bucket: int, count: int) -> None:
+        """Expects `count` more samples of the bucket."""
+        self._num_expected[bucket] += count
 
-    def made(self, sample_id: str, size: int) -> str | None:
-        """Records that the sample has `size` bytes. Returns what is wrong with the bound if it is too small."""
-        bucket = self._bucket[sample_id]
-        self._num_expected[bucket] -= 1
-        self._bytes[sample_id] = size
-        if size > self._largest.get(bucket, -1):
-            self._largest[bucket] = size
-        self._held += size
-        if self._held > self._most:
-            self._most = self._held
+    def change(self, bucket: int, before: Holding, after: Holding, size: int) -> None:
+        """Records what a sample of the bucket holds now; `size` are its own bytes, if it is made."""
+        self._num_expected[bucket] += (after is EXPECTED) - (before is EXPECTED)
+        if after is OWN:
+            self._largest[bucket] = max(size, self._largest.get(bucket, size))
+            self._held += size
+            self._most = max(self._most, self._held)
+        elif before is OWN:
+            self._held -= size
+
+    def problem(self, sample_id: str, size: int) -> str | None:
+        """Returns what is wrong with the bound, if it is too small for a sample of `size` bytes."""
         if self._bound is None or size <= self._share:
             return None
         return (
             f"buffer.max_bytes: sample {sample_id} has {size_text(size)}, and the {self._samples_per_update} samples of"
             f" an update are held together: expected at least {size * self._samples_per_update}, got {self._bound}"
         )
-
-    def make_again(self, sample_id: str) -> None:
-        """Records that the sample is lost, and its group is not; it keeps its reservation."""
-        size = self._bytes.pop(sample_id, None)
-        if size is not None:
-            self._held -= size
-            self._num_expected[self._bucket[sample_id]] += 1
-
-    def release(self, sample_ids: Iterable[str]) -> None:
-        """Frees the bytes of samples that nobody needs any more."""
-        for sample_id in sample_ids:
-            bucket = self._bucket.pop(sample_id, None)
-            if bucket is None:
-                continue
-            size = self._bytes.pop(sample_id, None)
-            if size is None:
-                self._num_expected[bucket] -= 1
-            else:
-                self._held -= size
 
     def begin_update(self) -> None:
         """Begins to measure `most` anew."""

@@ -61,9 +61,7 @@ def round_data(finished: ValidationRound) -> dict[str, Any]:
 
 def round_shown(finished: ValidationRound, count: int) -> tuple[Shown, ...]:
     shown = [
-        (s.result, s.request.prompt, s.score)
-        for s in finished.samples.values()
-        if s.result is not None and s.score is not None
+        (s.result, s.request.prompt, s.score) for s in finished.samples if s.result is not None and s.score is not None
     ]
     return tuple(Shown(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
 

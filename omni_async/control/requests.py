@@ -1,4 +1,5 @@
-"""Makes sample requests: only this module turns configuration, ids and the run seed into a request to an engine."""
+"""Makes sample requests, and checks what comes back for them: only this module turns configuration, ids and the run
+seed into a request to an engine."""
 
 from __future__ import annotations
 
@@ -7,7 +8,27 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.control.seeds import draw_bucket, initial_noise_seed, sample_seed, sample_seeds
 from omni_async.control.windows import window_of
-from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
+from omni_async.types import Prompt, SampleKind, SampleRequest, SampleResult, SdeWindow
+
+
+def trained_steps(request: SampleRequest) -> tuple[int, ...]:
+    """Returns the numbers of step versions that a result of `request` may carry. A training sample without a window
+    carries those of all its steps, or none if it comes from a dataset."""
+    if request.window is not None:
+        return (request.window.size,)
+    return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
+
+
+def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
+    """Raises ValueError unless the result has a version for every trained step of its request."""
+    found, window = result.step_versions.num_steps, request.window
+    if window is not None and found == window.size:  # nearly every sample: the rest need not be asked
+        return
+    expected = trained_steps(request)
+    if found not in expected:
+        raise ValueError(
+            f"sample {result.sample_id} of {result.engine}: {found} step versions for {expected[0]} trained steps"
+        )
 
 
 class RequestFactory:

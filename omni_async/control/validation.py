@@ -6,31 +6,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from omni_async.control.groups import SampleProgress
+from omni_async.control.sample_table import SampleSet, SampleState
 from omni_async.types import SampleRequest
 
 
-class ValidationRound:
+class ValidationRound(SampleSet):
     """The samples of one round. Failed samples are counted, and never enter a mean."""
 
     def __init__(self, version: int, requests: list[SampleRequest]) -> None:
-        self.version = version
-        self.samples = {request.sample_id: SampleProgress(request) for request in requests}
-        self.failed: dict[str, str] = {}
+        super().__init__("validation", version, requests)
 
     @property
-    def missing(self) -> list[SampleProgress]:
-        """Returns the samples that the round waits for: neither scored nor failed."""
-        return [s for sample_id, s in self.samples.items() if s.score is None and sample_id not in self.failed]
+    def version(self) -> int:
+        return self.number
 
     @property
-    def complete(self) -> bool:
-        return not self.missing
+    def failed(self) -> list[str]:
+        """Returns the samples that the round goes on without."""
+        return [sample.request.sample_id for sample in self.samples if sample.state is SampleState.FAILED]
 
     def means(self) -> dict[str, float]:
         """Returns the means of `reward` and of every part over the scored samples."""
         values: dict[str, list[float]] = defaultdict(list)
-        for sample in self.samples.values():
+        for sample in self.samples:
             if sample.score is not None:
                 values["reward"].append(sample.score.value)
                 for name, value in sample.score.parts.items():
@@ -40,7 +38,7 @@ class ValidationRound:
     @property
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and newest version that a sample of this round started with."""
-        versions = [s.result.version for s in self.samples.values() if s.result is not None]
+        versions = [s.result.version for s in self.samples if s.result is not None]
         return (min(versions), max(versions)) if versions else (self.version, self.version)
 
 
@@ -85,24 +83,19 @@ class Validation:
             return self._before
         return min(self.rounds) - 1 if self.rounds else self._schedule.done
 
-    def cancel(self) -> None:
-        """Cancels rounds under way at the end of the run: they count as not begun."""
+    def cancel(self) -> list[ValidationRound]:
+        """Cancels rounds under way at the end of the run, and returns them: they count as not begun."""
         if self._schedule is not None:
             self._schedule.done = self.done
-        self.rounds.clear()
+        rounds, self.rounds = [*self.rounds.values()], {}
+        return rounds
 
-    def begin(self, held: int) -> list[SampleRequest]:
-        """Returns the samples of the round that is due now that every engine holds `held`; none if none is due."""
+    def begin(self, held: int) -> ValidationRound | None:
+        """Returns the round that is due now that every engine holds `held`; None if none is due."""
         if self._schedule is None or not self._schedule.due(held):
-            return []
+            return None
         requests = self._requests_of(held)
-        if requests:
-            self.rounds[held] = ValidationRound(held, requests)
-        return requests
-
-    def fail(self, request: SampleRequest, error: str) -> ValidationRound | None:
-        """Counts the sample as failed; its round goes on without it. Returns the round, if that is not over."""
-        round_ = self.rounds.get(request.group)
-        if round_ is not None:
-            round_.failed[request.sample_id] = error
-        return round_
+        if not requests:
+            return None
+        self.rounds[held] = ValidationRound(held, requests)
+        return self.rounds[held]

@@ -86,7 +86,7 @@ class Panel:
         try:
             return self._reward.combine(row, prompt, self._max_abs)
         except Unbounded as error:
-            return Failure(str(error), final=True)
+            return Failure(str(error), "reject")
 
     def close(self) -> None:
         for guard in self._guards:
