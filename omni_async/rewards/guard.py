@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from omni_async.aio.backoff import Backoff
 from omni_async.aio.breaker import Breaker, State
@@ -129,10 +130,17 @@ class GuardedScorer:
         outcomes = await self._score(media, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
-        if self._breaker.given_up:
-            since = f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {self._breaker.reason}"
-            return [Failure(since) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
-        return outcomes
+        return [self._judged(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+
+    def _judged(self, failure: Failure) -> Failure:
+        """Returns the failure as the sample's own, if the scorer has answered since, or is given up."""
+        if not self.down:
+            return replace(failure, fault="retry")
+        if not self._breaker.given_up:
+            return failure
+        return Failure(
+            f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {self._breaker.reason}"
+        )
 
     async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:

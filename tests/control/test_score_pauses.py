@@ -97,7 +97,7 @@ def test_a_postponed_score_costs_no_try() -> None:
             c.scored(
                 "reward-0",
                 {job.sample_id: "train"},
-                [ScoreResult(job.sample_id, job.attempt, error="down", postponed=True)],
+                [ScoreResult(job.sample_id, job.attempt, error="down", fault="outage")],
             )
         )
     assert entries == []

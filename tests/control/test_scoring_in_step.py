@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omni_async.control.coordinator import Coordinator
+from omni_async.control.sample_table import SampleState
 from omni_async.types import SampleRequest, ScoreJob
 
 
@@ -157,8 +158,9 @@ class InStep(Run):
     async def rewarder(self, worker: str) -> None:
         while got := await self.coordinator.next_to_score(worker, 4):
             if any(job.kind == "train" for job in got):
-                queue = self.coordinator._samples._queue
-                assert queue.num_training_leases == 0, "an engine works on a training sample"
+                samples = self.coordinator._samples.samples.values()
+                at_engines = [s for s in samples if s.state is SampleState.LEASED and s.owner.kind == "train"]
+                assert not at_engines, "an engine works on a training sample"
             await self.turns("score")
             await score(self.coordinator, got, self._reward, worker)
 
