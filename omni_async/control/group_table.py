@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from enum import IntEnum, auto
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -60,27 +60,8 @@ from omni_async.types import (
     UpdateReport,
 )
 
-
-class GroupState(IntEnum):
-    MAKING = auto()
-    READY = auto()
-    TRAINING = auto()
-    REMAKING = auto()
-    REMADE = auto()
-    TRAINED = auto()
-    GONE = auto()
-
-
-class GroupEvent(IntEnum):
-    COMPLETE = auto()
-    SPOIL = auto()
-    TAKE = auto()
-    RETURN = auto()
-    TRAIN = auto()
-    PUBLISH = auto()
-    END = auto()
-
-
+GroupState = IntEnum("GroupState", "MAKING READY TRAINING REMAKING REMADE TRAINED GONE")
+GroupEvent = IntEnum("GroupEvent", "COMPLETE SPOIL TAKE RETURN TRAIN PUBLISH END")
 MAKING, READY, TRAINING, REMAKING, REMADE, TRAINED, GONE = GroupState
 COMPLETE, SPOIL, TAKE, RETURN, TRAIN, PUBLISH, END = GroupEvent
 

@@ -37,7 +37,7 @@ import heapq
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from enum import IntEnum, auto
+from enum import IntEnum
 from itertools import chain, islice
 from typing import Literal, NamedTuple
 
@@ -49,35 +49,10 @@ from omni_async.control.held_bytes import EXPECTED, NOTHING, OWN, HeldBytes
 from omni_async.control.statistics import BufferStatistics
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
 
-
-class SampleState(IntEnum):
-    QUEUED = auto()
-    LEASED = auto()
-    ABANDONED = auto()
-    GENERATED = auto()
-    SCORING = auto()
-    PAUSED = auto()
-    SCORED = auto()
-    FAILED = auto()
-    GONE = auto()
-
-
-class SampleEvent(IntEnum):
-    LEASE = auto()
-    GENERATE = auto()
-    LOSE = auto()
-    TAKE = auto()
-    RETURN = auto()
-    POSTPONE = auto()
-    PAUSE = auto()
-    RESUME = auto()
-    SCORE = auto()
-    RESTORE = auto()
-    FAIL = auto()
-    END = auto()
-    ANSWER = auto()
-
-
+SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
+SampleEvent = IntEnum(
+    "SampleEvent", "LEASE GENERATE LOSE TAKE RETURN POSTPONE PAUSE RESUME SCORE RESTORE FAIL END ANSWER"
+)
 # Bound to names of the module because looking a member up in its class takes longer than the transition.
 QUEUED, LEASED, ABANDONED, GENERATED, SCORING, PAUSED, SCORED, FAILED, GONE = SampleState
 LEASE, GENERATE, LOSE, TAKE, RETURN, POSTPONE, PAUSE, RESUME, SCORE, RESTORE, FAIL, END, ANSWER = SampleEvent
