@@ -1,6 +1,8 @@
-"""Decides whether an outage is held against the sample or the scorer, and whether a scorer that has scored nothing is
-simply wrong. Pure bookkeeping: knows of every reward worker whether its scorers have answered, and whether it waits for
-one of them."""
+"""Decides whether an outage is held against the sample or the scorer, and whether a scorer is simply wrong.
+
+Pure bookkeeping: knows of every reward worker whether its scorers have answered, and whether it waits for one of them.
+A scorer is wrong if it has scored nothing yet and fails samples of several prompts for good.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,21 @@ class Blame:
         self.has_scored = has_scored
 
     def asks(self, worker: str) -> None:
-        """Records that a reward worker asks for samples: its scorers answer, or it is gone."""
+        """Record that a reward worker asks for samples: its scorers answer, or it is gone."""
         self._down.discard(worker)
 
     def scores(self, worker: str) -> None:
-        """Records that the scorers of a reward worker have scored a sample."""
+        """Record that the scorers of a reward worker have scored a sample."""
         self.has_scored = True
         self._proven.add(worker)
 
     def goes_down(self, worker: str, sample: Suspect) -> bool:
-        """Records that a scorer was down when its worker came to this sample. Returns whether that is held against the
-        sample: only the first one that a scorer is down for can have brought it down, and only if it worked before.
-        While other workers wait for a scorer too, an outage is expected, and only a repetition with the same worker
-        counts."""
+        """Record that a scorer was down when its worker came to this sample.
+
+        Returns whether that is held against the sample: only the first one that a scorer is down for can have brought
+        it down, and only if it worked before. While other workers wait for a scorer too, an outage is expected, and
+        only a repetition with the same worker counts.
+        """
         may_be_cause = worker in self._proven and worker not in self._down
         others_down = bool(self._down - {worker})
         self._down.add(worker)
@@ -58,7 +62,7 @@ class Blame:
         return True
 
     def is_wrong(self, request: SampleRequest) -> bool:
-        """Returns whether the scorer is to blame, after another sample that it fails for good."""
+        """Return whether the scorer is to blame, after another sample that it fails for good."""
         if self.has_scored:
             return False
         self._wrong.add((request.kind, request.group, request.prompt.index))

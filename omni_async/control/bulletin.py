@@ -22,29 +22,32 @@ class Bulletin:
         self._addresses = Addresses()
 
     async def events(self) -> list[RunEvent]:
-        """Returns what happened since the last call, at least one event."""
+        """Return what happened since the last call, at least one event."""
         return await self._log.take()
 
     async def report_spans(self, spans: list[Span]) -> None:
-        """Passes stretches of time on to the driver."""
+        """Pass stretches of time on to the driver."""
         self._log.add("spans", {"spans": spans})
 
     async def phase(self, text: str) -> None:
-        """Passes a message for the user on to the driver."""
+        """Pass a message for the user on to the driver."""
         self._log.add("phase", {"text": text})
 
     async def service_ready(self, worker: str, address: str) -> None:
-        """Makes known how a service's worker is reached."""
+        """Make known how a service's worker is reached."""
         self._addresses.ready(worker, address)
         await self.phase(f"{worker}: ready" + (f" at {redact_text(address)}" if address else ""))
 
     async def service_lost(self, worker: str) -> None:
-        """Forgets the address of a service's worker that is gone, or leaves."""
+        """Forget the address of a service's worker that is gone, or leaves."""
         self._addresses.lost(worker)
 
     async def addresses(self, role: str) -> dict[str, str]:
-        """Returns how the ready workers of a service are reached, by name, once there is one; nothing if the run is
-        over before. ValueError for a role that the recipe does not name: nobody would ever be ready."""
+        """Return how the ready workers of a service are reached, by name, once there is one.
+
+        Returns nothing if the run is over before. ValueError for a role that the recipe does not name: nobody would ever be
+        ready.
+        """
         if role not in self._roles:
             raise ValueError(f"addresses: expected a role of the recipe, one of {self._roles}, got {role!r}")
         return await self._addresses.of(role)

@@ -1,6 +1,7 @@
-"""Hosts the whole control plane in one asyncio class, the coordinator: all other roles ask it for work and report their
-results to it. It is a shell: what may happen to a sample and to a group, and what that releases, is said by the
-transition tables of their owners, `SampleTable` and `GroupTable`.
+"""Hosts the whole control plane in one asyncio class, the coordinator.
+
+All other roles ask it for work and report their results to it. It is a shell: what may happen to a sample and to a
+group, and what that releases, is said by the transition tables of their owners, `SampleTable` and `GroupTable`.
 
   samples    QUEUED --> LEASED --> GENERATED --> SCORING --> SCORED        (sample_table.py)
              producer   engine                   reward      |
@@ -74,9 +75,11 @@ class Coordinator(Bulletin):
         ledger_sync: Callable[[], None] = lambda: None,
         has_scored: bool = False,
     ) -> None:
-        """Starts from `start`, the state that an earlier attempt of the run reached, if there was one. `ledger_sync`
-        makes the lines given to `ledger_sink` survive a crash of the machine. `has_scored`: the scorers, as they are
-        now, have scored samples of this run, so the run waits for one that fails."""
+        """Start from `start`, the state that an earlier attempt of the run reached, if there was one.
+
+        `ledger_sync` makes the lines given to `ledger_sink` survive a crash of the machine. `has_scored`: the scorers,
+        as they are now, have scored samples of this run, so the run waits for one that fails.
+        """
         super().__init__(config)
         start = start or ControlState()
         self._ledger_sync = ledger_sync
@@ -117,8 +120,10 @@ class Coordinator(Bulletin):
         return self._ending.closed
 
     def _settle(self) -> None:
-        """Does what the state allows now: admits groups, and wakes the first producer and reward worker that can go
-        on."""
+        """Admit groups, and wake the first producer and reward worker that can go on.
+
+        Every call that changes the state ends with this.
+        """
         self._admit()
         self._producers.notify()
         self._rewarders.notify()
@@ -126,8 +131,10 @@ class Coordinator(Bulletin):
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Leases up to `free` samples to an engine that holds `capacity` at most. Returns an empty list if the run is
-        over, or goes on without this engine."""
+        """Lease up to `free` samples to an engine that holds `capacity` at most.
+
+        Returns an empty list if the run is over, or goes on without this engine.
+        """
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # no engine generates with unchecked weights
         return await self._producers.take(
@@ -135,7 +142,7 @@ class Coordinator(Bulletin):
         )
 
     async def samples_done(self, engine: str, results: list[SampleResult]) -> None:
-        """Takes generated samples. Raises the error of a result that cannot be right; its sample is made again."""
+        """Take generated samples. Raises the error of a result that cannot be right; its sample is made again."""
         try:
             for result in results:
                 sample = self._samples.answered(engine, result.sample_id)
@@ -156,7 +163,7 @@ class Coordinator(Bulletin):
             self._close("failed", problem)
 
     async def sample_failed(self, engine: str, sample_id: str, error: str) -> None:
-        """Generates the sample again with the same seed; after `rollout.retries` the group is dropped."""
+        """Generate the sample again with the same seed; after `rollout.retries` the group is dropped."""
         sample = self._samples.answered(engine, sample_id)
         if sample is not None:
             self._carry_out(self._samples.generation_failed(sample, error))
@@ -165,35 +172,39 @@ class Coordinator(Bulletin):
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Returns up to `limit` generated samples, as many as there are; an empty list if the run is over, or goes on
-        without this worker."""
+        """Return up to `limit` generated samples, as many as there are.
+
+        The list is empty if the run is over, or goes on without this worker.
+        """
         self._samples.blame.asks(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
     async def scored(self, worker: str, kinds: dict[str, str], results: list[ScoreResult]) -> None:
-        """Records scores and failures. `kinds` maps the sample ids to train or validation, as their jobs do."""
+        """Record scores and failures. `kinds` maps the sample ids to train or validation, as their jobs do."""
         for outcome in self._samples.scored(worker, results):
             self._carry_out(outcome)
         self._settle()
 
     async def scorer_wrong(self, reason: str) -> bool:
-        """Records that a scorer fails its trial before it gets a sample, in the same way every time. Returns whether
-        that ends the run: not if samples were scored before, for then something that scorers need has gone, and may
-        come back."""
+        """Record that a scorer fails its trial before it gets a sample, in the same way every time.
+
+        Returns whether that ends the run: not if samples were scored before, for then something that scorers need has
+        gone, and may come back.
+        """
         if self._samples.blame.has_scored:
             return False
         self._close("failed", reason)
         return True
 
     def _resume(self, sample: Sample) -> None:
-        """Queues a sample to be scored again: its pause is over."""
+        """Queue a sample to be scored again: its pause is over."""
         self._samples.resume(sample)
         self._rewarders.notify()
 
     # ---- consequences ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, outcome: Outcome | None) -> None:
-        """Carries out what the sample table asks for."""
+        """Carry out what the sample table asks for."""
         if outcome is None:
             return
         sample, owner = outcome.sample, outcome.sample.owner
@@ -211,7 +222,7 @@ class Coordinator(Bulletin):
                 self._complete(owner)
 
     def _complete(self, group: Group) -> None:
-        """Hands a group to the trainer, or rejects it if it has nothing to teach."""
+        """Hand a group to the trainer, or reject it if it has nothing to teach."""
         advantage = self._config.algorithm.advantage
         # Against the rewards its prompt had before, even a group of equal rewards has a signal.
         may_drop = advantage.drop_zero_variance and not advantage.track_prompts
@@ -222,7 +233,7 @@ class Coordinator(Bulletin):
             self._ready.notify()
 
     def _end_group(self, group: Group, event: Terminal, reason: str) -> None:
-        """Rejects or drops a group; its slot admits a replacement."""
+        """Reject or drop a group; its slot admits a replacement."""
         why = self._groups.end(group, event, reason) or self.ledger.problem
         self._samples.end(group)
         if why is not None:
@@ -230,7 +241,7 @@ class Coordinator(Bulletin):
         self._ready.notify()
 
     def _end_round(self, round_: ValidationRound) -> None:
-        """Ends a validation round if it is complete."""
+        """End a validation round if it is complete."""
         if round_.num_missing:
             return
         del self._validation.rounds[round_.version]
@@ -242,13 +253,17 @@ class Coordinator(Bulletin):
     # ---- trainer -----------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
-        """Sets the trajectory tensors that training samples must carry; called before the first version is
-        published."""
+        """Set the trajectory tensors that training samples must carry.
+
+        Called before the first version is published.
+        """
         self._factory.fields = fields
 
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
-        """Returns groups for the update that starts from `version` and still needs `needed` groups, as many as may be
-        trained by now; an empty list if the run is over, and the update will not be made."""
+        """Return groups for the update that starts from `version` and needs `needed` more, as many as may be trained.
+
+        The list is empty if the run is over, and the update will not be made.
+        """
         taken: list[ReadyGroup] = []
         while not self._closed:
             while len(taken) < needed and (ready := self._take(version, needed - len(taken))):
@@ -262,8 +277,10 @@ class Coordinator(Bulletin):
         return taken
 
     def _take(self, version: int, needed: int) -> ReadyGroup | None:
-        """Returns the next group to train; None if there is none, or the run is over because one is too old. With
-        `staleness.exact` there is none while anything could still be generated."""
+        """Return the next group to train; None if there is none, or the run is over because one is too old.
+
+        With `staleness.exact` there is none while anything could still be generated.
+        """
         if self._config.staleness.exact and not (self.versions.held == version and self._groups.all_ready):
             return None
         try:
@@ -276,9 +293,11 @@ class Coordinator(Bulletin):
         return ready
 
     async def update_done(self, report: UpdateReport) -> bool:
-        """Records that the trainer made `report.version` from these groups: they are trained, and their slots wait for
-        the publish. A report after the run ended comes too late: its groups are in the ledger as dropped. Returns
-        whether the run goes on."""
+        """Record that the trainer made `report.version` from these groups.
+
+        They are trained, and their slots wait for the publish. A report after the run ended comes too late: its groups
+        are in the ledger as dropped. Returns whether the run goes on.
+        """
         self.versions.trained = report.version
         if self._ending.ended:
             return False
@@ -306,8 +325,10 @@ class Coordinator(Bulletin):
         return not self._closed
 
     async def group_gone(self, group: int, reason: str) -> None:
-        """Takes back a group that the trainer has taken and cannot read: it is generated again, and taken before any
-        other."""
+        """Take back a group that the trainer has taken and cannot read.
+
+        It is generated again, and taken before any other.
+        """
         if self._closed or (owner := self._groups.give_back(group)) is None:
             return
         if owner.losses > self._config.rollout.retries:
@@ -320,12 +341,14 @@ class Coordinator(Bulletin):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     async def announce(self, version: int, digest: str) -> None:
-        """Records that the publisher is about to send `version` to the engines."""
+        """Record that the publisher is about to send `version` to the engines."""
         self.versions.announce(version, digest)
 
     async def engine_holds(self, report: WeightReport) -> None:
-        """Records that an engine swapped. Once all engines hold a version, the slots of the groups it was trained on
-        are free again."""
+        """Record that an engine swapped.
+
+        Once all engines hold a version, the slots of the groups it was trained on are free again.
+        """
         if not self.versions.knows(report.engine):
             return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
@@ -350,7 +373,7 @@ class Coordinator(Bulletin):
         self._finish_if_complete()
 
     def _admit(self) -> None:
-        """Admits groups while there is a slot, room for them downstream, and an update left that will train them."""
+        """Admit groups while there is a slot, room for them downstream, and an update left that will train them."""
         version = self.versions.held
         if version is None or self._closed:
             return
@@ -369,13 +392,15 @@ class Coordinator(Bulletin):
     # ---- membership --------------------------------------------------------------------------------------------------
 
     async def engine_joins(self, engine: str) -> None:
-        """Adds an engine. It gets work once it holds weights no older than those of all others."""
+        """Add an engine. It gets work once it holds weights no older than those of all others."""
         self.versions.join(engine)
         self._samples.engines.add(engine)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
-        """Removes an engine that is gone, or given up: others generate its samples again, with their seeds; its late
-        messages are ignored."""
+        """Remove an engine that is gone, or given up: others generate its samples again, with their seeds.
+
+        Its late messages are ignored.
+        """
         if not self.versions.knows(engine):
             return
         if not self._closed:
@@ -392,8 +417,10 @@ class Coordinator(Bulletin):
         self._settle()  # samples of groups that had ended held bytes until now
 
     async def objects_lost(self, engine: str) -> None:
-        """Generates again the samples that a lost process had generated and the trainer has not read: its store went
-        with it."""
+        """Generate again the samples that a lost process had generated and the trainer has not read.
+
+        The process took its store with it.
+        """
         if self._closed:
             return
         for sample in self._samples.made_by(engine):
@@ -405,20 +432,22 @@ class Coordinator(Bulletin):
         self._settle()
 
     async def engine_leaves(self, engine: str) -> None:
-        """Stops giving work to an engine that is not needed any more; `engine_lost` follows when it has answered for
-        its leases."""
+        """Stop giving work to an engine that is not needed any more.
+
+        `engine_lost` follows when it has answered for its leases.
+        """
         self._samples.engines.discard(engine)
         self._producers.evict(engine)
 
     async def scorer_lost(self, worker: str) -> None:
-        """Removes a reward worker that is gone, or given up: others score the samples it had taken."""
+        """Remove a reward worker that is gone, or given up: others score the samples it had taken."""
         await self.scorer_leaves(worker)
         for outcome in self._samples.worker_lost(worker):
             self._carry_out(outcome)
         self._settle()
 
     async def scorer_leaves(self, worker: str) -> None:
-        """Stops giving work to a reward worker that is not needed any more; it answers for the samples it has."""
+        """Stop giving work to a reward worker that is not needed any more; it answers for the samples it has."""
         self._samples.lost_workers.add(worker)
         self._rewarders.evict(worker)
 
@@ -429,16 +458,16 @@ class Coordinator(Bulletin):
             self._close("done", None)
 
     async def closing(self) -> None:
-        """Returns once no worker gets work any more, for workers that wait for something else than work."""
+        """Return once no worker gets work any more, for workers that wait for something else than work."""
         while not self._closed:
             await self._weights.wait()
 
     async def stop(self, reason: str) -> None:
-        """Ends the run early, in order: workers see their calls return nothing."""
+        """End the run early, in order: workers see their calls return nothing."""
         self._close("interrupted", reason)
 
     async def fail(self, reason: str) -> None:
-        """Ends the run as failed, in order."""
+        """End the run as failed, in order."""
         self._close("failed", reason)
 
     def _close(self, status: str, reason: str | None) -> None:
@@ -454,8 +483,10 @@ class Coordinator(Bulletin):
             self._end()
 
     async def conclude(self) -> None:
-        """Drops the groups that the trainer has not answered for, once every role has finished, or is given up. No
-        event follows this."""
+        """Drop the groups that the trainer has not answered for, once every role has finished, or is given up.
+
+        No event follows this.
+        """
         self._close("failed", "the roles finished before the run did")
         self._end()
         self._log.add("concluded", {})
@@ -468,14 +499,18 @@ class Coordinator(Bulletin):
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Takes over groups of the checkpoint, with their trajectories, that need not be made again; called before the
-        first version is published."""
+        """Take over groups of the checkpoint, with their trajectories, that need not be made again.
+
+        Called before the first version is published.
+        """
         self._source.take_up(groups)
 
     async def continuation(self) -> ControlState:
-        """Returns the state for a checkpoint of the newest version; the trainer asks between two updates. Once the run
-        has ended: the state before unfinished groups were dropped. OSError if the ledger lines that it counts are not
-        safe."""
+        """Return the state for a checkpoint of the newest version; the trainer asks between two updates.
+
+        Once the run has ended: the state before unfinished groups were dropped. OSError if the ledger lines that it
+        counts are not safe.
+        """
         self._ledger_sync()
         return self._ending.state or self._state()
 
@@ -483,7 +518,7 @@ class Coordinator(Bulletin):
         return control_state(self.versions, self._source, self._groups, self._samples, self._validation, self._record)
 
     async def statistics(self) -> dict[str, Any]:
-        """Returns what buffers hold, how groups ended, and which versions and addresses there are."""
+        """Return what buffers hold, how groups ended, and which versions and addresses there are."""
         return {
             "buffers": buffer_statistics(self._groups, self._samples),
             "conservation": self.ledger.counters(),

@@ -1,7 +1,9 @@
-"""Keeps how a run ends, in two steps. *Closing*: no worker gets work, and every wait returns nothing. *Ended*: the
-trainer has answered for the update under way, by `update_done` (its groups are trained, as the checkpoint that follows
-has them) or by leaving it; groups unfinished then are dropped, though a run resumed from the checkpoint admits them
-again."""
+"""Keeps how a run ends, in two steps.
+
+*Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has answered for the update under way, by
+`update_done` (its groups are trained, as the checkpoint that follows has them) or by leaving it; groups unfinished then
+are dropped, though a run resumed from the checkpoint admits them again.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from omni_async.control.ledger import ConservationError
 
 
 class Ending:
-    """The end of a run. `outcome` is its status and the reason, once it is closing; `state` the control plane before
-    groups were dropped, once it has ended."""
+    """The end of a run.
+
+    `outcome` is its status and the reason, once it is closing; `state` the control plane before groups were dropped,
+    once it has ended.
+    """
 
     def __init__(self, groups: GroupTable, log: EventLog, ledger_sync: Callable[[], None]) -> None:
         self._groups = groups
@@ -33,7 +38,7 @@ class Ending:
         return self.state is not None
 
     def close(self, status: str, reason: str | None) -> bool:
-        """Decides how the run ends. Returns whether that was open."""
+        """Decide how the run ends. Returns whether that was open."""
         if self.closed:
             return False
         self.outcome = (status, reason)
@@ -41,8 +46,10 @@ class Ending:
         return True
 
     def end(self, state: ControlState) -> list[Group]:
-        """Drops the groups that are left and returns them, once the run is closing and the trainer has answered, and
-        reports the end."""
+        """Drop the groups that are left and return them, and report the end.
+
+        Called once, when the run is closing and the trainer has answered.
+        """
         assert self.outcome is not None
         self.state = state
         status, reason = self.outcome

@@ -38,7 +38,7 @@ class EventLog:
         self._event.notify()
 
     async def take(self) -> list[RunEvent]:
-        """Returns all events since the last call, at least one."""
+        """Return all events since the last call, at least one."""
         while not self._events:
             await self._event.wait()
         events, self._events = self._events, []

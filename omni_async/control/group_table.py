@@ -1,5 +1,7 @@
-"""Owns every live prompt group: what state it is in, and what may happen to it next. Pure bookkeeping: waits for
-nothing and calls nobody but the ledger, the independent auditor, in which every admitted group ends in one line.
+"""Owns every live prompt group: what state it is in, and what may happen to it next.
+
+Pure bookkeeping: waits for nothing and calls nobody but the ledger, the independent auditor, in which every admitted
+group ends in one line.
 
              complete          take                train            publish
   MAKING ----------------> READY ----> TRAINING ----------> TRAINED ------> GONE
@@ -89,8 +91,10 @@ class TooStale(RuntimeError):
 
 
 class Group(SampleSet):
-    """An admitted group and its samples, all drawn as `bucket` says. `losses` counts how often the trainer could not
-    read it, `ready` is what the trainer takes, once it is complete."""
+    """An admitted group and its samples, all drawn as `bucket` says.
+
+    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete.
+    """
 
     def __init__(
         self,
@@ -111,8 +115,7 @@ class Group(SampleSet):
         self.ready: ReadyGroup | None = None
 
     def would_be(self, ready: ReadyGroup) -> bool:
-        """Returns whether the group will have the same prompt, window, bucket, samples and trained steps as `ready`
-        when it is complete."""
+        """Return whether the complete group will have the prompt, window, bucket, samples and steps of `ready`."""
         steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
         return (
             (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)
@@ -121,7 +124,7 @@ class Group(SampleSet):
         )
 
     def restored(self, ready: ReadyGroup) -> Iterator[tuple[Sample, SampleResult, Score]]:
-        """Yields the group's samples with what they were in `ready`."""
+        """Yield the group's samples with what they were in `ready`."""
         former = {sample.sample_id: sample for sample in ready.samples}
         for sample in self.samples:
             one = former[sample.request.sample_id]
@@ -141,13 +144,16 @@ class Group(SampleSet):
 
     @property
     def step_versions(self) -> tuple[int, int] | None:
-        """Returns the oldest and newest version of any trained step so far."""
+        """Return the oldest and newest version of any trained step so far."""
         taken = {span[0] for s in self.samples if s.result is not None for span in s.result.step_versions.spans}
         return (min(taken), max(taken)) if taken else None
 
     def entry(self, run: str, event: Terminal, reason: str | None) -> LedgerEntry:
-        """Returns the group's line of the ledger. Staleness is the version trained from, one before `trained_version`,
-        minus the oldest that took a step, or minus the one of admission where no policy took any."""
+        """Return the group's line of the ledger.
+
+        Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or minus
+        the one of admission where no policy took any.
+        """
         versions, scores, trained = self.step_versions, self.scores, self.trained_version
         oldest = versions[0] if versions else self.admitted_version
         return LedgerEntry(
@@ -165,7 +171,7 @@ class Group(SampleSet):
         )
 
     def make_ready(self) -> ReadyGroup:
-        """Returns the group as the trainer takes it, when every sample is scored."""
+        """Return the group as the trainer takes it, when every sample is scored."""
         samples = []
         for sample in self.samples:
             result, score = sample.result, sample.score
@@ -201,8 +207,10 @@ class GroupTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, group: Group, event: GroupEvent) -> None:
-        """Applies the transition table, and frees what the group holds no longer. Raises ValueError if the event cannot
-        happen to the group."""
+        """Apply the transition table, and free what the group holds no longer.
+
+        Raises ValueError if the event cannot happen to the group.
+        """
         before, after = group.state, GROUP_TRANSITIONS.get((group.state, event))
         if after is None:
             raise ValueError(f"group {group.number} is {before.name}: {event.name} cannot happen to it")
@@ -217,17 +225,17 @@ class GroupTable:
 
     @property
     def live(self) -> set[int]:
-        """Returns the numbers of the groups that have not ended."""
+        """Return the numbers of the groups that have not ended."""
         return {number for number, group in self.groups.items() if group.state is not TRAINED}
 
     def get(self, number: int) -> Group | None:
-        """Returns a group that is made, or waits for the trainer."""
+        """Return a group that is made, or waits for the trainer."""
         group = self.groups.get(number)
         return None if group is None or group.state in (TRAINING, TRAINED) else group
 
     @property
     def may_admit(self) -> bool:
-        """Returns whether there is a slot, a place, and an update left that would train another group."""
+        """Return whether there is a slot, a place, and an update left that would train another group."""
         num_live = len(self.groups) - self._num[TRAINED]
         return (
             len(self.groups) < self._num_slots
@@ -236,7 +244,7 @@ class GroupTable:
         )
 
     def admit(self, group: Group) -> None:
-        """Gives the group a slot and a place. Raises ValueError if there is none."""
+        """Give the group a slot and a place. Raises ValueError if there is none."""
         if len(self.groups) >= self._num_slots or len(self._placed) >= self._num_places:
             raise ValueError(
                 f"no room for group {group.number}: {len(self.groups)} of {self._num_slots} slots and"
@@ -248,19 +256,19 @@ class GroupTable:
         self._num[MAKING] += 1
 
     def complete(self, group: Group) -> None:
-        """Hands the group to the trainer: every sample is scored."""
+        """Hand the group to the trainer: every sample is scored."""
         self._fruitless.reset()
         group.ready = group.make_ready()
         self._move(group, COMPLETE)
 
     def spoil(self, group: Group) -> None:
-        """Takes the group back from those that wait for the trainer, if it is one of them: samples of it are gone."""
+        """Take the group back from those that wait for the trainer, if it is one of them: samples of it are gone."""
         group.ready = None
         if group.state in (READY, REMADE):
             self._move(group, SPOIL)
 
     def give_back(self, number: int) -> Group | None:
-        """Takes back a group that the trainer has and cannot read. Returns None if the trainer does not have it."""
+        """Take back a group that the trainer has and cannot read. Returns None if the trainer does not have it."""
         group = self.groups.get(number)
         if group is None or group.state is not TRAINING:
             return None
@@ -273,7 +281,7 @@ class GroupTable:
 
     @property
     def all_ready(self) -> bool:
-        """Returns whether every group that the trainer does not have could be taken."""
+        """Return whether every group that the trainer does not have could be taken."""
         return not self._num[MAKING] and not self._num[REMAKING]
 
     @property
@@ -281,8 +289,10 @@ class GroupTable:
         return self._num[TRAINING] > 0
 
     def take(self, version: int, needed: int) -> ReadyGroup | None:
-        """Returns the group that the update that starts from `version` and needs `needed` more groups should train
-        next, if it is ready. Raises TooStale."""
+        """Return the group that an update should train next, if it is ready. Raises TooStale.
+
+        The update starts from `version` and needs `needed` more groups.
+        """
         group = self._next(version, needed)
         if group is None:
             return None
@@ -307,7 +317,7 @@ class GroupTable:
         return None
 
     def _others_stay_in_time(self, taken: Group, update: int, positions: int) -> bool:
-        """Returns whether all groups due by each update still fit into the positions up to it."""
+        """Return whether all groups due by each update still fit into the positions up to it."""
         due = 0
         for version in sorted(self._admitted_at):
             others = self._admitted_at[version] - (version == taken.admitted_version)
@@ -317,7 +327,7 @@ class GroupTable:
         return True
 
     def trained(self, report: UpdateReport) -> list[tuple[Group, ReadyGroup]]:
-        """Records that the update is made and returns its groups; their slots wait for the version to be held."""
+        """Record that the update is made and return its groups; their slots wait for the version to be held."""
         trained = []
         for group in [self.groups[number] for number in report.groups]:
             self._move(group, TRAIN)
@@ -330,7 +340,7 @@ class GroupTable:
         return trained
 
     def publish(self, version: int) -> None:
-        """Frees the slots of all groups trained up to `version`, which every live engine holds."""
+        """Free the slots of all groups trained up to `version`, which every live engine holds."""
         for group in [*self.groups.values()]:
             if group.trained_version is not None and group.trained_version <= version:
                 self._move(group, PUBLISH)
@@ -338,7 +348,7 @@ class GroupTable:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def end(self, group: Group, event: Terminal, reason: str) -> str | None:
-        """Rejects or drops a group. Returns why the run should end, if too many have ended so in a row."""
+        """Reject or drop a group. Returns why the run should end, if too many have ended so in a row."""
         self._move(group, END)
         self.ledger.end(group.entry(self._run_id, event, reason))
         if not self._fruitless.too_many():
@@ -349,8 +359,10 @@ class GroupTable:
         )
 
     def drop_all(self, reason: str) -> list[Group]:
-        """Drops all groups and returns them: the run is over, and the trainer will not answer for those it has any
-        more."""
+        """Drop all groups and return them.
+
+        The run is over, and the trainer will not answer for those it has any more.
+        """
         dropped = [group for group in self.groups.values() if group.state is not TRAINED]
         for group in dropped:
             self._move(group, END)
@@ -360,14 +372,16 @@ class GroupTable:
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Returns the groups that are not complete yet, and those that are, including those that the trainer has and
-        leaves."""
+        """Return the groups that are not complete yet, and those that are.
+
+        The trainer leaves those that it has, so they count as complete.
+        """
         live = [group for group in self.groups.values() if group.state is not TRAINED]
         unfinished = tuple(Unfinished(group.number, group.attempts) for group in live if group.ready is None)
         return unfinished, tuple(group.ready for group in live if group.ready is not None)
 
     def check(self) -> None:
-        """Raises ConservationError if the ledger and the table disagree."""
+        """Raise ConservationError if the ledger and the table disagree."""
         self.ledger.check(self.live)
 
     def statistics(self) -> dict[str, dict[str, Any]]:

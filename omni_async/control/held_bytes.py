@@ -32,8 +32,10 @@ NOTHING, EXPECTED, OWN = Holding
 
 
 class HeldBytes:
-    """The bytes of live samples, of at most `bound` in all (None: no bound). `samples_per_update` samples are trained
-    together."""
+    """The bytes of live samples, of at most `bound` in all (None: no bound).
+
+    `samples_per_update` samples are trained together.
+    """
 
     def __init__(self, bound: int | None, samples_per_update: int) -> None:
         self._bound = bound
@@ -56,15 +58,15 @@ class HeldBytes:
         return self._largest.get(bucket, self._share)
 
     def has_room(self, bucket: int, count: int) -> bool:
-        """Returns whether `count` more samples of the bucket may be made."""
+        """Return whether `count` more samples of the bucket may be made."""
         return self._bound is None or self.reserved + count * self._size(bucket) <= self._bound
 
     def reserve(self, bucket: int, count: int) -> None:
-        """Expects `count` more samples of the bucket."""
+        """Expect `count` more samples of the bucket."""
         self._num_expected[bucket] += count
 
     def change(self, bucket: int, before: Holding, after: Holding, size: int) -> None:
-        """Records what a sample of the bucket holds now; `size` are its own bytes, if it is made."""
+        """Record what a sample of the bucket holds now; `size` are its own bytes, if it is made."""
         self._num_expected[bucket] += (after is EXPECTED) - (before is EXPECTED)
         if after is OWN:
             self._largest[bucket] = max(size, self._largest.get(bucket, size))
@@ -74,7 +76,7 @@ class HeldBytes:
             self._held -= size
 
     def problem(self, sample_id: str, size: int) -> str | None:
-        """Returns what is wrong with the bound, if it is too small for a sample of `size` bytes."""
+        """Return what is wrong with the bound, if it is too small for a sample of `size` bytes."""
         if self._bound is None or size <= self._share:
             return None
         return (
@@ -83,7 +85,7 @@ class HeldBytes:
         )
 
     def begin_update(self) -> None:
-        """Begins to measure `most` anew."""
+        """Begin to measure `most` anew."""
         self._most = self._held
 
     def statistics(self) -> BytesStatistics:

@@ -1,5 +1,7 @@
-"""Owns every live sample: what state it is in, and what may happen to it next. Pure bookkeeping: waits for nothing,
-holds no timer and calls nobody; methods return what the coordinator has to do (`Outcome`).
+"""Owns every live sample: what state it is in, and what may happen to it next.
+
+Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods return what the coordinator has to do
+(`Outcome`).
 
          lease          generate           take            score
   QUEUED ------> LEASED --------> GENERATED ----> SCORING --------> SCORED
@@ -97,8 +99,10 @@ _HOLDS_BYTES = {
 
 
 class SampleSet:
-    """Samples that are of use only together: a group, or a validation round. `attempts` is the most generations any of
-    them needed, `num_missing` how many are neither scored nor failed."""
+    """Samples that are of use only together: a group, or a validation round.
+
+    `attempts` is the most generations any of them needed, `num_missing` how many are neither scored nor failed.
+    """
 
     def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
         self.kind = kind
@@ -110,9 +114,12 @@ class SampleSet:
 
 
 class Sample:
-    """One sample. `failures` counts its own generations that failed, not those of an engine or a batch that it was lost
-    with; `suspected` the reward workers and scorers that died or went down over it, possibly by chance; `went_down` are
-    the workers whose scorer did since then."""
+    """One sample.
+
+    `failures` counts its own generations that failed, not those of an engine or a batch that it was lost with;
+    `suspected` the reward workers and scorers that died or went down over it, possibly by chance; `went_down` are the
+    workers whose scorer did since then.
+    """
 
     __slots__ = (
         "engine",
@@ -146,8 +153,11 @@ class Sample:
 
 
 class Outcome(NamedTuple):
-    """A consequence of a sample's event that the coordinator carries out: the sample is scored, or is to be scored
-    again after a pause, or has no future and its group is rejected or dropped, or the run must end."""
+    """A consequence of a sample's event that the coordinator carries out.
+
+    The sample is scored, or is to be scored again after a pause, or has no future and its group is rejected or dropped,
+    or the run must end.
+    """
 
     sample: Sample
     event: Literal["scored", "pause", "rejected", "dropped", "end run"]
@@ -155,9 +165,11 @@ class Outcome(NamedTuple):
 
 
 class SampleTable:
-    """The table of live samples. `engines` share the work, `lost_workers` get none; `images` counts the training
-    samples that were generated, those of earlier attempts included; `has_scored`: these scorers have scored a sample
-    before."""
+    """The table of live samples.
+
+    `engines` share the work, `lost_workers` get none; `images` counts the training samples that were generated, those
+    of earlier attempts included; `has_scored`: these scorers have scored a sample before.
+    """
 
     def __init__(self, config: Config, images: int = 0, has_scored: bool = False) -> None:
         self._config = config
@@ -183,8 +195,10 @@ class SampleTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, sample: Sample, event: SampleEvent) -> None:
-        """Applies the transition table, and accounts for what the sample holds. Raises ValueError if the event cannot
-        happen to the sample."""
+        """Apply the transition table, and account for what the sample holds.
+
+        Raises ValueError if the event cannot happen to the sample.
+        """
         before, request, owner = sample.state, sample.request, sample.owner
         after = SAMPLE_TRANSITIONS.get((before, event))
         if after is None:
@@ -215,7 +229,7 @@ class SampleTable:
             del self.samples[request.sample_id]
 
     def add(self, owner: SampleSet) -> None:
-        """Queues the samples of a group that is admitted, or of a round that begins."""
+        """Queue the samples of a group that is admitted, or of a round that begins."""
         samples = owner.samples
         self._num[owner.kind][QUEUED] += len(samples)
         if owner.kind == "train":
@@ -231,14 +245,16 @@ class SampleTable:
             heapq.heappush(self._training, (sample.owner.number, sample.request.sample, sample))
 
     def restore(self, sample: Sample, result: SampleResult, score: Score) -> str | None:
-        """Adds what an earlier attempt had of a queued sample. Returns what is wrong with `buffer.max_bytes`, if it is
-        too small for it."""
+        """Add what an earlier attempt had of a queued sample.
+
+        Returns what is wrong with `buffer.max_bytes`, if it is too small for it.
+        """
         sample.result, sample.score = result, score
         self._move(sample, RESTORE)
         return self.bytes.problem(result.sample_id, result.nbytes)
 
     def make_again(self, sample: Sample) -> None:
-        """Queues a lost sample to be made again from the same seed; its result and score do not count."""
+        """Queue a lost sample to be made again from the same seed; its result and score do not count."""
         self._move(sample, LOSE)
         sample.request = replace(sample.request, attempt=sample.request.attempt + 1)
         sample.result = sample.score = None
@@ -246,7 +262,7 @@ class SampleTable:
         self._queue(sample)
 
     def end(self, owner: SampleSet) -> None:
-        """Lets go of the samples of a group or round that is over."""
+        """Let go of the samples of a group or round that is over."""
         for sample in owner.samples:
             self._move(sample, END)
         owner.samples = ()
@@ -255,14 +271,16 @@ class SampleTable:
 
     @property
     def may_lease(self) -> bool:
-        """Returns whether a sample is queued and there is a slot for it."""
+        """Return whether a sample is queued and there is a slot for it."""
         queued = self._num["train"][QUEUED] or self._num["validation"][QUEUED]
         return queued > 0 and self._slots < self._capacity
 
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Leases up to `free` samples to an engine that holds `capacity` at most: validation samples for at most
-        `validation.share` of its slots while training samples wait, then of the oldest groups. Engines are kept equally
-        full of training samples."""
+        """Lease up to `free` samples to an engine that holds `capacity` at most.
+
+        Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of the oldest
+        groups. Engines are kept equally full of training samples.
+        """
         if engine not in self.engines:
             return []
         free = min(free, self._capacity - self._slots)
@@ -291,8 +309,10 @@ class SampleTable:
         return found
 
     def answered(self, engine: str, sample_id: str) -> Sample | None:
-        """Returns the sample that this answer is for, which is LEASED; None if it is of no use: the engine does not
-        have the sample (any more), or its group ended meanwhile."""
+        """Return the sample that this answer is for, which is LEASED.
+
+        Returns None if it is of no use: the engine does not have the sample (any more), or its group ended meanwhile.
+        """
         sample = self.samples.get(sample_id)
         if sample is None or sample.engine != engine or sample.state not in _AT_ENGINE:
             return None
@@ -302,7 +322,7 @@ class SampleTable:
         return sample
 
     def generated(self, sample: Sample, result: SampleResult) -> str | None:
-        """Takes the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
+        """Take the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
         sample.result = result
         self._move(sample, GENERATE)
         if sample.owner.kind == "validation":
@@ -311,7 +331,7 @@ class SampleTable:
         return self.bytes.problem(result.sample_id, result.nbytes)
 
     def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
-        """Makes the sample again from the same seed; after `rollout.retries` it has no future."""
+        """Make the sample again from the same seed; after `rollout.retries` it has no future."""
         sample.failures += 1
         if sample.failures <= self._config.rollout.retries:
             self.make_again(sample)
@@ -320,11 +340,11 @@ class SampleTable:
         return Outcome(sample, "dropped", f"generation failed {sample.failures} times: {error}")
 
     def leases_of(self, engine: str) -> list[str]:
-        """Returns the samples that the engine has not answered for."""
+        """Return the samples that the engine has not answered for."""
         return [name for name, sample in self.samples.items() if sample.engine == engine and sample.state in _AT_ENGINE]
 
     def made_by(self, engine: str) -> list[Sample]:
-        """Returns the samples whose tensors the engine has stored, and somebody still needs."""
+        """Return the samples whose tensors the engine has stored, and somebody still needs."""
         return [
             sample
             for sample in self.samples.values()
@@ -346,8 +366,10 @@ class SampleTable:
         return num[LEASED] + num[ABANDONED] == 0 and (num[QUEUED] == 0 or self._slots == self._capacity)
 
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Hands up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
-        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame."""
+        """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
+
+        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame.
+        """
         if worker in self.lost_workers:
             return []
         waiting = chain(self._to_score["validation"].values(), *self._training_to_score())
@@ -362,13 +384,15 @@ class SampleTable:
         return [self._to_score["train"].values()] if self._may_score_training() else []
 
     def hand_out(self, sample: Sample, worker: str) -> None:
-        """Gives the sample to one more reward worker."""
+        """Give the sample to one more reward worker."""
         self._move(sample, TAKE)
         sample.workers += (worker,)
 
     def scored(self, worker: str, results: Iterable[ScoreResult]) -> Iterator[Outcome]:
-        """Records a worker's answers. Yields each consequence before it looks at the next answer, whose sample may end
-        with it."""
+        """Record a worker's answers.
+
+        Yields each consequence before it looks at the next answer, whose sample may end with it.
+        """
         for result in results:
             sample = self.samples.get(result.sample_id)
             if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
@@ -402,19 +426,21 @@ class SampleTable:
         return Outcome(sample, "rejected", tries + error)
 
     def _give_back(self, sample: Sample, worker: str, event: SampleEvent) -> None:
-        """Takes the sample from a worker that has no score for it; if no other worker has it, `event` happens to it."""
+        """Take the sample from a worker that has no score for it; if no other worker has it, `event` happens to it."""
         left = tuple(other for other in sample.workers if other != worker)
         self._move(sample, ANSWER if left else event)
         sample.workers = left
 
     def resume(self, sample: Sample) -> None:
-        """Queues the sample to be scored again, if its pause is over and not cut short."""
+        """Queue the sample to be scored again, if its pause is over and not cut short."""
         if sample.state is PAUSED:
             self._move(sample, RESUME)
 
     def _suspect(self, sample: Sample, error: str) -> Outcome | None:
-        """Counts that a worker or a scorer died or went down over the sample: once may be chance, more than
-        `reward.retries` times is due to the sample."""
+        """Count that a worker or a scorer died or went down over the sample.
+
+        Once may be chance, more than `reward.retries` times is due to the sample.
+        """
         sample.suspected += 1
         if sample.suspected <= self._config.reward.retries:
             return None
@@ -422,8 +448,10 @@ class SampleTable:
         return Outcome(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
 
     def worker_lost(self, worker: str) -> Iterator[Outcome]:
-        """Hands the samples that a lost reward worker had taken to others, before all that came later. Yields the
-        consequences one by one."""
+        """Hand the samples that a lost reward worker had taken to others, before all that came later.
+
+        Yields the consequences one by one.
+        """
         self.lost_workers.add(worker)
         self.blame.asks(worker)
         taken = [sample for sample in self.samples.values() if worker in sample.workers]
@@ -434,5 +462,5 @@ class SampleTable:
                 yield outcome
 
     def statistics(self) -> BufferStatistics:
-        """Returns the slots of the trajectory buffer, and how many samples wait for a score."""
+        """Return the slots of the trajectory buffer, and how many samples wait for a score."""
         return BufferStatistics(self._capacity, self._slots, sum(map(len, self._to_score.values())))

@@ -12,7 +12,7 @@ _GROUPS = 32
 
 
 def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
-    """Returns False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
+    """Return False when all rewards of the group are equal (or there are fewer than two): then every advantage is 0.
 
     With `each_scorer` the scorers' own values count too: advantages made per scorer may differ where the sums are
     equal.
@@ -24,18 +24,20 @@ def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
 
 
 class Fruitless:
-    """A counter of groups that ended one after the other without being trained. A run in which all do would never
-    end."""
+    """A counter of groups that ended one after the other without being trained.
+
+    A run in which all do would never end.
+    """
 
     def __init__(self, slots: int) -> None:
         self._most = max(_GROUPS, _ROUNDS * slots)
         self.in_a_row = 0
 
     def too_many(self) -> bool:
-        """Counts another group that ended. Returns whether that should end the run."""
+        """Count another group that ended. Returns whether that should end the run."""
         self.in_a_row += 1
         return self.in_a_row >= self._most
 
     def reset(self) -> None:
-        """Starts the count again: a group may be trained."""
+        """Start the count again: a group may be trained."""
         self.in_a_row = 0

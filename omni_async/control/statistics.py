@@ -22,8 +22,11 @@ class SlotStatistics(Struct, frozen=True):
 
 
 class BytesStatistics(Struct, frozen=True):
-    """Bytes of live samples: `reserved` those that are held or expected, `ready` those that are held, `most` the
-    highest `ready` since the last update. `capacity` is None without a bound."""
+    """Bytes of live samples.
+
+    `reserved` those that are held or expected, `ready` those that are held, `most` the highest `ready` since the last
+    update. `capacity` is None without a bound.
+    """
 
     capacity: int | None
     reserved: int

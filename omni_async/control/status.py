@@ -1,5 +1,7 @@
 """Describes the control plane between two messages: for checkpoints, `omni-async status` and the metrics of an update.
-Pure functions."""
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from omni_async.control.versions import Versions
 
 
 def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dict[str, Any]]:
-    """Returns what the bounded buffers hold, by name: slots, replay, trajectories, bytes."""
+    """Return what the bounded buffers hold, by name: slots, replay, trajectories, bytes."""
     return {
         **groups.statistics(),
         "trajectories": msgspec.structs.asdict(samples.statistics()),
@@ -33,7 +35,7 @@ def control_state(
     validation: Validation,
     record: Record,
 ) -> ControlState:
-    """Returns what a checkpoint keeps, with the groups that wait to be admitted again."""
+    """Return what a checkpoint keeps, with the groups that wait to be admitted again."""
     unfinished, ready = groups.state()
     unfinished_before, ready_before = source.state()
     return ControlState(

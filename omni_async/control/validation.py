@@ -1,5 +1,7 @@
-"""Tracks validation rounds: when one is due, its samples, and its results. Rounds take no slot and nothing waits for
-them, except the end of the run."""
+"""Tracks validation rounds: when one is due, its samples, and its results.
+
+Rounds take no slot and nothing waits for them, except the end of the run.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ class ValidationRound(SampleSet):
 
     @property
     def failed(self) -> list[str]:
-        """Returns the samples that the round goes on without."""
+        """Return the samples that the round goes on without."""
         return [sample.request.sample_id for sample in self.samples if sample.state is SampleState.FAILED]
 
     def means(self) -> dict[str, float]:
-        """Returns the means of `reward` and of every part over the scored samples."""
+        """Return the means of `reward` and of every part over the scored samples."""
         values: dict[str, list[float]] = defaultdict(list)
         for sample in self.samples:
             if sample.score is not None:
@@ -37,7 +39,7 @@ class ValidationRound(SampleSet):
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Returns the oldest and newest version that a sample of this round started with."""
+        """Return the oldest and newest version that a sample of this round started with."""
         versions = [s.result.version for s in self.samples if s.result is not None]
         return (min(versions), max(versions)) if versions else (self.version, self.version)
 
@@ -51,7 +53,7 @@ class ValidationSchedule:
         self.done = done  # the last version a round began with
 
     def due(self, held: int) -> bool:
-        """Returns whether a round should start now that every engine holds `held`, and marks it as started."""
+        """Return whether a round should start now that every engine holds `held`, and mark it as started."""
         previous = self.done
         if previous is not None and held <= previous:
             return False
@@ -62,8 +64,11 @@ class ValidationSchedule:
 
 
 class Validation:
-    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a
-    schedule there are none, and those up to `before` stay the last."""
+    """The rounds of a run that are under way, by version.
+
+    `requests_of(version)` makes the samples of one; without a schedule there are none, and those up to `before` stay
+    the last.
+    """
 
     def __init__(
         self,
@@ -78,20 +83,20 @@ class Validation:
 
     @property
     def done(self) -> int | None:
-        """Returns the last version whose round is over, or would be repeated for nothing."""
+        """Return the last version whose round is over, or would be repeated for nothing."""
         if self._schedule is None:
             return self._before
         return min(self.rounds) - 1 if self.rounds else self._schedule.done
 
     def cancel(self) -> list[ValidationRound]:
-        """Cancels rounds under way at the end of the run, and returns them: they count as not begun."""
+        """Cancel rounds under way at the end of the run, and return them: they count as not begun."""
         if self._schedule is not None:
             self._schedule.done = self.done
         rounds, self.rounds = [*self.rounds.values()], {}
         return rounds
 
     def begin(self, held: int) -> ValidationRound | None:
-        """Returns the round that is due now that every engine holds `held`; None if none is due."""
+        """Return the round that is due now that every engine holds `held`; None if none is due."""
         if self._schedule is None or not self._schedule.due(held):
             return None
         requests = self._requests_of(held)
