@@ -1,8 +1,8 @@
 """Keeps how a run ends, in two steps.
 
-*Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has answered for the update under way, by
-`update_done` (its groups are trained, as the checkpoint that follows has them) or by leaving it; groups unfinished then
-are dropped, though a run resumed from the checkpoint admits them again.
+*Closing*: no worker gets work, and every wait returns nothing. *Ended*: the trainer has answered for the update under
+way, by `update_done` (its groups are trained, as the checkpoint that follows has them) or by leaving it; groups
+unfinished then are dropped, though a run resumed from the checkpoint admits them again.
 """
 
 from __future__ import annotations

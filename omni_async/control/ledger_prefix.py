@@ -1,7 +1,8 @@
 """Verifies the lines of a ledger that a checkpoint counts, so that no run goes on from lines that were damaged.
 
-They are compared by their number of bytes and their digest. The digest is a chain, line by line: the one in a checkpoint is enough to extend it. The lines are not read again to
-write a checkpoint, and a resumed run reads them once. Lines end in a line feed and in nothing else.
+They are compared by their number of bytes and their digest. The digest is a chain, line by line: the one in a
+checkpoint is enough to extend it. The lines are not read again to write a checkpoint, and a resumed run reads them
+once. Lines end in a line feed and in nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps the part of a run's summary that its ledger does not have.
 
-That is the mean reward of every update, and its validation rounds. A checkpoint keeps it too, so that a resumed run's summary
-depends on no file that may have been removed or changed.
+That is the mean reward of every update, and its validation rounds. A checkpoint keeps it too, so that a resumed run's
+summary depends on no file that may have been removed or changed.
 """
 
 from __future__ import annotations

@@ -278,8 +278,8 @@ class SampleTable:
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease up to `free` samples to an engine that holds `capacity` at most.
 
-        Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of the oldest
-        groups. Engines are kept equally full of training samples.
+        Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of
+        the oldest groups. Engines are kept equally full of training samples.
         """
         if engine not in self.engines:
             return []
