@@ -220,6 +220,8 @@ class GroupTable:
         if before in _HOLDS_PLACE and after not in _HOLDS_PLACE:
             del self._placed[group.number]
             self._admitted_at[group.admitted_version] -= 1
+            if not self._admitted_at[group.admitted_version]:
+                del self._admitted_at[group.admitted_version]
         if after is GONE:
             del self.groups[group.number]
 
