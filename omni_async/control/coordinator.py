@@ -34,7 +34,6 @@ from typing import Any
 from omni_async.aio.backoff import Backoff, Later
 from omni_async.aio.waiting import Event, FairQueue
 from omni_async.config import Config
-from omni_async.config.redact import redact_text
 from omni_async.control.bulletin import Bulletin
 from omni_async.control.control_state import ControlState
 from omni_async.control.ending import Ending
@@ -45,8 +44,8 @@ from omni_async.control.record import Record
 from omni_async.control.reporting import round_data, round_shown, update_data, update_shown
 from omni_async.control.requests import RequestFactory, require_trained_steps
 from omni_async.control.sample_table import Outcome, Sample, SampleTable
-from omni_async.control.signal import has_signal
-from omni_async.control.status import buffer_statistics, control_state
+from omni_async.control.signal import is_worth_training
+from omni_async.control.status import buffer_statistics, control_state, statistics
 from omni_async.control.validation import Validation, ValidationRound, ValidationSchedule
 from omni_async.control.versions import Versions, WeightMismatch
 from omni_async.types import (
@@ -88,14 +87,8 @@ class Coordinator(Bulletin):
         self._group_size = config.rollout.group_size
         self._factory = RequestFactory(config)
         self._source = GroupSource(config, prompts, self._factory, start)
-        schedule = (
-            ValidationSchedule(config.validation.every, self._last_version, start.validated)
-            if config.validation
-            else None
-        )
-        self._validation = Validation(
-            schedule, partial(self._factory.validation, prompts=tuple(validation_prompts)), start.validated
-        )
+        requests_of = partial(self._factory.validation, prompts=tuple(validation_prompts))
+        self._validation = Validation(ValidationSchedule.of(config, start.validated), requests_of, start.validated)
         self._groups = GroupTable(config, run_id, Ledger(ledger_sink, start.ledger), start.version)
         self._samples = SampleTable(config, start.images, has_scored)
         self._record = Record(start)
@@ -120,10 +113,7 @@ class Coordinator(Bulletin):
         return self._ending.closed
 
     def _settle(self) -> None:
-        """Admit groups, and wake the first producer and reward worker that can go on.
-
-        Every call that changes the state ends with this.
-        """
+        """Admit groups, and wake the first producer and reward worker that can go on."""
         self._admit()
         self._producers.notify()
         self._rewarders.notify()
@@ -131,10 +121,7 @@ class Coordinator(Bulletin):
     # ---- producers ---------------------------------------------------------------------------------------------------
 
     async def next_samples(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
-        """Lease up to `free` samples to an engine that holds `capacity` at most.
-
-        Returns an empty list if the run is over, or goes on without this engine.
-        """
+        """Lease up to `free` samples to an engine; none if the run is over, or goes on without it."""
         while self.versions.of(engine) < 0 and self.versions.knows(engine) and not self._closed:
             await self._weights.wait()  # no engine generates with unchecked weights
         return await self._producers.take(
@@ -172,10 +159,7 @@ class Coordinator(Bulletin):
     # ---- reward workers ----------------------------------------------------------------------------------------------
 
     async def next_to_score(self, worker: str, limit: int) -> list[ScoreJob]:
-        """Return up to `limit` generated samples, as many as there are.
-
-        The list is empty if the run is over, or goes on without this worker.
-        """
+        """Return up to `limit` generated samples; none if the run is over, or goes on without this worker."""
         self._samples.blame.asks(worker)
         return await self._rewarders.take(lambda: [] if self._closed else self._samples.jobs(worker, limit), worker)
 
@@ -223,10 +207,7 @@ class Coordinator(Bulletin):
 
     def _complete(self, group: Group) -> None:
         """Hand a group to the trainer, or reject it if it has nothing to teach."""
-        advantage = self._config.algorithm.advantage
-        # Against the rewards its prompt had before, even a group of equal rewards has a signal.
-        may_drop = advantage.drop_zero_variance and not advantage.track_prompts
-        if may_drop and not has_signal(group.scores, each_scorer=advantage.aggregate != "rewards"):
+        if not is_worth_training(group.scores, self._config.algorithm.advantage):
             self._end_group(group, "rejected", "zero reward variance")
         else:
             self._groups.complete(group)
@@ -253,10 +234,7 @@ class Coordinator(Bulletin):
     # ---- trainer -----------------------------------------------------------------------------------------------------
 
     async def require_fields(self, fields: tuple[str, ...]) -> None:
-        """Set the trajectory tensors that training samples must carry.
-
-        Called before the first version is published.
-        """
+        """Set the tensors of training trajectories; called before the first version is published."""
         self._factory.fields = fields
 
     async def next_groups(self, version: int, needed: int) -> list[ReadyGroup]:
@@ -325,10 +303,7 @@ class Coordinator(Bulletin):
         return not self._closed
 
     async def group_gone(self, group: int, reason: str) -> None:
-        """Take back a group that the trainer has taken and cannot read.
-
-        It is generated again, and taken before any other.
-        """
+        """Make a group again that the trainer has taken and cannot read; it is taken before any other."""
         if self._closed or (owner := self._groups.give_back(group)) is None:
             return
         if owner.losses > self._config.rollout.retries:
@@ -345,10 +320,7 @@ class Coordinator(Bulletin):
         self.versions.announce(version, digest)
 
     async def engine_holds(self, report: WeightReport) -> None:
-        """Record that an engine swapped.
-
-        Once all engines hold a version, the slots of the groups it was trained on are free again.
-        """
+        """Record that an engine swapped; a version that all of them hold frees the slots of its groups."""
         if not self.versions.knows(report.engine):
             return  # it was on its way when the engine was given up
         before, newcomer = self.versions.held, self.versions.of(report.engine) < 0
@@ -397,10 +369,7 @@ class Coordinator(Bulletin):
         self._samples.engines.add(engine)
 
     async def engine_lost(self, engine: str, reason: str) -> None:
-        """Remove an engine that is gone, or given up: others generate its samples again, with their seeds.
-
-        Its late messages are ignored.
-        """
+        """Remove an engine that is gone: others make its samples again; its late messages are ignored."""
         if not self.versions.knows(engine):
             return
         if not self._closed:
@@ -417,10 +386,7 @@ class Coordinator(Bulletin):
         self._settle()  # samples of groups that had ended held bytes until now
 
     async def objects_lost(self, engine: str) -> None:
-        """Generate again the samples that a lost process had generated and the trainer has not read.
-
-        The process took its store with it.
-        """
+        """Make samples again that a lost process had stored and the trainer has not read."""
         if self._closed:
             return
         for sample in self._samples.made_by(engine):
@@ -432,10 +398,7 @@ class Coordinator(Bulletin):
         self._settle()
 
     async def engine_leaves(self, engine: str) -> None:
-        """Stop giving work to an engine that is not needed any more.
-
-        `engine_lost` follows when it has answered for its leases.
-        """
+        """Stop giving work to an engine; `engine_lost` follows when it has answered for its leases."""
         self._samples.engines.discard(engine)
         self._producers.evict(engine)
 
@@ -483,10 +446,7 @@ class Coordinator(Bulletin):
             self._end()
 
     async def conclude(self) -> None:
-        """Drop the groups that the trainer has not answered for, once every role has finished, or is given up.
-
-        No event follows this.
-        """
+        """Drop what the trainer has not answered for, once every role has finished, or is given up."""
         self._close("failed", "the roles finished before the run did")
         self._end()
         self._log.add("concluded", {})
@@ -499,10 +459,7 @@ class Coordinator(Bulletin):
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     async def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Take over groups of the checkpoint, with their trajectories, that need not be made again.
-
-        Called before the first version is published.
-        """
+        """Take over the trajectories of a checkpoint's ready groups; called before the first version."""
         self._source.take_up(groups)
 
     async def continuation(self) -> ControlState:
@@ -519,9 +476,4 @@ class Coordinator(Bulletin):
 
     async def statistics(self) -> dict[str, Any]:
         """Return what buffers hold, how groups ended, and which versions and addresses there are."""
-        return {
-            "buffers": buffer_statistics(self._groups, self._samples),
-            "conservation": self.ledger.counters(),
-            "engines": self.versions.engines(),
-            "addresses": {name: redact_text(address) for name, address in self._addresses.known.items()},
-        }
+        return statistics(self._groups, self._samples, self.versions, self._addresses)

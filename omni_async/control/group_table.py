@@ -207,10 +207,7 @@ class GroupTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, group: Group, event: GroupEvent) -> None:
-        """Apply the transition table, and free what the group holds no longer.
-
-        Raises ValueError if the event cannot happen to the group.
-        """
+        """Apply the transition table, and free what the group holds no longer. Raises ValueError."""
         before, after = group.state, GROUP_TRANSITIONS.get((group.state, event))
         if after is None:
             raise ValueError(f"group {group.number} is {before.name}: {event.name} cannot happen to it")
@@ -361,10 +358,7 @@ class GroupTable:
         )
 
     def drop_all(self, reason: str) -> list[Group]:
-        """Drop all groups and return them.
-
-        The run is over, and the trainer will not answer for those it has any more.
-        """
+        """Drop and return all groups: the run is over, and the trainer will not answer for its own."""
         dropped = [group for group in self.groups.values() if group.state is not TRAINED]
         for group in dropped:
             self._move(group, END)
@@ -374,10 +368,7 @@ class GroupTable:
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Return the groups that are not complete yet, and those that are.
-
-        The trainer leaves those that it has, so they count as complete.
-        """
+        """Return the groups that are not complete yet, and those that are, the trainer's included."""
         live = [group for group in self.groups.values() if group.state is not TRAINED]
         unfinished = tuple(Unfinished(group.number, group.attempts) for group in live if group.ready is None)
         return unfinished, tuple(group.ready for group in live if group.ready is not None)

@@ -195,10 +195,7 @@ class SampleTable:
     # ---- transitions -------------------------------------------------------------------------------------------------
 
     def _move(self, sample: Sample, event: SampleEvent) -> None:
-        """Apply the transition table, and account for what the sample holds.
-
-        Raises ValueError if the event cannot happen to the sample.
-        """
+        """Apply the transition table, and account for what the sample holds. Raises ValueError."""
         before, request, owner = sample.state, sample.request, sample.owner
         after = SAMPLE_TRANSITIONS.get((before, event))
         if after is None:
@@ -245,10 +242,7 @@ class SampleTable:
             heapq.heappush(self._training, (sample.owner.number, sample.request.sample, sample))
 
     def restore(self, sample: Sample, result: SampleResult, score: Score) -> str | None:
-        """Add what an earlier attempt had of a queued sample.
-
-        Returns what is wrong with `buffer.max_bytes`, if it is too small for it.
-        """
+        """Add what an earlier attempt had of a queued sample. Returns what is wrong with the bytes."""
         sample.result, sample.score = result, score
         self._move(sample, RESTORE)
         return self.bytes.problem(result.sample_id, result.nbytes)
@@ -309,10 +303,7 @@ class SampleTable:
         return found
 
     def answered(self, engine: str, sample_id: str) -> Sample | None:
-        """Return the sample that this answer is for, which is LEASED.
-
-        Returns None if it is of no use: the engine does not have the sample (any more), or its group ended meanwhile.
-        """
+        """Return the LEASED sample that this answer is for; None if the answer is of no use."""
         sample = self.samples.get(sample_id)
         if sample is None or sample.engine != engine or sample.state not in _AT_ENGINE:
             return None
@@ -389,10 +380,7 @@ class SampleTable:
         sample.workers += (worker,)
 
     def scored(self, worker: str, results: Iterable[ScoreResult]) -> Iterator[Outcome]:
-        """Record a worker's answers.
-
-        Yields each consequence before it looks at the next answer, whose sample may end with it.
-        """
+        """Yield the consequences of a worker's answers, one by one: the next answer's sample may end with it."""
         for result in results:
             sample = self.samples.get(result.sample_id)
             if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
@@ -437,10 +425,7 @@ class SampleTable:
             self._move(sample, RESUME)
 
     def _suspect(self, sample: Sample, error: str) -> Outcome | None:
-        """Count that a worker or a scorer died or went down over the sample.
-
-        Once may be chance, more than `reward.retries` times is due to the sample.
-        """
+        """Count that a worker or a scorer went down over the sample: a few times may be chance."""
         sample.suspected += 1
         if sample.suspected <= self._config.reward.retries:
             return None
@@ -448,10 +433,7 @@ class SampleTable:
         return Outcome(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
 
     def worker_lost(self, worker: str) -> Iterator[Outcome]:
-        """Hand the samples that a lost reward worker had taken to others, before all that came later.
-
-        Yields the consequences one by one.
-        """
+        """Hand a lost worker's samples to others, before all that came later. Yields consequences one by one."""
         self.lost_workers.add(worker)
         self.blame.asks(worker)
         taken = [sample for sample in self.samples.values() if worker in sample.workers]

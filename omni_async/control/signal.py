@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from omni_async.config.algorithm import Advantage
 from omni_async.types import Score
 
 # Slots' worth of groups that may end untrained one after the other, and no fewer groups than these.
@@ -21,6 +22,13 @@ def has_signal(scores: Sequence[Score], *, each_scorer: bool = False) -> bool:
     if each_scorer:
         columns += [list(column) for column in zip(*(score.values for score in scores), strict=True)]
     return any(len(column) > 1 and min(column) != max(column) for column in columns)
+
+
+def is_worth_training(scores: Sequence[Score], advantage: Advantage) -> bool:
+    """Return whether a complete group goes to the trainer, or is rejected because it has nothing to teach."""
+    # Against the rewards its prompt had before, even a group of equal rewards has a signal.
+    may_reject = advantage.drop_zero_variance and not advantage.track_prompts
+    return not may_reject or has_signal(scores, each_scorer=advantage.aggregate != "rewards")
 
 
 class Fruitless:

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from omni_async.config.redact import redact_text
+from omni_async.control.addresses import Addresses
 from omni_async.control.control_state import ControlState
 from omni_async.control.group_source import GroupSource
 from omni_async.control.group_table import GroupTable
@@ -24,6 +26,16 @@ def buffer_statistics(groups: GroupTable, samples: SampleTable) -> dict[str, dic
         **groups.statistics(),
         "trajectories": msgspec.structs.asdict(samples.statistics()),
         "bytes": msgspec.structs.asdict(samples.bytes.statistics()),
+    }
+
+
+def statistics(groups: GroupTable, samples: SampleTable, versions: Versions, addresses: Addresses) -> dict[str, Any]:
+    """Return what buffers hold, how groups ended, and which versions and addresses there are."""
+    return {
+        "buffers": buffer_statistics(groups, samples),
+        "conservation": groups.ledger.counters(),
+        "engines": versions.engines(),
+        "addresses": {name: redact_text(address) for name, address in addresses.known.items()},
     }
 
 

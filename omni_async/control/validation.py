@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
+from omni_async.config import Config
 from omni_async.control.sample_table import SampleSet, SampleState
 from omni_async.types import SampleRequest
 
@@ -51,6 +52,11 @@ class ValidationSchedule:
         self._every = every
         self._last = last
         self.done = done  # the last version a round began with
+
+    @classmethod
+    def of(cls, config: Config, done: int | None) -> ValidationSchedule | None:
+        """Return the schedule of a run of which the round of version `done` is over; None if it has no validation."""
+        return cls(config.validation.every, config.trainer.updates, done) if config.validation else None
 
     def due(self, held: int) -> bool:
         """Return whether a round should start now that every engine holds `held`, and mark it as started."""
