@@ -110,7 +110,7 @@ class Coordinator(Bulletin):
 
     @property
     def _closed(self) -> bool:
-        return self._ending.closed
+        return self._ending.outcome is not None
 
     def _settle(self) -> None:
         """Admit groups, and wake the first producer and reward worker that can go on."""

@@ -13,22 +13,10 @@ group is admitted. Which sample holds what is the sample table's to know: this c
 
 from __future__ import annotations
 
-from collections import Counter
-from enum import IntEnum
+from collections import defaultdict
 
 from omni_async.config.sizes import size_text
 from omni_async.control.statistics import BytesStatistics
-
-
-class Holding(IntEnum):
-    """What a sample's state holds of the bound: nothing, the size that it is expected to have, or its own."""
-
-    NOTHING = 0
-    EXPECTED = 1
-    OWN = 2
-
-
-NOTHING, EXPECTED, OWN = Holding
 
 
 class HeldBytes:
@@ -41,7 +29,7 @@ class HeldBytes:
         self._bound = bound
         self._samples_per_update = samples_per_update
         self._share = 0 if bound is None else bound // samples_per_update
-        self._num_expected: Counter[int] = Counter()  # those that are to be made, by bucket
+        self._num_expected: dict[int, int] = defaultdict(int)  # those that are to be made, by bucket
         self._largest: dict[int, int] = {}  # sizes by bucket
         self._held = 0
         self._most = 0
@@ -65,14 +53,16 @@ class HeldBytes:
         """Expect `count` more samples of the bucket."""
         self._num_expected[bucket] += count
 
-    def change(self, bucket: int, before: Holding, after: Holding, size: int) -> None:
-        """Record what a sample of the bucket holds now; `size` are its own bytes, if it is made."""
-        self._num_expected[bucket] += (after is EXPECTED) - (before is EXPECTED)
-        if after is OWN:
-            self._largest[bucket] = max(size, self._largest.get(bucket, size))
+    def change(self, bucket: int, expected: int, own: int, size: int) -> None:
+        """Record a sample of `size` bytes that is expected or made since (1), or not any more (-1)."""
+        self._num_expected[bucket] += expected
+        if own > 0:
             self._held += size
-            self._most = max(self._most, self._held)
-        elif before is OWN:
+            if self._held > self._most:
+                self._most = self._held
+            if size > self._largest.get(bucket, -1):
+                self._largest[bucket] = size
+        elif own:
             self._held -= size
 
     def problem(self, sample_id: str, size: int) -> str | None:

@@ -47,7 +47,7 @@ from msgspec.structs import replace
 
 from omni_async.config import Config
 from omni_async.control.blame import Blame
-from omni_async.control.held_bytes import EXPECTED, NOTHING, OWN, HeldBytes
+from omni_async.control.held_bytes import HeldBytes
 from omni_async.control.statistics import BufferStatistics
 from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
 
@@ -90,12 +90,29 @@ SAMPLE_TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
 }
 _AT_ENGINE = frozenset({LEASED, ABANDONED})
 _DONE = frozenset({SCORED, FAILED})
-_HOLDS_SLOT = {state: state in {LEASED, ABANDONED, GENERATED, SCORING, PAUSED} for state in SampleState}
-_HOLDS_BYTES = {
-    **dict.fromkeys((QUEUED, LEASED, ABANDONED), EXPECTED),
-    **dict.fromkeys((GENERATED, SCORING, PAUSED, SCORED), OWN),
-    **dict.fromkeys((FAILED, GONE), NOTHING),
-}
+_HOLDS_SLOT = frozenset({LEASED, ABANDONED, GENERATED, SCORING, PAUSED})
+_HOLDS_EXPECTED_BYTES = frozenset({QUEUED, LEASED, ABANDONED})
+_HOLDS_ITS_BYTES = frozenset({GENERATED, SCORING, PAUSED, SCORED})
+
+
+def _effect(before: SampleState, after: SampleState) -> tuple[SampleState, int, int, int, int, int, int]:
+    """Return what a transition leads to, and by how much it changes each of the table's counts."""
+
+    def change(*states: SampleState) -> int:
+        return (after in states) - (before in states)
+
+    return (
+        after,
+        change(*_HOLDS_SLOT),
+        -change(*_DONE, GONE),
+        change(QUEUED),
+        change(*_AT_ENGINE),
+        change(*_HOLDS_EXPECTED_BYTES),
+        change(*_HOLDS_ITS_BYTES),
+    )
+
+
+_EFFECTS = {(before, event): _effect(before, after) for (before, event), after in SAMPLE_TRANSITIONS.items()}
 
 
 class SampleSet:
@@ -183,8 +200,9 @@ class SampleTable:
         self.blame = Blame(config, has_scored)
         # Indexes and counts over `samples`; what left QUEUED meanwhile is skipped when its turn comes.
         self._slots = 0
-        self._num: dict[SampleKind, Counter[SampleState]] = {"train": Counter(), "validation": Counter()}
-        self._num_leased: Counter[tuple[SampleKind, str]] = Counter()
+        self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
+        self._num_leased: dict[SampleKind, int] = {"train": 0, "validation": 0}
+        self._num_leased_to: Counter[tuple[SampleKind, str]] = Counter()
         self._training: list[tuple[int, int, Sample]] = []  # a heap by group and sample
         self._validation: deque[Sample] = deque()
         self._to_score: dict[SampleKind, OrderedDict[str, Sample]] = {
@@ -196,39 +214,39 @@ class SampleTable:
 
     def _move(self, sample: Sample, event: SampleEvent) -> None:
         """Apply the transition table, and account for what the sample holds. Raises ValueError."""
-        before, request, owner = sample.state, sample.request, sample.owner
-        after = SAMPLE_TRANSITIONS.get((before, event))
-        if after is None:
-            raise ValueError(f"sample {request.sample_id} is {before.name}: {event.name} cannot happen to it")
-        if after is before:
-            return
-        kind = owner.kind
+        before, owner = sample.state, sample.owner
+        kind, name = owner.kind, sample.request.sample_id
+        effect = _EFFECTS.get((before, event))
+        if effect is None:
+            raise ValueError(f"sample {name} is {before.name}: {event.name} cannot happen to it")
+        after, slots, missing, queued, at_engines, expected, own = effect
         sample.state = after
-        num = self._num[kind]
-        num[before] -= 1
-        num[after] += 1
-        self._slots += _HOLDS_SLOT[after] - _HOLDS_SLOT[before]
-        owner.num_missing += (before in _DONE) - (after in _DONE)
-        held, holds = _HOLDS_BYTES[before], _HOLDS_BYTES[after]
-        if held is not holds and kind == "train":
-            self.bytes.change(owner.bucket, held, holds, sample.result.nbytes if sample.result else 0)
-        if before in _AT_ENGINE and after not in _AT_ENGINE:
-            self._num_leased[kind, sample.engine] -= 1
+        if slots:
+            self._slots += slots
+        if missing:
+            owner.num_missing += missing
+        if queued:
+            self._num_queued[kind] += queued
+        if at_engines:
+            self._num_leased[kind] += at_engines
+            self._num_leased_to[kind, sample.engine] += at_engines
+        if (expected or own) and kind == "train":
+            self.bytes.change(owner.bucket, expected, own, sample.result.nbytes if sample.result else 0)
         if before is GENERATED:
-            del self._to_score[kind][request.sample_id]
-        elif before is SCORING:
+            del self._to_score[kind][name]
+        elif before is SCORING and after is not SCORING:
             sample.workers = ()
         if after is GENERATED:
-            self._to_score[kind][request.sample_id] = sample
+            self._to_score[kind][name] = sample
             if event is RETURN or event is RESUME:
-                self._to_score[kind].move_to_end(request.sample_id, last=False)
+                self._to_score[kind].move_to_end(name, last=False)
         elif after is GONE:
-            del self.samples[request.sample_id]
+            del self.samples[name]
 
     def add(self, owner: SampleSet) -> None:
         """Queue the samples of a group that is admitted, or of a round that begins."""
         samples = owner.samples
-        self._num[owner.kind][QUEUED] += len(samples)
+        self._num_queued[owner.kind] += len(samples)
         if owner.kind == "train":
             self.bytes.reserve(owner.bucket, len(samples))
         for sample in samples:
@@ -266,8 +284,7 @@ class SampleTable:
     @property
     def may_lease(self) -> bool:
         """Return whether a sample is queued and there is a slot for it."""
-        queued = self._num["train"][QUEUED] or self._num["validation"][QUEUED]
-        return queued > 0 and self._slots < self._capacity
+        return self._slots < self._capacity and (self._num_queued["train"] > 0 or self._num_queued["validation"] > 0)
 
     def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
         """Lease up to `free` samples to an engine that holds `capacity` at most.
@@ -278,19 +295,18 @@ class SampleTable:
         if engine not in self.engines:
             return []
         free = min(free, self._capacity - self._slots)
-        queued, leased = self._num["train"][QUEUED], self._num["train"][LEASED] + self._num["train"][ABANDONED]
+        queued, leased = self._num_queued["train"], self._num_leased["train"]
         chosen: list[Sample] = []
-        if waiting := self._num["validation"][QUEUED]:
+        if waiting := self._num_queued["validation"]:
             share = math.ceil(self._share * min(capacity, math.ceil(self._capacity / len(self.engines))))
-            allowed = share - self._num_leased["validation", engine] if queued else free
+            allowed = share - self._num_leased_to["validation", engine] if queued else free
             chosen = self._next("validation", max(0, min(free, allowed, waiting)))
         if queued:
             even = math.ceil((queued + leased) / len(self.engines))
-            count = min(free - len(chosen), max(1, even - self._num_leased["train", engine]), queued)
+            count = min(free - len(chosen), max(1, even - self._num_leased_to["train", engine]), queued)
             chosen += self._next("train", count)
         for sample in chosen:
             sample.engine = engine
-            self._num_leased[sample.owner.kind, engine] += 1
             self._move(sample, LEASE)
         return [sample.request for sample in chosen]
 
@@ -353,8 +369,8 @@ class SampleTable:
     def _may_score_training(self) -> bool:
         if self._config.reward.streaming:
             return True
-        num = self._num["train"]
-        return num[LEASED] + num[ABANDONED] == 0 and (num[QUEUED] == 0 or self._slots == self._capacity)
+        nothing_queued = self._num_queued["train"] == 0
+        return self._num_leased["train"] == 0 and (nothing_queued or self._slots == self._capacity)
 
     def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
         """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.

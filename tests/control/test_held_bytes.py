@@ -10,7 +10,7 @@ from control_world import SAMPLE_BYTES, Bench, finish, hold, make_config, make_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_async.control.held_bytes import EXPECTED, NOTHING, OWN, HeldBytes
+from omni_async.control.held_bytes import HeldBytes
 
 
 def test_a_group_is_counted_from_its_admission_to_its_end() -> None:
@@ -135,11 +135,11 @@ def test_an_update_always_has_room(groups: int, size: int, more: int, largest: l
                 before = held.reserved
                 if made is None and dice.random() < 0.5:
                     sizes[i] = new = dice.randint(1, largest[its])
-                    held.change(its, EXPECTED, OWN, new)
+                    held.change(its, -1, 1, new)
                     assert held.problem("a", new) is None
                     growth += max(0, held.reserved - before)
                 elif made is not None and dice.random() < 0.1:
-                    held.change(its, OWN, EXPECTED, made)
+                    held.change(its, 1, -1, made)
                     growth += held.reserved - before
                     sizes[i] = None
         while live and (len(live) >= 2 * groups or dice.random() < 0.3):
@@ -154,4 +154,4 @@ def test_an_update_always_has_room(groups: int, size: int, more: int, largest: l
 
 def end(held: HeldBytes, bucket: int, sizes: list[int | None]) -> None:
     for made in sizes:
-        held.change(bucket, EXPECTED if made is None else OWN, NOTHING, made or 0)
+        held.change(bucket, -(made is None), -(made is not None), made or 0)

@@ -207,15 +207,11 @@ def agree(world: World) -> None:
     assert statistics.ready == len(waiting)
     found = Counter((s.owner.kind, s.state) for s in live)
     for kind in ("train", "validation"):
-        for state in set(SampleState) - {SampleState.GONE}:
-            assert table._num[kind][state] == found[kind, state]  # type: ignore[index]
+        assert table._num_queued[kind] == found[kind, SampleState.QUEUED]  # type: ignore[index]
+        at_engines = [s.engine for s in live if s.owner.kind == kind and s.state.name in ("LEASED", "ABANDONED")]
+        assert table._num_leased[kind] == len(at_engines)  # type: ignore[index]
         for engine in ENGINES:
-            at = [
-                s
-                for s in live
-                if s.owner.kind == kind and s.engine == engine and s.state.name in ("LEASED", "ABANDONED")
-            ]
-            assert table._num_leased[kind, engine] == len(at)  # type: ignore[index]
+            assert table._num_leased_to[kind, engine] == at_engines.count(engine)  # type: ignore[index]
     for owner in world.owners:
         done = {SampleState.SCORED, SampleState.FAILED}
         assert not owner.samples or owner.num_missing == sum(s.state not in done for s in owner.samples)
