@@ -119,6 +119,20 @@ def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again
     assert [job.sample_id for job in again] == ["v1.p0.s0"], "alone: it may be what the worker died of"
 
 
+def test_scoring_in_step_waits_for_engines_that_work_for_a_group_that_ended() -> None:
+    world = World(score_at_once=False, engines=1)
+    world.table.engines = {"a"}
+    ended, other = world.add(), world.add()
+    first, second, *others = world.lease()
+    for sample in others:
+        world.generate(sample)
+    world.table.end(ended)
+    assert [sample.state for sample in (first, second)] == [SampleState.ABANDONED] * 2 and not world.table.may_score
+    for sample in (first, second):
+        assert world.table.answered("a", sample.request.sample_id) is None and sample.state is SampleState.GONE
+    assert [job.sample_id for job in world.table.jobs("w", 9)] == ids([*other.samples])
+
+
 def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -> None:
     world = World()
     (first, second) = world.add_generated().samples
