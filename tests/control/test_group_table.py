@@ -97,6 +97,10 @@ def test_a_group_that_the_trainer_cannot_read_goes_before_all_others() -> None:
     assert groups[0].state is GroupState.REMAKING and world.take(0, 2) is None
     world.complete(groups[0])
     assert [world.take(0, 2), world.take(0, 1)] == [0, 2]
+    world.complete(groups[1])
+    assert world.table.all_ready
+    world.table.give_back(2)
+    assert not world.table.all_ready, "it is made again"
 
 
 def test_a_window_does_not_reach_beyond_its_size() -> None:

@@ -133,6 +133,15 @@ def test_scoring_in_step_waits_for_engines_that_work_for_a_group_that_ended() ->
     assert [job.sample_id for job in world.table.jobs("w", 9)] == ids([*other.samples])
 
 
+def test_only_the_first_sample_that_a_scorer_is_down_for_may_have_brought_it_down() -> None:
+    world = World()
+    first, second = (world.add_generated().samples for _ in range(2))
+    world.table.jobs("w", 4)
+    for sample, how in ((first[0], "score"), (first[1], "outage"), (second[0], "outage")):
+        world.answer("w", sample, how)
+    assert [sample.suspected for sample in (first[1], second[0])] == [1, 0]
+
+
 def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -> None:
     world = World()
     (first, second) = world.add_generated().samples
