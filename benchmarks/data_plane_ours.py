@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.data_plane_work import CONCURRENT_PUTS, GROUP, Source, Tally, in_flight
 from omni_async.actors.producer import Producer
 from omni_async.actors.rewarder import Rewarder
+from omni_async.aio.clock import WallClock
 from omni_async.config import Config, check, with_spec
-from omni_async.control.clock import WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
 from omni_async.rewards.composition import WeightedScorer

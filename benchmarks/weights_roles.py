@@ -18,9 +18,9 @@ import torch
 from omni_async.actors.producer import Producer
 from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
+from omni_async.aio.clock import WallClock
 from omni_async.components import named_parameters
 from omni_async.config import Config
-from omni_async.control.clock import WallClock
 from omni_async.control.requests import RequestFactory
 from omni_async.families import PipelineFamily
 from omni_async.layout import ParallelLayout

@@ -16,6 +16,10 @@ from omni_async.version_spans import VersionSpans
 
 SampleKind = Literal["train", "validation"]
 Terminal = Literal["trained", "rejected", "dropped"]
+# What to do about a sample without a score: score it again after a pause, which counts against it; score it later, as
+# if it had not been tried, because a scorer is down; make it again, because its media are gone; reject its group,
+# because asking again would not help.
+Fault = Literal["retry", "outage", "replace", "reject"]
 
 
 class PromptImage(msgspec.Struct, frozen=True, gc=False):
@@ -114,20 +118,15 @@ class Score(msgspec.Struct, frozen=True, gc=False):
 
 class ScoreResult(msgspec.Struct, frozen=True, gc=False):
     """The answer to a `ScoreJob`. Exactly one of `score` and `error` is set: a failed score is never a number.
-    `attempt` is the job's. `gone`: the media could not be fetched any more, which is not the scorer's failure.
-    `postponed`: the error is the scorer's and not the sample's, which is to be scored later as if it had not been
-    tried; `suspect`: the scorer went down with it; `wrong`: the scorer has scored nothing yet, and failed this sample
-    twice with the same error. `final`: scoring it again would not help."""
+    `attempt` is the job's, `fault` what is to be done about the error. `wrong`: the scorer has scored nothing yet, and
+    failed this sample twice with the same error."""
 
     sample_id: str
     attempt: int
     score: Score | None = None
     error: str | None = None
-    gone: bool = False
-    postponed: bool = False
-    suspect: bool = False
+    fault: Fault = "retry"
     wrong: bool = False
-    final: bool = False
 
 
 class ReadySample(msgspec.Struct, frozen=True, gc=False):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from omni_async.actors.api import CoordinatorApi, RankApi, UpdateRule
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.waiting import is_cancelled
 from omni_async.checkpoint.folders import finish, folder_name, partial, rotate
 from omni_async.checkpoint.manifest import write_manifest
 from omni_async.checkpoint.samples import made_with
@@ -24,7 +25,6 @@ from omni_async.checkpoint.state import State, write_state
 from omni_async.checkpoint.trajectories import read_group, write_group
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
-from omni_async.control.waiting import is_cancelled
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup
 

@@ -18,9 +18,9 @@ from omni_async.actors.api import Abandoned, CoordinatorApi
 from omni_async.actors.plan import Plan
 from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.clock import Clock
 from omni_async.algorithms.dealing import samples_per_rank
 from omni_async.config import Config
-from omni_async.control.clock import Clock
 from omni_async.performance.device import Device
 from omni_async.performance.draws import Draws
 from omni_async.performance.media import random_bytes

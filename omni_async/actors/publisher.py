@@ -18,9 +18,9 @@ from typing import Any
 
 from omni_async.actors.api import CoordinatorApi, ProducerApi
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.clock import Clock
+from omni_async.aio.waiting import Event, is_cancelled
 from omni_async.config import Config
-from omni_async.control.clock import Clock
-from omni_async.control.waiting import Event, is_cancelled
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest
 from omni_async.weights.snapshot import Snapshot

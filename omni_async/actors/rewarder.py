@@ -12,13 +12,12 @@ run then, while engines still load.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from omni_async.actors.api import CoordinatorApi
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.clock import Clock
+from omni_async.aio.waiting import first_of
 from omni_async.config import Config
-from omni_async.control.clock import Clock
-from omni_async.control.waiting import first_of
 from omni_async.media import Media
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
@@ -31,13 +30,6 @@ from omni_async.types import Score, ScoreJob, ScoreResult
 # How long the start of a worker waits for its scorers' first answer. Later answers count too, before the first sample
 # is asked for.
 _START_S = 30.0
-
-
-@dataclass(frozen=True)
-class Gone:
-    """Media that are gone from the store: the sample has to be generated again."""
-
-    reason: str
 
 
 class Rewarder:
@@ -117,18 +109,21 @@ class Rewarder:
     async def _score_all(self, jobs: list[ScoreJob]) -> list[ScoreResult]:
         with self._tracer.span("score", samples=len(jobs)):
             media = await self._fetch(jobs)
-            found = [(job, one) for job, one in zip(jobs, media, strict=True) if not isinstance(one, Failure | Gone)]
-            outcomes = iter(await self._score([one for _, one in found], [job for job, _ in found]))
+            found = [(job, one) for job, one in zip(jobs, media, strict=True) if not isinstance(one, Failure)]
+            scored = iter(await self._score([one for _, one in found], [job for job, _ in found]))
             return [
-                _result(job, one if isinstance(one, Failure | Gone) else next(outcomes))
+                _result(job, one if isinstance(one, Failure) else next(scored))
                 for job, one in zip(jobs, media, strict=True)
             ]
 
-    async def _fetch(self, jobs: list[ScoreJob]) -> list[Media | Failure | Gone]:
+    async def _fetch(self, jobs: list[ScoreJob]) -> list[Media | Failure]:
         """Fetches each job's media. If they are missing, that says nothing about the scorers."""
         return await asyncio.gather(*(self._media(job) for job in jobs))
 
-    async def _media(self, job: ScoreJob) -> Media | Failure | Gone:
+    async def _score(self, media: list[Media], jobs: list[ScoreJob]) -> list[Score | Failure]:
+        return await self._panel.score(media, [job.prompt for job in jobs])
+
+    async def _media(self, job: ScoreJob) -> Media | Failure:
         timeout_s = self._config.reward.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -137,28 +132,16 @@ class Rewarder:
         except TimeoutError:
             return Failure(f"its media did not arrive within {timeout_s:g} s")
         except ObjectLost as error:
-            return Gone(str(error))
+            return Failure(str(error), "replace")
         except Exception as error:  # noqa: BLE001 (the sample's trouble, not the worker's)
             return Failure(f"{type(error).__name__}: {error}")
-
-    async def _score(self, media: list[Media], jobs: list[ScoreJob]) -> list[Score | Failure]:
-        return await self._panel.score(media, [job.prompt for job in jobs])
 
     async def _report_phase(self, text: str) -> None:
         await self._coordinator.phase(text)
 
 
-def _result(job: ScoreJob, outcome: Score | Failure | Gone) -> ScoreResult:
-    if isinstance(outcome, Gone):
-        return ScoreResult(job.sample_id, job.attempt, error=outcome.reason, gone=True)
+def _result(job: ScoreJob, outcome: Score | Failure) -> ScoreResult:
     if isinstance(outcome, Failure):
-        return ScoreResult(
-            job.sample_id,
-            job.attempt,
-            error=outcome.reason,
-            postponed=outcome.postponed,
-            suspect=outcome.suspect,
-            wrong=outcome.wrong,
-            final=outcome.final,
-        )
+        error, fault, wrong = outcome.reason, outcome.fault, outcome.wrong
+        return ScoreResult(job.sample_id, job.attempt, error=error, fault=fault, wrong=wrong)
     return ScoreResult(job.sample_id, job.attempt, score=outcome)

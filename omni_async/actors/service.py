@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 
 from omni_async.actors.api import CoordinatorApi
-from omni_async.control.waiting import first_of
+from omni_async.aio.waiting import first_of
 from omni_async.services import Service
 
 

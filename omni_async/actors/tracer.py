@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from omni_async.actors.api import CoordinatorApi
-from omni_async.control.clock import Clock
+from omni_async.aio.clock import Clock
 from omni_async.types import Span
 
 # Waits shorter than this are scheduling, not starvation, and would only fatten the trace.

@@ -26,12 +26,12 @@ from omni_async.actors.api import (
 from omni_async.actors.checkpointer import Checkpointer
 from omni_async.actors.plan import plan_updates
 from omni_async.actors.tracer import Tracer
+from omni_async.aio.clock import Clock
 from omni_async.algorithms.registry import find_objective
 from omni_async.algorithms.trajectory_fields import trajectory_fields
 from omni_async.checkpoint.samples import fitting
 from omni_async.checkpoint.state import read_state
 from omni_async.config import Config
-from omni_async.control.clock import Clock
 from omni_async.layout import ParallelLayout
 from omni_async.store import ObjectLost, ObjectStore
 from omni_async.types import ReadyGroup, UpdateReport, WeightReport

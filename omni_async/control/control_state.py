@@ -1,5 +1,6 @@
-"""Defines the part of the control plane that a checkpoint keeps, so that a run goes on where it stopped: nothing lost,
-and nothing trained twice.
+"""Defines the part of the control plane that a checkpoint keeps, so that a run goes on where it stopped.
+
+Nothing is lost, and nothing trained twice.
 
 The state is taken between two updates, when no group is in training. A resumed run ignores what happened after it: the
 lines that the ledger got since are void, and their groups are among those that the state lists as unfinished, or have
@@ -16,8 +17,11 @@ from omni_async.types import ReadyGroup
 
 
 class LedgerState(Struct, frozen=True):
-    """Totals over the ledger's lines so far: how many groups were admitted, how they ended, why, and how old they were
-    when trained; how many bytes the lines are, and their digest (`ledger_prefix`)."""
+    """Totals over the ledger's lines so far.
+
+    How many groups were admitted, how they ended, why, and how old they were when trained; how many bytes the lines
+    are, and their digest (`ledger_prefix`).
+    """
 
     admitted: int = 0
     events: dict[str, int] = {}
@@ -32,16 +36,20 @@ class LedgerState(Struct, frozen=True):
 
 
 class Unfinished(Struct, frozen=True):
-    """A group that was admitted and not scored yet. `attempts` is the most generations that any of its samples
-    needed."""
+    """A group that was admitted and not scored yet.
+
+    `attempts` is the most generations that any of its samples needed.
+    """
 
     group: int
     attempts: int = 1
 
 
 class Round(Struct, frozen=True):
-    """A validation round that is over: its version, the mean reward and the means of the scorer's parts; null where not
-    finite."""
+    """A validation round that is over: its version, the mean reward and the means of the scorer's parts.
+
+    A mean is null where it is not finite.
+    """
 
     version: int
     reward: float | None
@@ -49,11 +57,13 @@ class Round(Struct, frozen=True):
 
 
 class ControlState(Struct, frozen=True):
-    """The control plane between two updates. `version` is the policy's, `next_group` the first number that was not
-    given out, `images` those generated for training, `validated` the last version a validation round began with.
-    `ready` groups wait for the trainer; their references lead to trajectories that the checkpoint holds too.
-    `unfinished` groups are generated again. `rewards` has the mean reward of each of the run's updates (null: it was
-    not finite), `rounds` its validation."""
+    """The control plane between two updates.
+
+    `version` is the policy's, `next_group` the first number that was not given out, `images` those generated for
+    training, `validated` the last version a validation round began with. `ready` groups wait for the trainer; their
+    references lead to trajectories that the checkpoint holds too. `unfinished` groups are generated again. `rewards`
+    has the mean reward of each of the run's updates (null: it was not finite), `rounds` its validation.
+    """
 
     version: int = 0
     next_group: int = 0
@@ -66,8 +76,11 @@ class ControlState(Struct, frozen=True):
     rounds: tuple[Round, ...] = ()
 
     def to_admit(self, max_updates: int, groups_per_update: int) -> Iterator[Unfinished | ReadyGroup]:
-        """Yields the groups to admit again, in the order of their admission. One that would be trained beyond the
-        staleness budget, because that was made smaller meanwhile, is generated again."""
+        """Yield the groups to admit again, in the order of their admission.
+
+        One that would be trained beyond the staleness budget, because that was made smaller meanwhile, is generated
+        again.
+        """
         groups: list[Unfinished | ReadyGroup] = [*self.unfinished, *self.ready]
         for position, one in enumerate(sorted(groups, key=lambda one: one.group)):
             trained_from = self.version + position // groups_per_update

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 from omni_async.types import Prompt, Score
 
 EventKind = Literal["phase", "update", "validation", "spans", "lost", "closing", "ended", "concluded"]
@@ -38,7 +38,7 @@ class EventLog:
         self._event.notify()
 
     async def take(self) -> list[RunEvent]:
-        """Returns all events since the last call, at least one."""
+        """Return all events since the last call, at least one."""
         while not self._events:
             await self._event.wait()
         events, self._events = self._events, []

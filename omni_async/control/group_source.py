@@ -1,5 +1,6 @@
-"""Decides which group is admitted next: one that an earlier attempt of the run had begun, in the order of its
-admission, or else the next number's.
+"""Decides which group is admitted next.
+
+It is one that an earlier attempt of the run had begun, in the order of its admission, or else the next number's.
 
 Owns the numbers that were given out and the prompts behind them. Pure bookkeeping; waits for nothing.
 """
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from omni_async.config import Config
 from omni_async.control.control_state import ControlState, Unfinished
-from omni_async.control.groups import GroupProgress
+from omni_async.control.group_table import Group
 from omni_async.control.requests import RequestFactory
 from omni_async.control.seeds import PromptStream
 from omni_async.types import Prompt, ReadyGroup
@@ -26,37 +27,38 @@ class GroupSource:
 
     @property
     def next_bucket(self) -> int:
-        """Returns the bucket of the group that `next` will return."""
+        """Return the bucket of the group that `next` will return."""
         return self._factory.bucket(self._begun[0].group if self._begun else self.next_group)
 
-    def next(self, version: int) -> GroupProgress:
-        """Returns a group for admission at `version`. It is complete if an earlier attempt had it ready, for the same
-        prompt and with as many samples."""
+    def next(self, version: int) -> tuple[Group, ReadyGroup | None]:
+        """Return a group for admission at `version`, and what an earlier attempt had of it.
+
+        That is None unless the attempt had it ready, for the same prompt and with as many samples.
+        """
         if not self._begun:
             self.next_group += 1
-            return self._group(self.next_group - 1, version)
+            return self._group(self.next_group - 1, version), None
         former = self._begun.popleft()
         if isinstance(former, ReadyGroup):
             group = self._group(former.group, former.admitted_version)
             if group.would_be(former):
-                group.restore(former)
-                return group
+                return group, former
         group = self._group(former.group, version)
         group.attempts = former.attempts if isinstance(former, Unfinished) else 1
-        return group
+        return group, None
 
-    def _group(self, number: int, version: int) -> GroupProgress:
+    def _group(self, number: int, version: int) -> Group:
         prompt, window, bucket = self._prompts[number], self._factory.window(number), self._factory.bucket(number)
         requests = self._factory.training(number, prompt, window, bucket)
-        return GroupProgress(number, prompt, window, version, requests, bucket)
+        return Group(number, prompt, window, version, requests, bucket)
 
     def take_up(self, groups: list[ReadyGroup]) -> None:
-        """Adds the trajectories to ready groups of the earlier attempt."""
+        """Add the trajectories to ready groups of the earlier attempt."""
         found = {group.group: group for group in groups}
         self._begun = deque(found.get(one.group, one) if isinstance(one, ReadyGroup) else one for one in self._begun)
 
     def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Returns the groups of the earlier attempt that wait to be admitted again: unfinished and ready."""
+        """Return the groups of the earlier attempt that wait to be admitted again: unfinished and ready."""
         waiting = tuple(self._begun)
         return (
             tuple(one for one in waiting if isinstance(one, Unfinished)),

@@ -1,148 +1,355 @@
-"""Tracks every admitted group, from its slot to its terminal event. Pure bookkeeping: waits for nothing and sends no
-messages.
+"""Owns every live prompt group: what state it is in, and what may happen to it next.
 
-A group is *live* from its admission until the trainer takes it, and *in training* until the trainer has answered for
-its update. Each ends in exactly one line of the ledger: trained, rejected or dropped.
+Pure bookkeeping: waits for nothing and calls nobody but the ledger, the independent auditor, in which every admitted
+group ends in one line.
+
+             complete          take                train            publish
+  MAKING ----------------> READY ----> TRAINING ----------> TRAINED ------> GONE
+    ^                        |          |    ^
+    +- spoil: samples are ---+   return |    | take
+       gone                             v    |
+                                 REMAKING -> REMADE     as MAKING and READY
+
+`end` (rejected, dropped) leads to GONE from everywhere but TRAINED.
+
+| state    | holds                            | waits for                                                    |
+|----------|----------------------------------|--------------------------------------------------------------|
+| MAKING   | slot, place in the replay buffer | its samples                                                  |
+| READY    | slot, place in the replay buffer | the trainer                                                  |
+| TRAINING | slot                             | the trainer's update                                         |
+| REMAKING | slot                             | its samples: the trainer could not read it                   |
+| REMADE   | slot                             | the trainer, which takes it before any younger group         |
+| TRAINED  | slot                             | every engine to hold the weights that came out of its update |
+
+What a transition releases is what the state before held and the next one does not. There are (S + 1) x P slots, and
+every group in the table has one; so a group admitted at version a always meets a trainer that is at most S updates
+further: everything in flight, the trained and not yet held included, fits into S + 1 updates. Places are taken when a
+group is admitted, so a ready group never waits for one, and a buffer full of young groups while the trainer waits for
+the oldest cannot form.
+
+Groups are taken in windowed admission order. `buffer.window` = 1 is strict first-in-first-out. With a larger window a
+ready group may overtake up to `window - 1` older ones that are not ready, but only while every other untaken group can
+still be trained within its own budget: group g, admitted at version a, must be taken by update a + S, so before a
+younger group takes a position in an update, enough positions must be left for all groups due by each later update.
 """
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 
 from omni_async.config import Config
-from omni_async.control.admission import Slots
-from omni_async.control.buffer import ReplayBuffer
 from omni_async.control.control_state import Unfinished
-from omni_async.control.groups import GroupProgress
 from omni_async.control.ledger import Ledger
+from omni_async.control.requests import trained_steps
+from omni_async.control.sample_table import Sample, SampleSet
 from omni_async.control.signal import Fruitless
-from omni_async.types import ReadyGroup, Terminal, UpdateReport
+from omni_async.control.statistics import BufferStatistics, SlotStatistics
+from omni_async.types import (
+    LedgerEntry,
+    Prompt,
+    ReadyGroup,
+    ReadySample,
+    SampleRequest,
+    SampleResult,
+    Score,
+    SdeWindow,
+    Terminal,
+    UpdateReport,
+)
+
+GroupState = IntEnum("GroupState", "MAKING READY TRAINING REMAKING REMADE TRAINED GONE")
+GroupEvent = IntEnum("GroupEvent", "COMPLETE SPOIL TAKE RETURN TRAIN PUBLISH END")
+MAKING, READY, TRAINING, REMAKING, REMADE, TRAINED, GONE = GroupState
+COMPLETE, SPOIL, TAKE, RETURN, TRAIN, PUBLISH, END = GroupEvent
+
+GROUP_TRANSITIONS: dict[tuple[GroupState, GroupEvent], GroupState] = {
+    (MAKING, COMPLETE): READY,
+    (MAKING, END): GONE,
+    (READY, SPOIL): MAKING,
+    (READY, TAKE): TRAINING,
+    (READY, END): GONE,
+    (TRAINING, RETURN): REMAKING,
+    (TRAINING, TRAIN): TRAINED,
+    (TRAINING, END): GONE,  # the trainer will not answer for it any more
+    (REMAKING, COMPLETE): REMADE,
+    (REMAKING, END): GONE,
+    (REMADE, SPOIL): REMAKING,
+    (REMADE, TAKE): TRAINING,
+    (REMADE, END): GONE,
+    (TRAINED, PUBLISH): GONE,
+}
+_HOLDS_PLACE = frozenset({MAKING, READY})
 
 
 class TooStale(RuntimeError):
     """A group reached the trainer beyond the staleness budget. Always a bug in omni_async."""
 
 
+class Group(SampleSet):
+    """An admitted group and its samples, all drawn as `bucket` says.
+
+    `losses` counts how often the trainer could not read it, `ready` is what the trainer takes, once it is complete.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Prompt,
+        window: SdeWindow | None,
+        admitted_version: int,
+        requests: list[SampleRequest],
+        bucket: int = 0,
+    ) -> None:
+        super().__init__("train", number, requests, bucket)
+        self.prompt = prompt
+        self.window = window
+        self.admitted_version = admitted_version
+        self.trained_version: int | None = None
+        self.state = MAKING
+        self.losses = 0
+        self.ready: ReadyGroup | None = None
+
+    def would_be(self, ready: ReadyGroup) -> bool:
+        """Return whether the complete group will have the prompt, window, bucket, samples and steps of `ready`."""
+        steps = {sample.sample_id: sample.step_versions.num_steps for sample in ready.samples}
+        return (
+            (self.prompt, self.window, self.bucket) == (ready.prompt, ready.window, ready.bucket)
+            and {sample.request.sample_id for sample in self.samples} == steps.keys()
+            and all(steps[one.request.sample_id] in trained_steps(one.request) for one in self.samples)
+        )
+
+    def restored(self, ready: ReadyGroup) -> Iterator[tuple[Sample, SampleResult, Score]]:
+        """Yield the group's samples with what they were in `ready`."""
+        former = {sample.sample_id: sample for sample in ready.samples}
+        for sample in self.samples:
+            one = former[sample.request.sample_id]
+            versions = one.step_versions
+            first = versions.first if versions else ready.admitted_version
+            yield (
+                sample,
+                SampleResult(
+                    one.sample_id, "checkpoint", one.trajectory, one.media, first, versions, 0.0, 0.0, one.nbytes
+                ),
+                one.score,
+            )
+
+    @property
+    def scores(self) -> list[Score]:
+        return [s.score for s in self.samples if s.score is not None]
+
+    @property
+    def step_versions(self) -> tuple[int, int] | None:
+        """Return the oldest and newest version of any trained step so far."""
+        taken = {span[0] for s in self.samples if s.result is not None for span in s.result.step_versions.spans}
+        return (min(taken), max(taken)) if taken else None
+
+    def entry(self, run: str, event: Terminal, reason: str | None) -> LedgerEntry:
+        """Return the group's line of the ledger.
+
+        Staleness is the version trained from, one before `trained_version`, minus the oldest that took a step, or minus
+        the one of admission where no policy took any.
+        """
+        versions, scores, trained = self.step_versions, self.scores, self.trained_version
+        oldest = versions[0] if versions else self.admitted_version
+        return LedgerEntry(
+            run=run,
+            group=self.number,
+            prompt=self.prompt.index,
+            event=event,
+            reason=reason,
+            admitted_version=self.admitted_version,
+            trained_version=trained,
+            staleness=None if trained is None else trained - 1 - oldest,
+            step_versions=versions,
+            attempts=self.attempts,
+            reward=sum(score.value for score in scores) / len(scores) if scores else None,
+        )
+
+    def make_ready(self) -> ReadyGroup:
+        """Return the group as the trainer takes it, when every sample is scored."""
+        samples = []
+        for sample in self.samples:
+            result, score = sample.result, sample.score
+            if result is None or score is None:
+                raise ValueError(f"group {self.number} is not complete: sample {sample.request.sample_id}")
+            samples.append(
+                ReadySample(
+                    result.sample_id, result.trajectory, result.media, score, result.step_versions, result.nbytes
+                )
+            )
+        return ReadyGroup(self.number, self.prompt, self.window, self.admitted_version, tuple(samples), self.bucket)
+
+
 class GroupTable:
+    """The table of live groups, by number, in the order of their admission."""
+
     def __init__(self, config: Config, run_id: str, ledger: Ledger, start_version: int) -> None:
         self._run_id = run_id
         self._budget = config.staleness.max_updates
-        per_update = config.trainer.groups_per_update
-        self._wanted = ledger.events["trained"] + (config.trainer.updates - start_version) * per_update
-        self._replay = ReplayBuffer(
-            config.buffer.groups, window=config.buffer.window, max_updates=self._budget, groups_per_update=per_update
-        )
-        self._training: dict[int, tuple[GroupProgress, ReadyGroup]] = {}
-        # Groups returned by the trainer, which waits for them before it takes younger ones; None: not ready.
-        self._returned: dict[int, ReadyGroup | None] = {}
-        self.slots = Slots(self._budget, per_update)
-        self._fruitless = Fruitless(self.slots.capacity)
-        self.live: dict[int, GroupProgress] = {}
+        self._per_update = config.trainer.groups_per_update
+        self._window = config.buffer.window
+        self._num_places = config.buffer.groups
+        self._num_slots = (self._budget + 1) * self._per_update
+        self._wanted = ledger.events["trained"] + (config.trainer.updates - start_version) * self._per_update
+        self._fruitless = Fruitless(self._num_slots)
         self.ledger = ledger
+        self.groups: dict[int, Group] = {}
+        # Indexes and counts over `groups`: those with a place in the replay buffer, and by what version they are due.
+        self._placed: OrderedDict[int, Group] = OrderedDict()
+        self._admitted_at: Counter[int] = Counter()
+        self._num: Counter[GroupState] = Counter()
 
-    # ---- on the way to the trainer -----------------------------------------------------------------------------------
+    # ---- transitions -------------------------------------------------------------------------------------------------
+
+    def _move(self, group: Group, event: GroupEvent) -> None:
+        """Apply the transition table, and free what the group holds no longer. Raises ValueError."""
+        before, after = group.state, GROUP_TRANSITIONS.get((group.state, event))
+        if after is None:
+            raise ValueError(f"group {group.number} is {before.name}: {event.name} cannot happen to it")
+        group.state = after
+        self._num[before] -= 1
+        self._num[after] += 1
+        if before in _HOLDS_PLACE and after not in _HOLDS_PLACE:
+            del self._placed[group.number]
+            self._admitted_at[group.admitted_version] -= 1
+            if not self._admitted_at[group.admitted_version]:
+                del self._admitted_at[group.admitted_version]
+        if after is GONE:
+            del self.groups[group.number]
+
+    @property
+    def live(self) -> set[int]:
+        """Return the numbers of the groups that have not ended."""
+        return {number for number, group in self.groups.items() if group.state is not TRAINED}
+
+    def get(self, number: int) -> Group | None:
+        """Return a group that is made, or waits for the trainer."""
+        group = self.groups.get(number)
+        return None if group is None or group.state in (TRAINING, TRAINED) else group
 
     @property
     def may_admit(self) -> bool:
-        """Returns whether there is a slot, room downstream, and an update left that would train another group."""
-        unfinished = len(self._training) + len(self.live)
+        """Return whether there is a slot, a place, and an update left that would train another group."""
+        num_live = len(self.groups) - self._num[TRAINED]
         return (
-            self.slots.free > 0 and self._replay.free > 0 and self.ledger.events["trained"] + unfinished < self._wanted
+            len(self.groups) < self._num_slots
+            and len(self._placed) < self._num_places
+            and self.ledger.events["trained"] + num_live < self._wanted
         )
 
-    def admit(self, progress: GroupProgress) -> None:
-        self.slots.take(progress.group)
-        self._replay.reserve(progress.group, progress.admitted_version)
-        self.ledger.admit(progress.group)
-        self.live[progress.group] = progress
+    def admit(self, group: Group) -> None:
+        """Give the group a slot and a place. Raises ValueError if there is none."""
+        if len(self.groups) >= self._num_slots or len(self._placed) >= self._num_places:
+            raise ValueError(
+                f"no room for group {group.number}: {len(self.groups)} of {self._num_slots} slots and"
+                f" {len(self._placed)} of {self._num_places} places are held"
+            )
+        self.ledger.admit(group.number)
+        self.groups[group.number] = self._placed[group.number] = group
+        self._admitted_at[group.admitted_version] += 1
+        self._num[MAKING] += 1
 
-    def complete(self, progress: GroupProgress) -> None:
-        """Hands the group to the trainer: every sample is scored."""
+    def complete(self, group: Group) -> None:
+        """Hand the group to the trainer: every sample is scored."""
         self._fruitless.reset()
-        if progress.group in self._returned:
-            self._returned[progress.group] = progress.ready()
-        else:
-            self._replay.put(progress.ready())
+        group.ready = group.make_ready()
+        self._move(group, COMPLETE)
 
-    def incomplete(self, progress: GroupProgress) -> None:
-        """Takes the group back from those that are ready: samples of it are gone."""
-        if progress.group in self._returned:
-            self._returned[progress.group] = None
-        else:
-            self._replay.unput(progress.group)
+    def spoil(self, group: Group) -> None:
+        """Take the group back from those that wait for the trainer, if it is one of them: samples of it are gone."""
+        group.ready = None
+        if group.state in (READY, REMADE):
+            self._move(group, SPOIL)
 
-    def give_back(self, group: int) -> GroupProgress | None:
-        """Makes a group live again that the trainer has taken and cannot read. Returns None if the trainer does not
-        have it."""
-        if group not in self._training:
+    def give_back(self, number: int) -> Group | None:
+        """Take back a group that the trainer has and cannot read. Returns None if the trainer does not have it."""
+        group = self.groups.get(number)
+        if group is None or group.state is not TRAINING:
             return None
-        progress, _ = self._training.pop(group)
-        self.live[group] = progress
-        self._returned[group] = None
-        return progress
+        group.ready = None
+        group.losses += 1
+        self._move(group, RETURN)
+        return group
+
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     @property
     def all_ready(self) -> bool:
-        """Returns whether every live group could be taken."""
-        return self._replay.all_ready and None not in self._returned.values()
-
-    def take(self, version: int, needed: int) -> ReadyGroup | None:
-        """Returns the group that the update that starts from `version` and needs `needed` more groups should train
-        next, if it is ready. Raises TooStale."""
-        ready = self._take_returned() if self._returned else self._replay.take(version, needed)
-        if ready is None:
-            return None
-        staleness = version - ready.oldest_version
-        if staleness > self._budget:
-            raise TooStale(
-                f"group {ready.group} reached the trainer {staleness} updates old, the budget is {self._budget}"
-            )
-        self._training[ready.group] = (self.live.pop(ready.group), ready)
-        return ready
-
-    def _take_returned(self) -> ReadyGroup | None:
-        """Returns a returned group that is ready. Younger groups wait for these: they would push them into a later
-        update, and beyond the staleness budget."""
-        for group, ready in self._returned.items():
-            if ready is not None:
-                del self._returned[group]
-                return ready
-        return None
+        """Return whether every group that the trainer does not have could be taken."""
+        return not self._num[MAKING] and not self._num[REMAKING]
 
     @property
     def in_training(self) -> bool:
-        return bool(self._training)
+        return self._num[TRAINING] > 0
 
-    def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
-        """Returns the live groups that are not scored yet, and those that are, including those that the trainer has and
-        leaves."""
-        returned = (ready for ready in self._returned.values() if ready is not None)
-        ready = (*(ready for _, ready in self._training.values()), *returned, *self._replay.ready())
-        done = {group.group for group in ready}
-        unfinished = tuple(Unfinished(one.group, one.attempts) for one in self.live.values() if one.group not in done)
-        return unfinished, ready
+    def take(self, version: int, needed: int) -> ReadyGroup | None:
+        """Return the group that an update should train next, if it is ready. Raises TooStale.
+
+        The update starts from `version` and needs `needed` more groups.
+        """
+        group = self._next(version, needed)
+        if group is None:
+            return None
+        assert group.ready is not None
+        staleness = version - group.ready.oldest_version
+        if staleness > self._budget:
+            raise TooStale(
+                f"group {group.number} reached the trainer {staleness} updates old, the budget is {self._budget}"
+            )
+        self._move(group, TAKE)
+        return group.ready
+
+    def _next(self, update: int, needed: int) -> Group | None:
+        if self._num[REMAKING] or self._num[REMADE]:
+            # Younger groups wait for these: they would push them into a later update, and beyond the staleness budget.
+            return next((group for group in self.groups.values() if group.state is REMADE), None)
+        for overtaken, group in enumerate(self._placed.values()):
+            if overtaken >= self._window:
+                return None
+            if group.state is READY and (overtaken == 0 or self._others_stay_in_time(group, update, needed - 1)):
+                return group
+        return None
+
+    def _others_stay_in_time(self, taken: Group, update: int, positions: int) -> bool:
+        """Return whether all groups due by each update still fit into the positions up to it."""
+        due = 0
+        for version in sorted(self._admitted_at):
+            others = self._admitted_at[version] - (version == taken.admitted_version)
+            due += others
+            if others and due > positions + (version + self._budget - update) * self._per_update:
+                return False
+        return True
+
+    def trained(self, report: UpdateReport) -> list[tuple[Group, ReadyGroup]]:
+        """Record that the update is made and return its groups; their slots wait for the version to be held."""
+        trained = []
+        for group in [self.groups[number] for number in report.groups]:
+            self._move(group, TRAIN)
+            group.trained_version = report.version
+            self.ledger.end(group.entry(self._run_id, "trained", None))
+            assert group.ready is not None
+            trained.append((group, group.ready))
+            group.ready = None  # only its slot is left
+        self.check()
+        return trained
+
+    def publish(self, version: int) -> None:
+        """Free the slots of all groups trained up to `version`, which every live engine holds."""
+        for group in [*self.groups.values()]:
+            if group.trained_version is not None and group.trained_version <= version:
+                self._move(group, PUBLISH)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def trained(self, report: UpdateReport) -> list[ReadyGroup]:
-        """Records that the update is made and returns its groups; their slots wait for the version to be held."""
-        groups = []
-        for number in report.groups:
-            progress, ready = self._training.pop(number)
-            groups.append(ready)
-            self.slots.trained(number, report.version)
-            self._record(progress, "trained", trained_version=report.version)
-        self.check()
-        return groups
-
-    def end(self, progress: GroupProgress, event: Terminal, reason: str) -> str | None:
-        """Rejects or drops a live group. Returns why the run should end, if too many have ended so in a row."""
-        del self.live[progress.group]
-        self._drop(progress, event, reason)
-        self._replay.end(progress.group)
-        self._returned.pop(progress.group, None)
+    def end(self, group: Group, event: Terminal, reason: str) -> str | None:
+        """Reject or drop a group. Returns why the run should end, if too many have ended so in a row."""
+        self._move(group, END)
+        self.ledger.end(group.entry(self._run_id, event, reason))
         if not self._fruitless.too_many():
             return None
         return (
@@ -150,31 +357,29 @@ class GroupTable:
             f" {reason}"
         )
 
-    def drop_all(self, reason: str) -> None:
-        """Drops all groups: the run is over, and the trainer will not answer for those it has any more."""
-        for progress in [*(progress for progress, _ in self._training.values()), *self.live.values()]:
-            self._drop(progress, "dropped", reason)
-        self._training.clear()
-        self._returned.clear()
-        self.live.clear()
-
-    def _drop(self, progress: GroupProgress, event: Terminal, reason: str) -> None:
-        self._record(progress, event, reason)
-        self.slots.end(progress.group)
-
-    def _record(
-        self, progress: GroupProgress, event: Terminal, reason: str | None = None, trained_version: int | None = None
-    ) -> None:
-        self.ledger.end(progress.entry(self._run_id, event, reason, trained_version))
+    def drop_all(self, reason: str) -> list[Group]:
+        """Drop and return all groups: the run is over, and the trainer will not answer for its own."""
+        dropped = [group for group in self.groups.values() if group.state is not TRAINED]
+        for group in dropped:
+            self._move(group, END)
+            self.ledger.end(group.entry(self._run_id, "dropped", reason))
+        return dropped
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
+    def state(self) -> tuple[tuple[Unfinished, ...], tuple[ReadyGroup, ...]]:
+        """Return the groups that are not complete yet, and those that are, the trainer's included."""
+        live = [group for group in self.groups.values() if group.state is not TRAINED]
+        unfinished = tuple(Unfinished(group.number, group.attempts) for group in live if group.ready is None)
+        return unfinished, tuple(group.ready for group in live if group.ready is not None)
+
     def check(self) -> None:
-        """Raises ConservationError if the ledger and the slots disagree."""
-        self.ledger.check(self.slots.live)
+        """Raise ConservationError if the ledger and the table disagree."""
+        self.ledger.check(self.live)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
+        waiting = self._num[TRAINED]
         return {
-            "slots": msgspec.structs.asdict(self.slots.statistics()),
-            "replay": msgspec.structs.asdict(self._replay.statistics()),
+            "slots": msgspec.structs.asdict(SlotStatistics(self._num_slots, len(self.groups) - waiting, waiting)),
+            "replay": msgspec.structs.asdict(BufferStatistics(self._num_places, len(self._placed), self._num[READY])),
         }

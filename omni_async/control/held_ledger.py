@@ -17,12 +17,13 @@ class LedgerSink(Protocol):
     def __call__(self, entry: LedgerEntry) -> None: ...
 
     def sync(self) -> None:
-        """Makes every line survive a crash of the machine."""
+        """Make every line survive a crash of the machine."""
 
 
 class HeldBackSink:
-    """A sink that holds entries in memory until a group is trained, or until `sync`: from then on a checkpoint that
-    counts them counts lines of the file.
+    """A sink that holds entries in memory until a group is trained, or until `sync`.
+
+    From then on a checkpoint that counts them counts lines of the file.
 
     `take_over` opens the file's sink, and with that makes lines that an earlier attempt left there after the checkpoint
     void. It is called once, or again after it raised.
@@ -39,8 +40,10 @@ class HeldBackSink:
             self._hand_over()
 
     def _hand_over(self) -> LedgerSink:
-        """Writes the held entries. OSError if they cannot be written, also because the file is no longer the one that
-        the attempt began from."""
+        """Write the held entries.
+
+        OSError if they cannot be written, also because the file is no longer the one that the attempt began from.
+        """
         if self._sink is None:
             try:
                 self._sink = self._take_over()
@@ -51,5 +54,5 @@ class HeldBackSink:
         return self._sink
 
     def sync(self) -> None:
-        """Makes every line survive a crash of the machine, the held ones included. OSError if they do not."""
+        """Make every line survive a crash of the machine, the held ones included. OSError if they do not."""
         self._hand_over().sync()

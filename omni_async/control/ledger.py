@@ -21,8 +21,10 @@ from omni_async.types import LedgerEntry
 
 
 class ConservationError(AssertionError):
-    """admitted != trained + rejected + dropped + live: a group was lost or counted twice. Always a bug in
-    omni_async."""
+    """admitted != trained + rejected + dropped + live: a group was lost or counted twice.
+
+    Always a bug in omni_async.
+    """
 
 
 class Ledger:
@@ -70,7 +72,7 @@ class Ledger:
             self.problem = self.problem or f"the ledger cannot be written: {error}"
 
     def check(self, live: Set[int]) -> None:
-        """Compares with the groups that *should* be live, counted independently (slots). Raises ConservationError."""
+        """Compare with the groups that *should* be live, counted independently (slots). Raises ConservationError."""
         ended = sum(self.events.values())
         if self.admitted != ended + len(live) or self._live != live:
             raise ConservationError(
@@ -79,7 +81,7 @@ class Ledger:
             )
 
     def state(self) -> LedgerState:
-        """Returns the totals of everything but the live groups, which a resumed run admits again."""
+        """Return the totals of everything but the live groups, which a resumed run admits again."""
         admitted = self.admitted - len(self._live)
         return LedgerState(
             admitted, dict(self.events), dict(self.reasons), dict(self.staleness), self._size, self._digest
@@ -89,14 +91,15 @@ class Ledger:
         return {"admitted": self.admitted, **self.events, "live": len(self._live)}
 
     def summary(self) -> dict[str, Any]:
-        """Returns how all groups ended: how many, why, and how old they were when trained."""
+        """Return how all groups ended: how many, why, and how old they were when trained."""
         staleness = {str(age): count for age, count in sorted(self.staleness.items())}
         return {"conservation": self.counters(), "reasons": dict(self.reasons), "staleness": staleness}
 
 
 class JsonlSink:
-    """A sink that appends a line per event and hands it to the operating system, so that the file of a killed run has
-    every event. A line that could not be written is written before the next.
+    """A sink that appends a line per event and hands it to the operating system.
+
+    So the file of a killed run has every event. A line that could not be written is written before the next.
 
     `counted`: which of the lines that are there already count, if not all; LedgerDamaged if the file does not begin
     with them, OSError if it is not a file. The others, of updates that no checkpoint held, are moved to `<name>.void`.
@@ -117,13 +120,13 @@ class JsonlSink:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def sync(self) -> None:
-        """Makes every line survive a crash of the machine. OSError if it does not."""
+        """Make every line survive a crash of the machine. OSError if it does not."""
         self._write()
         os.fsync(self._file.fileno())
 
 
 def _keep(path: Path, counted: LedgerState) -> None:
-    """Moves lines that do not count: they are in the void file before they are gone from this one."""
+    """Move lines that do not count: they are in the void file before they are gone from this one."""
     require_prefix(path, counted)
     if not path.exists():
         return

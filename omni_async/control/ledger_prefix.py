@@ -1,8 +1,8 @@
-"""Verifies the lines of a ledger that a checkpoint counts, by their number of bytes and their digest, so that no run
-goes on from lines that were damaged.
+"""Verifies the lines of a ledger that a checkpoint counts, so that no run goes on from lines that were damaged.
 
-The digest is a chain, line by line: the one in a checkpoint is enough to extend it. The lines are not read again to
-write a checkpoint, and a resumed run reads them once. Lines end in a line feed and in nothing else.
+They are compared by their number of bytes and their digest. The digest is a chain, line by line: the one in a
+checkpoint is enough to extend it. The lines are not read again to write a checkpoint, and a resumed run reads them
+once. Lines end in a line feed and in nothing else.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ class LedgerDamaged(ValueError):
 
 
 def encode_line(entry: Any) -> bytes:
-    """Encodes an entry as the ledger's file holds it."""
+    """Encode an entry as the ledger's file holds it."""
     return _ENCODER.encode(entry) + b"\n"
 
 
 def extend(digest: str, line: bytes) -> str:
-    """Returns the digest of the lines that `digest` covers ("": none) and this one more: xxh3, 128 bits, hexadecimal.
-    It finds accidents, not forgeries."""
+    """Return the digest of the lines that `digest` covers ("": none) and this one more: xxh3, 128 bits, hexadecimal.
+
+    It finds accidents, not forgeries.
+    """
     return xxhash.xxh3_128_hexdigest(digest.encode() + line)
 
 
 def require_prefix(path: Path, counted: LedgerState) -> None:
-    """Reads the file's first lines and compares them with those that were counted. Raises LedgerDamaged, or OSError if
-    it cannot be read."""
+    """Read the file's first lines and compare them with those that were counted.
+
+    Raises LedgerDamaged, or OSError if it cannot be read.
+    """
     if not counted.lines and not counted.size:
         return
     if not counted.digest:
@@ -60,8 +64,10 @@ def require_prefix(path: Path, counted: LedgerState) -> None:
 
 
 def _first_damage(path: Path, lines: int) -> str | None:
-    """Describes the first damage that the lines alone show; a changed digit, or lines in another order, cannot be found
-    so."""
+    """Describe the first damage that the lines alone show.
+
+    A changed digit, or lines in another order, cannot be found so.
+    """
     line_of: dict[int, int] = {}
     with open_file(path) as file:
         for number, line in enumerate(islice(file, lines), 1):

@@ -1,5 +1,7 @@
-"""Builds the coordinator's reports on updates and validation rounds: numbers of finished groups, and the samples to
-show. Pure functions."""
+"""Builds the coordinator's reports on updates and validation rounds.
+
+They are numbers of finished groups, and the samples to show. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ T = TypeVar("T")
 
 
 def update_data(report: UpdateReport, groups: Sequence[ReadyGroup]) -> dict[str, Any]:
-    """Returns an update's event data. `staleness` has one entry per group: the version trained from, minus the oldest
-    version that took any of its trained steps. `buckets` has the mean reward of each bucket that was trained."""
+    """Return an update's event data.
+
+    `staleness` has one entry per group: the version trained from, minus the oldest version that took any of its trained
+    steps. `buckets` has the mean reward of each bucket that was trained.
+    """
     scores = [sample.score for group in groups for sample in group.samples]
     return {
         "version": report.version,
@@ -37,7 +42,7 @@ def _mean_by_bucket(groups: Sequence[ReadyGroup]) -> dict[int, float]:
 
 
 def _mean_parts(scores: Sequence[Score]) -> dict[str, float]:
-    """Returns the mean of every part, over the scores that have it."""
+    """Return the mean of every part, over the scores that have it."""
     names = sorted({name for score in scores for name in score.parts})
     values = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
@@ -61,13 +66,11 @@ def round_data(finished: ValidationRound) -> dict[str, Any]:
 
 def round_shown(finished: ValidationRound, count: int) -> tuple[Shown, ...]:
     shown = [
-        (s.result, s.request.prompt, s.score)
-        for s in finished.samples.values()
-        if s.result is not None and s.score is not None
+        (s.result, s.request.prompt, s.score) for s in finished.samples if s.result is not None and s.score is not None
     ]
     return tuple(Shown(result.media, prompt, score) for result, prompt, score in _spread(shown, count))
 
 
 def _spread(items: Sequence[T], count: int) -> Sequence[T]:
-    """Returns at most `count` of the items, evenly apart."""
+    """Return at most `count` of the items, evenly apart."""
     return items[:: max(1, len(items) // count)][:count]

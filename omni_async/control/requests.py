@@ -1,4 +1,7 @@
-"""Makes sample requests: only this module turns configuration, ids and the run seed into a request to an engine."""
+"""Makes sample requests, and checks what comes back for them.
+
+Only this module turns configuration, ids and the run seed into a request to an engine.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,37 @@ from msgspec.structs import replace
 from omni_async.config import Config
 from omni_async.control.seeds import draw_bucket, initial_noise_seed, sample_seed, sample_seeds
 from omni_async.control.windows import window_of
-from omni_async.types import Prompt, SampleKind, SampleRequest, SdeWindow
+from omni_async.types import Prompt, SampleKind, SampleRequest, SampleResult, SdeWindow
+
+
+def trained_steps(request: SampleRequest) -> tuple[int, ...]:
+    """Return the numbers of step versions that a result of `request` may carry.
+
+    A training sample without a window carries those of all its steps, or none if it comes from a dataset.
+    """
+    if request.window is not None:
+        return (request.window.size,)
+    return (request.num_inference_steps, 0) if request.kind == "train" else (0,)
+
+
+def require_trained_steps(request: SampleRequest, result: SampleResult) -> None:
+    """Raise ValueError unless the result has a version for every trained step of its request."""
+    found, window = result.step_versions.num_steps, request.window
+    if window is not None and found == window.size:  # nearly every sample: the rest need not be asked
+        return
+    expected = trained_steps(request)
+    if found not in expected:
+        raise ValueError(
+            f"sample {result.sample_id} of {result.engine}: {found} step versions for {expected[0]} trained steps"
+        )
 
 
 class RequestFactory:
-    """A maker of sample requests. `fields` are the trajectory tensors training samples carry, as the trainer's
-    objective declares them; validation samples carry none."""
+    """A maker of sample requests.
+
+    `fields` are the trajectory tensors training samples carry, as the trainer's objective declares them; validation
+    samples carry none.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -22,7 +50,7 @@ class RequestFactory:
         return window_of(group, self._config)
 
     def bucket(self, group: int) -> int:
-        """Returns the number of the group's bucket; 0 where there are none."""
+        """Return the number of the group's bucket; 0 where there are none."""
         weights = [bucket.weight for bucket in self._config.rollout.buckets]
         return draw_bucket(self._config.run.seed, group, weights) if weights else 0
 
@@ -41,8 +69,10 @@ class RequestFactory:
         ]
 
     def validation(self, version: int, prompts: tuple[Prompt, ...]) -> list[SampleRequest]:
-        """Returns the requests of a round: the same prompts and seeds every round, so that rounds differ by the policy
-        alone."""
+        """Return the requests of a round.
+
+        They have the same prompts and seeds every round, so that rounds differ by the policy alone.
+        """
         validation, seed = self._config.validation, self._config.run.seed
         if validation is None:
             return []
@@ -60,7 +90,7 @@ class RequestFactory:
     def _request(
         self, kind: SampleKind, group: int, prompt: Prompt, num_inference_steps: int, noise_level: float
     ) -> SampleRequest:
-        """Returns a request with what all samples of a prompt share; the caller fills in the rest."""
+        """Return a request with what all samples of a prompt share; the caller fills in the rest."""
         rollout = self._config.rollout
         return SampleRequest(
             sample_id="",

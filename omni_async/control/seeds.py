@@ -1,5 +1,6 @@
-"""Derives prompt order, SDE windows, buckets and noise seeds from the run seed and ids: never from time, worker or
-placement.
+"""Derives prompt order, SDE windows, buckets and noise seeds from the run seed and ids.
+
+None of it comes from time, worker or placement.
 
 A regenerated sample is therefore the same sample, and a run's data are independent of how many engines drew them.
 """
@@ -15,12 +16,12 @@ from omni_async.types import Prompt, SdeWindow
 
 
 def derive(*parts: int | str) -> int:
-    """Returns a 63-bit integer from the parts; any change of any part gives an unrelated number."""
+    """Return a 63-bit integer from the parts; any change of any part gives an unrelated number."""
     return _number(_hashed(*parts))
 
 
 def derive_each(parts: tuple[int | str, ...], lasts: Iterable[int]) -> list[int]:
-    """Returns `derive(*parts, last)` of each last part; the others are hashed once."""
+    """Return `derive(*parts, last)` of each last part; the others are hashed once."""
     common = _hashed(*parts, "")
     numbers = []
     for last in lasts:
@@ -43,25 +44,27 @@ def sample_seed(run_seed: int, prompt: int, group: int | str, sample: int) -> in
 
 
 def sample_seeds(run_seed: int, prompt: int, group: int | str, count: int) -> list[int]:
-    """Returns `sample_seed` of a group's samples 0, 1, ..., count - 1."""
+    """Return `sample_seed` of a group's samples 0, 1, ..., count - 1."""
     return derive_each(("sample", run_seed, prompt, group), range(count))
 
 
 def initial_noise_seed(run_seed: int, prompt: int, group: int | str) -> int:
-    """Returns the seed of the first latents, for groups whose samples share them."""
+    """Return the seed of the first latents, for groups whose samples share them."""
     return derive("initial", run_seed, prompt, group)
 
 
 def draw_window(run_seed: int, number: int, size: int, bounds: tuple[int, int]) -> SdeWindow:
-    """Draws the window of a group's or an update's `number`: its start is uniform on lo..hi-size, both ends
-    included."""
+    """Draw the window of a group's or an update's `number`.
+
+    Its start is uniform on lo..hi-size, both ends included.
+    """
     lo, hi = bounds
     start = random.Random(derive("window", run_seed, number)).randint(lo, hi - size)
     return SdeWindow(start=start, size=size)
 
 
 def draw_bucket(run_seed: int, number: int, weights: Sequence[float]) -> int:
-    """Draws the bucket of group `number`: bucket i with probability weights[i] / sum(weights)."""
+    """Draw the bucket of group `number`: bucket i with probability weights[i] / sum(weights)."""
     (bucket,) = random.Random(derive("bucket", run_seed, number)).choices(range(len(weights)), weights)
     return bucket
 

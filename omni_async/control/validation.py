@@ -1,36 +1,37 @@
-"""Tracks validation rounds: when one is due, its samples, and its results. Rounds take no slot and nothing waits for
-them, except the end of the run."""
+"""Tracks validation rounds: when one is due, its samples, and its results.
+
+Rounds take no slot and nothing waits for them, except the end of the run.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
 
-from omni_async.control.groups import SampleProgress
+from omni_async.config import Config
+from omni_async.control.sample_table import SampleSet, SampleState
 from omni_async.types import SampleRequest
 
 
-class ValidationRound:
+class ValidationRound(SampleSet):
     """The samples of one round. Failed samples are counted, and never enter a mean."""
 
     def __init__(self, version: int, requests: list[SampleRequest]) -> None:
-        self.version = version
-        self.samples = {request.sample_id: SampleProgress(request) for request in requests}
-        self.failed: dict[str, str] = {}
+        super().__init__("validation", version, requests)
 
     @property
-    def missing(self) -> list[SampleProgress]:
-        """Returns the samples that the round waits for: neither scored nor failed."""
-        return [s for sample_id, s in self.samples.items() if s.score is None and sample_id not in self.failed]
+    def version(self) -> int:
+        return self.number
 
     @property
-    def complete(self) -> bool:
-        return not self.missing
+    def failed(self) -> list[str]:
+        """Return the samples that the round goes on without."""
+        return [sample.request.sample_id for sample in self.samples if sample.state is SampleState.FAILED]
 
     def means(self) -> dict[str, float]:
-        """Returns the means of `reward` and of every part over the scored samples."""
+        """Return the means of `reward` and of every part over the scored samples."""
         values: dict[str, list[float]] = defaultdict(list)
-        for sample in self.samples.values():
+        for sample in self.samples:
             if sample.score is not None:
                 values["reward"].append(sample.score.value)
                 for name, value in sample.score.parts.items():
@@ -39,8 +40,8 @@ class ValidationRound:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Returns the oldest and newest version that a sample of this round started with."""
-        versions = [s.result.version for s in self.samples.values() if s.result is not None]
+        """Return the oldest and newest version that a sample of this round started with."""
+        versions = [s.result.version for s in self.samples if s.result is not None]
         return (min(versions), max(versions)) if versions else (self.version, self.version)
 
 
@@ -52,8 +53,13 @@ class ValidationSchedule:
         self._last = last
         self.done = done  # the last version a round began with
 
+    @classmethod
+    def of(cls, config: Config, done: int | None) -> ValidationSchedule | None:
+        """Return the schedule of a run of which the round of version `done` is over; None if it has no validation."""
+        return cls(config.validation.every, config.trainer.updates, done) if config.validation else None
+
     def due(self, held: int) -> bool:
-        """Returns whether a round should start now that every engine holds `held`, and marks it as started."""
+        """Return whether a round should start now that every engine holds `held`, and mark it as started."""
         previous = self.done
         if previous is not None and held <= previous:
             return False
@@ -64,8 +70,11 @@ class ValidationSchedule:
 
 
 class Validation:
-    """The rounds of a run that are under way, by version. `requests_of(version)` makes the samples of one; without a
-    schedule there are none, and those up to `before` stay the last."""
+    """The rounds of a run that are under way, by version.
+
+    `requests_of(version)` makes the samples of one; without a schedule there are none, and those up to `before` stay
+    the last.
+    """
 
     def __init__(
         self,
@@ -80,29 +89,24 @@ class Validation:
 
     @property
     def done(self) -> int | None:
-        """Returns the last version whose round is over, or would be repeated for nothing."""
+        """Return the last version whose round is over, or would be repeated for nothing."""
         if self._schedule is None:
             return self._before
         return min(self.rounds) - 1 if self.rounds else self._schedule.done
 
-    def cancel(self) -> None:
-        """Cancels rounds under way at the end of the run: they count as not begun."""
+    def cancel(self) -> list[ValidationRound]:
+        """Cancel rounds under way at the end of the run, and return them: they count as not begun."""
         if self._schedule is not None:
             self._schedule.done = self.done
-        self.rounds.clear()
+        rounds, self.rounds = [*self.rounds.values()], {}
+        return rounds
 
-    def begin(self, held: int) -> list[SampleRequest]:
-        """Returns the samples of the round that is due now that every engine holds `held`; none if none is due."""
+    def begin(self, held: int) -> ValidationRound | None:
+        """Return the round that is due now that every engine holds `held`; None if none is due."""
         if self._schedule is None or not self._schedule.due(held):
-            return []
+            return None
         requests = self._requests_of(held)
-        if requests:
-            self.rounds[held] = ValidationRound(held, requests)
-        return requests
-
-    def fail(self, request: SampleRequest, error: str) -> ValidationRound | None:
-        """Counts the sample as failed; its round goes on without it. Returns the round, if that is not over."""
-        round_ = self.rounds.get(request.group)
-        if round_ is not None:
-            round_.failed[request.sample_id] = error
-        return round_
+        if not requests:
+            return None
+        self.rounds[held] = ValidationRound(held, requests)
+        return self.rounds[held]

@@ -32,7 +32,7 @@ class Versions:
         self._left_behind = -1
 
     def join(self, engine: str) -> None:
-        """Adds an engine, which holds nothing yet."""
+        """Add an engine, which holds nothing yet."""
         self.leave(engine)
         self._engines[engine] = -1
         self._count(-1, 1)
@@ -53,8 +53,10 @@ class Versions:
         return holders
 
     def of(self, engine: str) -> int:
-        """Returns the version that the engine holds; -1 if it holds nothing yet, or does not belong to this run (any
-        more)."""
+        """Return the version that the engine holds.
+
+        It is -1 if the engine holds nothing yet, or does not belong to this run (any more).
+        """
         return self._engines.get(engine, -1)
 
     def knows(self, engine: str) -> bool:
@@ -71,9 +73,12 @@ class Versions:
         self.published = version
 
     def report(self, report: WeightReport) -> None:
-        """Records the version that an engine holds. Raises WeightMismatch unless it is a published version with the
-        published digest, no older than before. An engine that joins with a version that all others had left behind
-        still holds nothing: its samples could reach the trainer too old."""
+        """Record the version that an engine holds.
+
+        Raises WeightMismatch unless it is a published version with the published digest, no older than before. An
+        engine that joins with a version that all others had left behind still holds nothing: its samples could reach
+        the trainer too old.
+        """
         if self._is_behind(report):
             return
         if report.engine not in self._engines:
@@ -103,12 +108,14 @@ class Versions:
             self._digests = {v: d for v, d in self._digests.items() if v >= self.held}
 
     def _is_behind(self, report: WeightReport) -> bool:
-        """Returns whether a newcomer holds a version that all others had left behind; its digest may be forgotten
-        already."""
+        """Return whether a newcomer holds a version that all others had left behind.
+
+        Its digest may be forgotten already.
+        """
         return self._engines.get(report.engine) == -1 and report.version < self._left_behind
 
     def require_made(self, result: SampleResult) -> None:
-        """Raises WeightMismatch if a step claims a version that the trainer has not made."""
+        """Raise WeightMismatch if a step claims a version that the trainer has not made."""
         for version, _ in result.step_versions.spans:
             if version > self.trained:
                 raise WeightMismatch(

@@ -27,7 +27,7 @@ from omni_async.types import SdeWindow
 
 
 def window_of(group: int, config: Config) -> SdeWindow | None:
-    """Returns the window of the group with this admission number; None if the recipe samples without noise."""
+    """Return the window of the group with this admission number; None if the recipe samples without noise."""
     if config.rollout.sde is None:
         return None
     window = config.rollout.sde.window
@@ -51,7 +51,7 @@ def _sliding_start(update: int, window: WindowConfig) -> int:
 
 
 def _stay(position: int, start: int, window: WindowConfig) -> int:
-    """Returns the number of updates at this position, whose window begins at `start`."""
+    """Return the number of updates at this position, whose window begins at `start`."""
     updates = window.updates_per_position
     if window.schedule == "decay":
         lo, hi = window.range

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.breaker import Breaker, State
+from omni_async.aio.clock import Clock
 from omni_async.config.redact import one_line
 from omni_async.config.schema import Reward
-from omni_async.control.backoff import Backoff
-from omni_async.control.breaker import Breaker, State
-from omni_async.control.clock import Clock
 from omni_async.media import Media
 from omni_async.rewards.base import Outage, ScoreError, Scorer, is_concurrent, shown_to
 from omni_async.rewards.checks import require_scores
@@ -37,7 +37,7 @@ from omni_async.rewards.hiding import told
 from omni_async.rewards.outages import is_outage, repeats
 from omni_async.rewards.probe import Probe
 from omni_async.rewards.threads import Threads
-from omni_async.types import Prompt, Score
+from omni_async.types import Fault, Prompt, Score
 
 if TYPE_CHECKING:
     MediaList = list[Media]
@@ -58,16 +58,12 @@ class ScorerHangs(RuntimeError):
 
 
 class Failure(Struct, frozen=True):
-    """The reason why there is no score. `postponed`: because the scorer is down, so the sample should be scored later
-    as if it had not been tried. `suspect`: the scorer went down when it was asked for this sample, by chance or not.
-    `wrong`: the scorer has scored no drawn sample yet, and failed twice with the same text. `final`: asking again would
-    not help."""
+    """The reason why there is no score, and what to do about it: "outage" because the scorer is down. `wrong`: the
+    scorer has scored no drawn sample yet, and failed twice with the same text."""
 
     reason: str
-    postponed: bool = False
-    suspect: bool = False
+    fault: Fault = "retry"
     wrong: bool = False
-    final: bool = False
 
 
 class GuardedScorer:
@@ -134,13 +130,21 @@ class GuardedScorer:
         outcomes = await self._score(media, prompts)
         if self._breaker.state is State.HALF_OPEN:
             await self._missed(next(outcome.reason for outcome in outcomes if isinstance(outcome, Failure)))
-        if self.down:  # the scorer may have gone down after the first outcome
-            outcomes = [self._failure(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
-        return outcomes
+        return [self._judged(outcome) if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+
+    def _judged(self, failure: Failure) -> Failure:
+        """Returns the failure as the sample's own, if the scorer has answered since, or is given up."""
+        if not self.down:
+            return replace(failure, fault="retry")
+        if not self._breaker.given_up:
+            return failure
+        return Failure(
+            f"scorer {self._label!r} has been failing for {self._breaker.open_s:.0f} s: {self._breaker.reason}"
+        )
 
     async def _score(self, media: MediaList, prompts: Prompts) -> list[Score | Failure]:
         if self._breaker.state is State.OPEN:
-            return [self._failure()] * len(media)
+            return [self._failure(self._breaker.reason)] * len(media)
         answer = await self._call(media, prompts)
         wrong = False
         if self._doubted and len(media) == 1 and isinstance(answer, ScoreError) and not isinstance(answer, Outage):
@@ -151,11 +155,13 @@ class GuardedScorer:
             return [*answer]
         if len(media) > 1:
             return await self._one_by_one(media, prompts, answer)
-        suspect = False
         if not self.down and (self._known is None or isinstance(await self._call(*self._known), ScoreError)):
-            suspect = self._known is not None
             self._breaker.trip(str(answer))
-        return [Failure(str(answer), suspect=suspect, wrong=wrong)]
+        return [self._failure(str(answer), wrong)]
+
+    def _failure(self, reason: str, wrong: bool = False) -> Failure:
+        """Returns the failure of a sample; while the scorer is down it is the scorer's."""
+        return Failure(reason, "outage" if self.down else "retry", wrong)
 
     async def _one_by_one(self, media: MediaList, prompts: Prompts, error: ScoreError) -> list[Score | Failure]:
         """Scores samples one by one. An attempt to see whether a scorer that is down answers ends when it has taken a
@@ -165,17 +171,10 @@ class GuardedScorer:
         began = loop.time()
         for one, prompt in zip(media, prompts, strict=True):
             if self.down and loop.time() - began >= self._config.timeout_s:
-                outcomes.append(Failure(str(error)))
+                outcomes.append(self._failure(str(error)))
             else:
                 outcomes += await self._score([one], [prompt])
         return outcomes
-
-    def _failure(self, of: Failure | None = None) -> Failure:
-        """Returns the failure of a sample while the scorer is down; `of` holds other facts known about the sample."""
-        breaker = self._breaker
-        if not breaker.given_up:
-            return replace(of or Failure(""), reason=breaker.reason, postponed=True)
-        return Failure(f"scorer {self._label!r} has been failing for {breaker.open_s:.0f} s: {breaker.reason}")
 
     async def _missed(self, reason: str) -> None:
         self._breaker.missed(reason)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from omni_async.aio.clock import Clock
 from omni_async.config.schema import Reward
-from omni_async.control.clock import Clock
 from omni_async.media import Media
 from omni_async.rewards.base import ScoreError, Unbounded
 from omni_async.rewards.checks import require_media
@@ -86,7 +86,7 @@ class Panel:
         try:
             return self._reward.combine(row, prompt, self._max_abs)
         except Unbounded as error:
-            return Failure(str(error), final=True)
+            return Failure(str(error), "reject")
 
     def close(self) -> None:
         for guard in self._guards:

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from omni_async.actors.service import ServiceHost
-from omni_async.control.clock import Clock, WallClock
+from omni_async.aio.clock import Clock, WallClock
 from omni_async.runtime.cluster import Cluster
 from omni_async.runtime.preflight import RunInputs
 from omni_async.runtime.sites import Site, build_role

@@ -21,9 +21,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from omni_async.control.clock import Clock
-from omni_async.control.supervisor import Supervisor
-from omni_async.control.waiting import Event, Stopped, is_cancelled, unless
+from omni_async.aio.clock import Clock
+from omni_async.aio.supervisor import Supervisor
+from omni_async.aio.waiting import Event, Stopped, is_cancelled, unless
 from omni_async.role_table import RoleSpec
 from omni_async.runtime.cluster import Cluster, PeerLost, Work
 from omni_async.tracking.faults import Fault

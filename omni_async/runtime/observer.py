@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from omni_async.aio.clock import Clock
 from omni_async.config import Config
 from omni_async.config.schedule import num_existing_devices
-from omni_async.control.clock import Clock
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent
 from omni_async.role_table import WORKING

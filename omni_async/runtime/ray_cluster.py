@@ -23,7 +23,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from omni_async.control.waiting import first_of
+from omni_async.aio.waiting import first_of
 from omni_async.role_table import RoleSpec
 from omni_async.runtime import ray_room
 from omni_async.runtime.cluster import Cluster, PeerLost, StartError

@@ -11,8 +11,8 @@ import contextlib
 import sys
 from functools import partial
 
+from omni_async.aio.clock import WallClock
 from omni_async.config import ConfigError
-from omni_async.control.clock import WallClock
 from omni_async.rewards.base import WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.panel import Panel

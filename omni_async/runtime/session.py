@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from omni_async.aio.clock import Clock
+from omni_async.aio.supervisor import Supervisor, TaskFailed
+from omni_async.aio.waiting import first_of
 from omni_async.config import Config
-from omni_async.control.clock import Clock
-from omni_async.control.supervisor import Supervisor, TaskFailed
-from omni_async.control.waiting import first_of
 from omni_async.rewards.base import WrongScorer
 from omni_async.role_table import roles_of
 from omni_async.runtime.cluster import Cluster, PeerLost

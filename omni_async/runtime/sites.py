@@ -21,11 +21,11 @@ from omni_async.actors.publisher import WeightPublisher
 from omni_async.actors.rank import Rank
 from omni_async.actors.rewarder import Rewarder
 from omni_async.actors.service import ServiceHost, ServiceNotStarted
+from omni_async.aio.clock import Clock, WallClock
 from omni_async.algorithms.kinds import find_kind
 from omni_async.algorithms.registry import find_objective
 from omni_async.config import Config
 from omni_async.config.secret_references import with_secrets
-from omni_async.control.clock import Clock, WallClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.control.held_ledger import HeldBackSink
 from omni_async.control.ledger import JsonlSink

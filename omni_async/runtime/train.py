@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from omni_async.aio.clock import WallClock
+from omni_async.aio.waiting import Stopped, is_cancelled, unless
 from omni_async.checkpoint.errors import CheckpointError
 from omni_async.checkpoint.folders import newest_first
 from omni_async.config import Config, ConfigError
-from omni_async.control.clock import WallClock
-from omni_async.control.waiting import Stopped, is_cancelled, unless
 from omni_async.rewards.base import WrongScorer
 from omni_async.runtime.cluster import Cluster, PeerLost
 from omni_async.runtime.control_socket import ControlSocket

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import SampleRequest, SampleResult, SdeWindow, WeightReport
 from omni_async.version_spans import VersionSpans

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from omni_async.aio.waiting import Event
 from omni_async.algorithms.dealing import samples_per_rank
-from omni_async.control.waiting import Event
 from omni_async.simulation.engine import SimulatedEngine
 from omni_async.simulation.world import World, at_once, digest_of
 from omni_async.types import ReadyGroup, Score, ScoreResult, UpdateReport, WeightReport

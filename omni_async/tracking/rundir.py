@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from omni_async.aio.clock import Clock
 from omni_async.config import Config, resolved_yaml
 from omni_async.config.reading import open_file
-from omni_async.control.clock import Clock
 from omni_async.tracking.attempts import read_attempts
 from omni_async.tracking.files import read_lines, write_atomic
 from omni_async.tracking.forks import keep_from_children

@@ -26,8 +26,8 @@ from PIL import Image
 from tensordict import TensorDict
 
 from omni_async.actors.preferences import PreferenceReader, fit
+from omni_async.aio.clock import ManualClock
 from omni_async.config import ConfigError
-from omni_async.control.clock import ManualClock
 from omni_async.control.coordinator import Coordinator
 from omni_async.media import Media
 from omni_async.rollout.base import EngineError

@@ -12,7 +12,7 @@ import pytest
 from actor_world import Desk, HandEngine, failure_of, make_config, make_manifest, make_request
 
 from omni_async.actors.producer import Producer
-from omni_async.control.clock import ManualClock
+from omni_async.aio.clock import ManualClock
 from omni_async.rollout.base import EngineError, Trajectory
 from omni_async.store import LocalStore, ObjectLost
 from omni_async.types import WeightManifest

@@ -13,7 +13,7 @@ from actor_world import Desk, failure_of, make_config, make_snapshot
 
 from omni_async.actors import publisher
 from omni_async.actors.publisher import WeightPublisher
-from omni_async.control.clock import ManualClock
+from omni_async.aio.clock import ManualClock
 from omni_async.rollout.base import EngineError
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import Bucket

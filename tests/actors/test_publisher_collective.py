@@ -12,7 +12,7 @@ import pytest
 from actor_world import Desk, make_config, make_snapshot
 
 from omni_async.actors.publisher import WeightPublisher
-from omni_async.control.clock import ManualClock
+from omni_async.aio.clock import ManualClock
 from omni_async.types import WeightManifest, WeightReport
 from omni_async.weights.digest import verify
 from omni_async.weights.transport.base import receive

@@ -13,8 +13,8 @@ import pytest
 from actor_world import Desk, make_config, make_job, play, settle
 
 from omni_async.actors.rewarder import Rewarder
+from omni_async.aio.clock import ManualClock
 from omni_async.config.schema import Scorer as ScorerConfig
-from omni_async.control.clock import ManualClock
 from omni_async.rewards.base import Scorer, WrongScorer
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.rewards.probe import Probe
@@ -259,9 +259,9 @@ def test_while_a_scorer_is_down_its_samples_go_back_and_no_others_are_asked_for(
         await asyncio.sleep(1)
         desk.offer(make_job(1), make_job(2))
         await asyncio.sleep(1)
-        assert [(r.sample_id, r.postponed, r.score) for r in desk.scored_batches[1]] == [
-            ("g0.s1", True, None),
-            ("g0.s2", True, None),
+        assert [(r.sample_id, r.fault, r.score) for r in desk.scored_batches[1]] == [
+            ("g0.s1", "outage", None),
+            ("g0.s2", "outage", None),
         ]
         desk.offer(make_job(3))
         await asyncio.sleep(6.9)

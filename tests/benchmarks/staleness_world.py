@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.staleness_plan import CORRECTIONS, Cell, Plan
 from benchmarks.staleness_results import CellResult, ValidationAt
+from omni_async.aio.clock import WallClock
 from omni_async.config import Config
-from omni_async.control.clock import WallClock
 from omni_async.tracking.rundir import RunDirectory, append_jsonl
 from omni_async.tracking.summary import Counters, Status, ValidationPoint, summarise, write_summary
 from omni_async.types import LedgerEntry

@@ -322,7 +322,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
             None if how in ("error", "down") else Score(0.5 if how == "equal" else 1.0 + self.next_value, {"ocr": 1.0})
         )
         before = self.rounds_failed(job)
-        result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", postponed=how == "down")
+        fault = "outage" if how == "down" else "retry"
+        result = ScoreResult(job.sample_id, job.attempt, value, None if value else "timeout", fault)
         now(self.coordinator.scored(worker, {job.sample_id: job.kind}, [result]))
         self.scored.append(held)
         if value is not None or self.rounds_failed(job) > before:
@@ -453,7 +454,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         unread = job.sample_id in self.unscored
         now(
             self.coordinator.scored(
-                worker, {job.sample_id: job.kind}, [ScoreResult(job.sample_id, job.attempt, error="gone", gone=True)]
+                worker,
+                {job.sample_id: job.kind},
+                [ScoreResult(job.sample_id, job.attempt, error="gone", fault="replace")],
             )
         )
         self.scored.append((worker, job))
@@ -538,7 +541,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         live = set(self.admitted()) - set(groups)
         assert self.coordinator.ledger.live == live
         assert not (live and self.ended)
-        self.coordinator.ledger.check(self.coordinator._groups.slots.live)
+        self.coordinator._groups.check()
         counts = now(self.coordinator.statistics())["conservation"]
         assert counts["admitted"] == counts["trained"] + counts["rejected"] + counts["dropped"] + counts["live"]
 

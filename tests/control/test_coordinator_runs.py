@@ -86,27 +86,6 @@ def test_a_publish_of_every_s_plus_one_updates_is_live() -> None:
         assert run.coordinator.versions.held == 7, "the last version is published although it is not due"
 
 
-@pytest.mark.parametrize(("trajectories", "groups"), [(1, 1), (1, 16), (2, 1), (3, 2)])
-@pytest.mark.parametrize("window", [1, 3])
-def test_small_buffers_slow_a_run_but_never_strand_it(trajectories: int, groups: int, window: int) -> None:
-    config = make_config(
-        S=2,
-        P=3,
-        group_size=3,
-        updates=3,
-        trajectories=trajectories,
-        groups=groups,
-        window=window,
-        engines=2,
-        validation={"every": 1},
-    )
-    run = play(config, seed=5)
-    assert run.outcome == ("done", None)
-    for event in run.of_kind("update"):
-        for buffer in ("trajectories", "replay"):
-            assert event["buffers"][buffer]["reserved"] <= event["buffers"][buffer]["capacity"]
-
-
 def test_a_run_continues_from_a_version_with_fresh_group_numbers() -> None:
     run = play(make_config(S=1, P=2, updates=5), start_version=3, start_group=11, seed=2)
     assert run.outcome == ("done", None)
@@ -285,35 +264,6 @@ def test_validation_without_prompts_does_not_hold_up_the_end() -> None:
     assert play(make_config(validation={"every": 1}), validation_prompts=0).outcome == ("done", None)
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.25, 2), (0.5, 4), (1.0, 8)])
-def test_validation_takes_no_more_than_its_share_while_training_samples_wait(share: float, most: int) -> None:
-    c, _ = make_coordinator(make_config(S=4, P=4, validation={"every": 1, "share": share}), validation_prompts=20)
-    asyncio.run(hold(c, 0))
-    kinds = Counter(request.kind for _ in range(8) for request in now(c.next_samples("rollout-0", 1, 8)))
-    assert kinds["validation"] == most
-
-
-def test_validation_does_not_fill_a_trajectory_buffer_smaller_than_the_engines() -> None:
-    config = make_config(S=4, P=4, engines=2, trajectories=8, validation={"every": 1, "share": 0.5})
-    c, _ = make_coordinator(config, validation_prompts=50)
-    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
-    kinds = Counter(
-        r.kind for _ in range(2) for engine in ("rollout-0", "rollout-1") for r in now(c.next_samples(engine, 2, 64))
-    )
-    assert kinds == {"validation": 4, "train": 4}
-
-
-def test_validation_fills_the_engines_when_no_training_sample_waits() -> None:
-    c, _ = make_coordinator(
-        make_config(S=0, P=1, group_size=2, validation={"every": 1, "share": 0.1}), validation_prompts=20
-    )
-    asyncio.run(hold(c, 0))
-    assert Counter(r.kind for _ in range(4) for r in now(c.next_samples("rollout-0", 4, 16))) == {
-        "validation": 14,
-        "train": 2,
-    }
-
-
 def test_validation_says_which_versions_its_samples_started_with() -> None:
     async def main() -> None:
         c, _ = make_coordinator(make_config(S=1, P=1, validation={"every": 100}), validation_prompts=2)
@@ -441,40 +391,6 @@ def test_slots_come_back_when_the_slowest_engine_swapped() -> None:
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_window_lets_a_ready_group_overtake_but_never_beyond_the_budget() -> None:
-    """Uses S = 1, P = 1, window 2. Group 1 may overtake group 0 at update 0: group 0 still fits into update 1. At
-    update 1 group 2 may not: a first-ready-first-taken window would train it, and then group 0 two updates late."""
-
-    async def main(bench: Bench) -> None:
-        await bench.generate(1, 0)
-        first = bench.take()
-        assert first is not None and first.group == 1
-        await bench.update(first)
-        await bench.generate(2, 1)
-        assert bench.take() is None
-        await bench.generate(0, 0)
-        second = bench.take()
-        assert second is not None and second.group == 0
-        await bench.update(second)
-        third = bench.take()
-        assert third is not None and third.group == 2
-        await bench.update(third)
-        assert [(e.group, e.staleness) for e in bench.entries] == [(1, 0), (0, 1), (2, 1)]
-
-    asyncio.run(main(Bench(S=1, P=1, updates=10, window=2)))
-
-
-def test_a_window_of_one_waits_for_the_oldest_group() -> None:
-    async def main(bench: Bench) -> None:
-        await bench.generate(1, 0)
-        assert bench.take() is None
-        await bench.generate(0, 0)
-        first = bench.take()
-        assert first is not None and first.group == 0
-
-    asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
-
-
 def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_once() -> None:
     async def main(bench: Bench) -> None:
         await bench.generate(1, 0)
@@ -488,17 +404,6 @@ def test_a_trainer_waiting_for_a_group_that_is_rejected_gets_the_next_one_at_onc
         assert group.group == 1
 
     asyncio.run(main(Bench(S=3, P=1, updates=10, window=1)))
-
-
-def test_no_group_overtakes_more_than_the_window_allows() -> None:
-    async def main(bench: Bench) -> None:
-        await bench.generate(3, 0)
-        assert bench.take() is None
-        await bench.generate(2, 0)
-        taken = bench.take()
-        assert taken is not None and taken.group == 2
-
-    asyncio.run(main(Bench(S=4, P=1, updates=10, window=3)))
 
 
 @pytest.mark.parametrize("window", [2, 6])
@@ -532,71 +437,11 @@ def test_an_engine_never_gets_more_than_it_has_room_for() -> None:
     assert [len(now(c.next_samples("rollout-0", 3, 16))) for _ in range(2)] == [3, 2]
 
 
-def test_retried_samples_of_old_groups_go_first() -> None:
-    c, _ = make_coordinator(make_config(S=1, P=2, group_size=2))
-    asyncio.run(hold(c, 0))
-    first = now(c.next_samples("rollout-0", 1, 1))[0]
-    now(c.sample_failed("rollout-0", first.sample_id, "boom"))
-    assert now(c.next_samples("rollout-0", 1, 1))[0].sample_id == first.sample_id
-
-
 # ---- answers that come twice, late or from elsewhere -----------------------------------------------------------------
 
 
 def reserved(c: Coordinator) -> int:
     return int(now(c.statistics())["buffers"]["trajectories"]["reserved"])
-
-
-def test_a_second_answer_frees_no_place_that_is_still_in_use() -> None:
-    c, _ = make_coordinator(make_config(trajectories=1))
-    asyncio.run(hold(c, 0))
-    (request,) = now(c.next_samples("rollout-0", 4, 4))
-    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (0, 0))]))
-    now(c.sample_failed("rollout-0", request.sample_id, "the same call, timed out and repeated"))
-    assert reserved(c) == 1
-
-
-def test_a_sample_of_a_group_that_ended_gives_its_place_back_when_the_engine_reports() -> None:
-    c, entries = make_coordinator(make_config(retries=0, trajectories=4))
-    asyncio.run(hold(c, 0))
-    first, second, third = now(c.next_samples("rollout-0", 3, 3))
-    assert (first.group, second.group, third.group) == (0, 0, 1)
-    now(c.sample_failed("rollout-0", first.sample_id, "boom"))
-    assert [(e.group, e.event) for e in entries] == [(0, "dropped")]
-    assert reserved(c) == 2, "the engine still works on the second sample"
-    now(c.samples_done("rollout-0", [make_result(second, "rollout-0", (0, 0))]))
-    assert reserved(c) == 1
-
-
-def test_a_late_answer_does_not_end_another_engines_lease() -> None:
-    c, _ = make_coordinator(make_config(engines=2, trajectories=1, retries=1))
-    asyncio.run(hold(c, 0, "rollout-0", "rollout-1"))
-    (request,) = now(c.next_samples("rollout-0", 1, 1))
-    now(c.sample_failed("rollout-0", request.sample_id, "timeout"))
-    (again,) = now(c.next_samples("rollout-1", 1, 1))
-    assert (again.sample_id, again.attempt) == (request.sample_id, 2)
-    now(c.sample_failed("rollout-0", request.sample_id, "late"))
-    now(c.samples_done("rollout-0", [make_result(request, "rollout-0", (0, 0))]))
-    assert reserved(c) == 1
-    now(c.samples_done("rollout-1", [make_result(again, "rollout-1", (0, 0))]))
-    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [request.sample_id]
-
-
-def test_a_failed_score_reported_twice_is_retried_once() -> None:
-    c, _ = make_coordinator(make_config(score_retries=1))
-    asyncio.run(hold(c, 0))
-    requests = now(c.next_samples("rollout-0", 2, 2))
-    asyncio.run(finish(c, "rollout-0", requests, 0))
-    jobs = now(c.next_to_score("reward-0", 2))
-    for _ in range(3):
-        now(
-            c.scored(
-                "reward-0",
-                {jobs[0].sample_id: "train"},
-                [ScoreResult(jobs[0].sample_id, jobs[0].attempt, error="timeout")],
-            )
-        )
-    assert [job.sample_id for job in now(c.next_to_score("reward-0", 9))] == [jobs[0].sample_id]
 
 
 def test_a_cancelled_waiter_loses_nothing() -> None:

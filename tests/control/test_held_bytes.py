@@ -119,35 +119,39 @@ def test_an_update_always_has_room(groups: int, size: int, more: int, largest: l
     groups come and go: the next group of an update finds room, and the bound is exceeded by growth alone."""
     bound = 100 * groups * size + more
     held = HeldBytes(bound, groups * size)
-    live: dict[int, dict[str, int]] = {}
-    made: dict[str, int] = {}
+    live: list[tuple[int, list[int | None]]] = []  # the bucket of a group, and the sizes of its samples that are made
     growth = 0
-    for number in range(40):
+    for _ in range(40):
         bucket = dice.randrange(len(largest))
         before = held.reserved
         if held.has_room(bucket, size):
-            samples = [f"{number}.{i}" for i in range(size)]
-            held.reserve(bucket, samples)
-            live[number] = dict.fromkeys(samples, bucket)
+            held.reserve(bucket, size)
+            live.append((bucket, [None] * size))
             assert held.reserved <= max(bound, before)
         else:
             assert len(live) >= groups
-        for sample, its in [one for group in live.values() for one in group.items()]:
-            if sample not in made and dice.random() < 0.5:
-                before, made[sample] = held.reserved, dice.randint(1, largest[its])
-                assert held.made(sample, made[sample]) is None
-                growth += max(0, held.reserved - before)
-            elif sample in made and dice.random() < 0.1:
+        for its, sizes in live:
+            for i, made in enumerate(sizes):
                 before = held.reserved
-                held.make_again(sample)
-                growth += held.reserved - before
-                del made[sample]
+                if made is None and dice.random() < 0.5:
+                    sizes[i] = new = dice.randint(1, largest[its])
+                    held.change(its, -1, 1, new)
+                    assert held.problem("a", new) is None
+                    growth += max(0, held.reserved - before)
+                elif made is not None and dice.random() < 0.1:
+                    held.change(its, 1, -1, made)
+                    growth += held.reserved - before
+                    sizes[i] = None
         while live and (len(live) >= 2 * groups or dice.random() < 0.3):
-            ended = live.pop(next(iter(live)))
-            held.release(ended)
-            for sample in ended:
-                made.pop(sample, None)
+            end(held, *live.pop(0))
         statistics = held.statistics()
-        assert statistics.ready == sum(made.values()) <= statistics.reserved <= bound + growth
-    held.release([sample for group in live.values() for sample in group])
+        made_bytes = sum(made or 0 for _, sizes in live for made in sizes)
+        assert statistics.ready == made_bytes <= statistics.reserved <= bound + growth
+    for ended in live:
+        end(held, *ended)
     assert held.reserved == 0
+
+
+def end(held: HeldBytes, bucket: int, sizes: list[int | None]) -> None:
+    for made in sizes:
+        held.change(bucket, -(made is None), -(made is not None), made or 0)

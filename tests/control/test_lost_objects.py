@@ -56,7 +56,7 @@ def gone(job: ScoreJob) -> tuple[str, dict[str, str], list[ScoreResult]]:
     return (
         "reward-0",
         {job.sample_id: job.kind},
-        [ScoreResult(job.sample_id, job.attempt, error="its node died", gone=True)],
+        [ScoreResult(job.sample_id, job.attempt, error="its node died", fault="replace")],
     )
 
 
@@ -426,10 +426,11 @@ def test_a_sample_that_takes_its_scorer_down_again_and_again_is_rejected_in_the_
         c, entries = make_coordinator(make_config(S=0, P=1, score_retries=1))
         await hold(c, 0)
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 2, 2), 0)
+        c._samples.blame.scores("reward-0")
         for _ in range(2):
             assert not entries
             (job,) = [job for job in await c.next_to_score("reward-0", 2) if job.sample_id == "g0.s0"]
-            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", postponed=True, suspect=True)
+            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
             await c.scored("reward-0", {job.sample_id: "train"}, [down])
         assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"]
 
@@ -446,16 +447,17 @@ def test_an_outage_is_held_against_no_sample_however_many_workers_meet_it_with_t
 
         async def goes_down(worker: str) -> None:
             (job,) = await c.next_to_score(worker, 1)
-            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", postponed=True, suspect=True)
+            down = ScoreResult(job.sample_id, job.attempt, error="connection reset", fault="outage")
             await c.scored(worker, {job.sample_id: "train"}, [down])
 
         for number in range(8):
+            c._samples.blame.scores(f"reward-{number}")
             await goes_down(f"reward-{number}")
         assert not entries
         for number in range(
             8
         ):  # it is back: one worker after the other has an answer for the sample it knows, and asks
-            c._sample_events.asks(f"reward-{number}")
+            c._samples.blame.asks(f"reward-{number}")
         await goes_down("reward-5")
         assert [entry.reason for entry in entries] == ["its scoring was cut off 2 times: connection reset"], (
             "when all was well"

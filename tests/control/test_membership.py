@@ -51,8 +51,7 @@ def test_the_slowest_engine_is_lost_and_its_slots_are_free() -> None:
         await hold(c, 0, "rollout-0", "rollout-1")
         requests = await c.next_samples("rollout-0", 8, 8) + await c.next_samples("rollout-1", 8, 8)
         for request in requests:
-            engine = "rollout-0" if c._samples._queue._leases[request.sample_id][0] == "rollout-0" else "rollout-1"
-            await finish(c, engine, [request], 0)
+            await finish(c, c._samples.samples[request.sample_id].engine, [request], 0)
         await score(c, await c.next_to_score("reward-0", 8), distinct)
         groups = await c.next_groups(0, 1)
         await c.update_done(report(1, groups))
@@ -115,7 +114,7 @@ def test_weights_that_a_lost_engine_reports_are_no_news() -> None:
         await hold(c, 0, "rollout-0", "rollout-1")
         await c.engine_lost("rollout-1", "killed")
         await c.engine_holds(WeightReport("rollout-1", 0, digest_of(0)))
-        assert c.versions.engines() == {"rollout-0": 0} and c._outcome is None
+        assert c.versions.engines() == {"rollout-0": 0} and not c._closed
 
     asyncio.run(main())
 
@@ -137,12 +136,12 @@ def test_the_last_version_is_validated_although_an_engine_is_lost_that_had_kept_
         await c.update_done(report(1, await c.next_groups(0, 1)))
         await hold(c, 1, "rollout-0")
         await c.engine_lost("rollout-1", "killed")
-        assert c.versions.held == 1 and c._outcome is None, "its round is due"
+        assert c.versions.held == 1 and not c._closed, "its round is due"
         await finish(c, "rollout-0", await c.next_samples("rollout-0", 8, 8), 1)
         await score(c, await c.next_to_score("reward-0", 8), lambda job: 1.0)
         events = await c.events()
         assert [event.data["version"] for event in events if event.kind == "validation"] == [0, 1]
-        assert c._outcome == ("done", None)
+        assert c._ending.outcome == ("done", None)
 
     asyncio.run(main())
 

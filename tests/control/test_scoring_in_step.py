@@ -4,13 +4,11 @@ waits for ever."""
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 from control_world import (
-    Run,
     distinct,
     finish,
     hold,
@@ -22,8 +20,6 @@ from control_world import (
     report,
     score,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from omni_async.control.coordinator import Coordinator
 from omni_async.types import SampleRequest, ScoreJob
@@ -149,77 +145,6 @@ def test_the_next_update_is_generated_before_it_is_scored() -> None:
             await hold(c, version + 1)
 
     asyncio.run(main())
-
-
-class InStep(Run):
-    """A run whose reward workers note what they found under way at the moment of every hand-out."""
-
-    async def rewarder(self, worker: str) -> None:
-        while got := await self.coordinator.next_to_score(worker, 4):
-            if any(job.kind == "train" for job in got):
-                queue = self.coordinator._samples._queue
-                assert queue.num_training_leases == 0, "an engine works on a training sample"
-            await self.turns("score")
-            await score(self.coordinator, got, self._reward, worker)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    S=st.sampled_from([0, 1, 2]),
-    P=st.integers(1, 3),
-    group_size=st.integers(1, 3),
-    trajectories=st.sampled_from([1, 2, 3, 5, 64]),
-    groups=st.sampled_from([1, 2, 16]),
-    window=st.integers(1, 3),
-    engines=st.integers(1, 3),
-    validation=st.booleans(),
-    trouble=st.sampled_from([0.0, 0.1, 0.3]),
-    seed=st.integers(0, 2**16),
-)
-def test_no_run_is_stranded(
-    S: int,
-    P: int,
-    group_size: int,
-    trajectories: int,
-    groups: int,
-    window: int,
-    engines: int,
-    validation: bool,
-    trouble: float,
-    seed: int,
-) -> None:
-    """Checks that every run ends by itself, with small buffers, samples that fail and are made again, scores that fail,
-    and rejected groups."""
-    dice = random.Random(
-        seed
-    )  # hypothesis's own would end a task of the run, and strand it, when an example grows too large
-    config = make_config(
-        S=S,
-        P=P,
-        group_size=group_size,
-        updates=3,
-        trajectories=trajectories,
-        groups=groups,
-        window=window,
-        engines=engines,
-        drop_zero_variance=False,
-        validation={"every": 1} if validation else None,
-        score_at_once=False,
-    )
-
-    def reward(job: ScoreJob) -> float | str:
-        return "HTTP 503" if dice.random() < trouble else distinct(job)
-
-    def generate(engine: str, request: SampleRequest) -> str | None:
-        return "CUDA out of memory" if dice.random() < trouble else None
-
-    async def main() -> Run:
-        return await InStep(config, reward=reward, generate=generate, seed=seed).play()
-
-    run = asyncio.run(main())
-    assert run.outcome == ("done", None)
-    assert Counter(entry.event for entry in run.entries)["trained"] == 3 * P
-    assert max(run.staleness) <= S
 
 
 def test_what_is_trained_without_staleness_does_not_depend_on_when_samples_are_scored() -> None:

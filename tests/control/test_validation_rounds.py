@@ -61,16 +61,10 @@ def test_means_are_over_scored_samples_only() -> None:
     config = make_config(validation={"every": 1, "samples_per_prompt": 2})
     requests = RequestFactory(config).validation(4, tuple(make_prompts(2)))
     round_ = ValidationRound(4, requests)
-    assert round_.versions == (4, 4) and round_.means() == {} and not round_.complete
-    for request, version, score in zip(
-        requests, (4, 5, 5), (Score(1.0, {"ocr": 0.5}), Score(3.0, {"jpeg": 2.0}), None), strict=False
-    ):
-        sample = round_.samples[request.sample_id]
-        sample.result = make_result(request, "rollout-0", (), version=version)
+    assert round_.versions == (4, 4) and round_.means() == {} and round_.num_missing == 4
+    scores = (Score(1.0, {"ocr": 0.5}), Score(3.0, {"jpeg": 2.0}), None, None)
+    for sample, version, score in zip(round_.samples, (4, 5, 5, 5), scores, strict=True):
+        sample.result = make_result(sample.request, "rollout-0", (), version=version)
         sample.score = score
-    assert not round_.complete
-    for request in requests[2:]:
-        round_.failed[request.sample_id] = "timeout"
-    assert round_.complete
     assert round_.means() == {"reward": 2.0, "ocr": 0.5, "jpeg": 2.0}
     assert round_.versions == (4, 5)

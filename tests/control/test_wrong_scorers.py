@@ -61,7 +61,7 @@ def test_but_not_once_a_sample_was_scored() -> None:
     play(main())
 
 
-@pytest.mark.parametrize("how", [{"wrong": True}, {"wrong": True, "postponed": True}, {"final": True}])
+@pytest.mark.parametrize("how", [{"wrong": True}, {"wrong": True, "fault": "outage"}, {"fault": "reject"}])
 def test_samples_of_four_groups_that_all_fail_end_the_run_and_those_of_one_do_not(how: dict[str, bool]) -> None:
     async def main() -> None:
         coordinator, _ = make_coordinator(make_config(S=1, P=2, group_size=2, score_retries=0, trajectories=64))
@@ -103,7 +103,7 @@ def test_a_final_failure_is_not_tried_again_and_rejects_its_group_with_the_bare_
     async def main() -> None:
         coordinator, entries = make_coordinator(make_config(score_retries=5))
         (job,) = await generated(coordinator, 1)
-        await fail(coordinator, job, final=True)
+        await fail(coordinator, job, fault="reject")
         assert [(entry.event, entry.reason) for entry in entries] == [("rejected", "misspelt")]
 
     play(main())
@@ -113,7 +113,7 @@ def test_a_validation_round_goes_on_without_a_sample_of_absurd_reward() -> None:
     async def main() -> None:
         coordinator, _ = make_coordinator(make_config(score_retries=5, validation={"every": 1}))
         bad, good = [job for job in await generated(coordinator, 64) if job.kind == "validation"]
-        await fail(coordinator, bad, final=True)
+        await fail(coordinator, bad, fault="reject")
         await score(coordinator, [good], lambda job: 2.0)
         (validation,) = [event.data for event in await coordinator.events() if event.kind == "validation"]
         assert validation["parts"]["reward"] == 2.0 and validation["failed"] == 1

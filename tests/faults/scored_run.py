@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from omni_async.actors.rewarder import Rewarder
+from omni_async.aio.clock import Clock
 from omni_async.config import Config, with_spec
-from omni_async.control.clock import Clock
 from omni_async.media import Media
 from omni_async.rewards.base import Scorer
 from omni_async.rewards.composition import WeightedScorer

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from omni_async import cli
+from omni_async.aio.clock import Clock
 from omni_async.checkpoint.folders import newest_first, require_whole
 from omni_async.config import load
 from omni_async.config.schema import Config
-from omni_async.control.clock import Clock
 from omni_async.runtime import results, session
 from omni_async.runtime import train as runtime
 from omni_async.runtime.cluster import PeerLost

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from omni_async.aio.clock import WallClock
 from omni_async.config import Config
-from omni_async.control.clock import WallClock
 from omni_async.simulation.virtual_time import VirtualClock, run
 from omni_async.types import Prompt, Score
 from tests.control.control_world import make_config

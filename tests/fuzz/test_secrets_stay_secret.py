@@ -14,10 +14,10 @@ from foreign import few
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from omni_async.aio.clock import ManualClock
 from omni_async.cli import main
 from omni_async.config import load
 from omni_async.config.redact import redact_text, secrets_in
-from omni_async.control.clock import ManualClock
 from omni_async.rewards.composition import WeightedScorer
 from omni_async.tracking.rundir import RunDirectory
 from tests.e2e.emulation import write_recipe

@@ -93,7 +93,7 @@ class Stage:
         """Returns values, reasons, and None for postponed samples."""
         images = [as_media(np.full((2, 2, 3), pixel, np.uint8)) for pixel in pixels]
         outcomes = await self.panel.score(images, [Prompt(pixel, "a cat") for pixel in pixels])
-        return [(None if o.postponed else o.reason) if isinstance(o, Failure) else o.value for o in outcomes]
+        return [(None if o.fault == "outage" else o.reason) if isinstance(o, Failure) else o.value for o in outcomes]
 
 
 def play(work: Coroutine[Any, Any, None]) -> None:
@@ -283,7 +283,7 @@ def test_media_that_are_none_are_not_the_scorers_failure() -> None:
             assert (
                 isinstance(outcome, Failure)
                 and "expected media, got a ndarray" in outcome.reason
-                and not outcome.postponed
+                and outcome.fault == "retry"
             )
         assert judge.calls == [] and not stage.panel.down
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from omni_async.aio.clock import WallClock
 from omni_async.config.schema import Reward
-from omni_async.control.clock import WallClock
 from omni_async.rewards.base import ScoreError
 from omni_async.rewards.checks import require_scores
 from omni_async.rewards.composition import WeightedScorer
@@ -137,9 +137,9 @@ def outcomes_of(answer: Callable[[int], Any], **reward: Any) -> list[Score | Fai
 def test_it_is_a_failure_with_a_reason(answer: Callable[[int], Any], reason: str) -> None:
     for outcome in outcomes_of(answer):
         assert isinstance(outcome, Failure)
-        assert outcome.postponed, "a scorer that never worked looks like one that is not there yet"
+        assert outcome.fault == "outage", "a scorer that never worked looks like one that is not there yet"
     for outcome in outcomes_of(answer, outage_s=0.0):
-        assert isinstance(outcome, Failure) and not outcome.postponed
+        assert isinstance(outcome, Failure) and outcome.fault == "retry"
         assert re.search(reason, outcome.reason), outcome.reason
         assert outcome.reason.encode().isascii() or outcome.reason.isprintable(), (
             "it goes into the ledger and onto consoles"
@@ -195,7 +195,7 @@ def test_an_asynchronous_scorer_is_reported_in_one_line() -> None:
 @pytest.mark.parametrize("value", [1e30, -1e30, 1.1e6, sys.float_info.max])
 def test_an_absurd_score_is_a_final_failure_and_not_the_scorers_outage(value: float) -> None:
     for outcome in outcomes_of(each(value)):
-        assert isinstance(outcome, Failure) and outcome.final and not outcome.postponed
+        assert isinstance(outcome, Failure) and outcome.fault == "reject"
         assert f"a reward of {value:g}, beyond reward.max_abs = 1e+06" in outcome.reason
     assert outcomes_of(each(1e6)) == [Score(1e6, values=(1e6,))] * 3
     assert (

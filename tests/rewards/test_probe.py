@@ -173,7 +173,7 @@ def test_after_the_trial_a_drawn_sample_that_fails_is_not_taken_for_an_outage() 
         trial = Trial(judge := Scripted(lambda call: 1.0 if call == 1 or judge.calls[-1][1] == [0] else typo(call)))
         assert await trial.panel.try_out() is None
         for outcome in await trial.score(3, 4):
-            assert isinstance(outcome, Failure) and outcome.wrong and not outcome.postponed
+            assert isinstance(outcome, Failure) and outcome.wrong and outcome.fault == "retry"
         assert not trial.panel.down
         assert [prompts for _, prompts in judge.calls] == [[0, 1], [3, 4], [3], [3], [0], [4], [4], [0]], (
             "twice, then what it could score"
@@ -189,7 +189,7 @@ def test_one_that_was_down_for_the_trial_and_then_fails_drawn_samples_the_same_w
         await asyncio.sleep(5)
         await trial.panel.recover()
         for outcome in await trial.score(3, 4):
-            assert isinstance(outcome, Failure) and outcome.wrong and outcome.postponed
+            assert isinstance(outcome, Failure) and outcome.wrong and outcome.fault == "outage"
 
     play(main())
 

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 
 
 class UnsettledError(RuntimeError):

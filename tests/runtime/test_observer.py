@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from runtime_world import Control, ImageStore, RememberingConsole, write_world
 
+from omni_async.aio.clock import ManualClock
 from omni_async.config import Config
-from omni_async.control.clock import ManualClock
 from omni_async.control.control_state import ControlState
 from omni_async.control.events import RunEvent, Shown
 from omni_async.runtime.observer import Observer

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runtime_world import write_world
 
-from omni_async.control.clock import ManualClock
+from omni_async.aio.clock import ManualClock
 from omni_async.control.events import RunEvent, Shown
 from omni_async.media import Media
 from omni_async.runtime import sample_files

@@ -28,8 +28,8 @@ from runtime_world import (
     write_world,
 )
 
-from omni_async.control.supervisor import TaskFailed
-from omni_async.control.waiting import Stopped, first_of, unless
+from omni_async.aio.supervisor import TaskFailed
+from omni_async.aio.waiting import Stopped, first_of, unless
 from omni_async.runtime import interrupts as interrupting
 from omni_async.runtime import results, session
 from omni_async.runtime import train as runtime

@@ -11,11 +11,14 @@ from chaos_job import Job
 
 from omni_async.control.control_state import ControlState
 from omni_async.control.coordinator import Coordinator
-from omni_async.control.groups import SampleProgress
+from omni_async.control.group_table import GroupState
 from omni_async.control.ledger_prefix import encode_line, extend
 from omni_async.control.seeds import PromptStream, sample_seed
+from omni_async.control.status import buffer_statistics
 from omni_async.control.windows import window_of
 from omni_async.types import LedgerEntry, Prompt, ReadyGroup, SampleRequest, SampleResult, Score, UpdateReport
+
+COMPLETE = (GroupState.READY, GroupState.REMADE)
 
 
 class Violation(AssertionError):
@@ -57,7 +60,7 @@ class Checks:
                         _result(coordinator, result.sample_id) is not result,
                         f"{result.sample_id}: {args[0]} was lost, and its result is used",
                     )
-            case "scored" if args[0] in coordinator._samples._lost_scorers:
+            case "scored" if args[0] in coordinator._samples.lost_workers:
                 for result in args[2]:
                     used = result.score is not None and _score(coordinator, result.sample_id) is result.score
                     require(not used, f"{result.sample_id}: {args[0]} was lost, and its result is used")
@@ -65,7 +68,7 @@ class Checks:
                 self._control_state(coordinator, answer)
 
     def _buffers(self, coordinator: Coordinator) -> None:
-        statistics = coordinator._buffer_statistics()
+        statistics = buffer_statistics(coordinator._groups, coordinator._samples)
         slots = statistics["slots"]
         require(slots["live"] + slots["awaiting_publication"] <= slots["capacity"], f"slots over capacity: {slots}")
         for name in ("replay", "trajectories"):
@@ -87,8 +90,8 @@ class Checks:
         # Groups that the trainer gave back do not count: they were taken before.
         overtaken = [
             older
-            for older in coordinator._groups.live
-            if older < group.group and older not in coordinator._groups._returned
+            for older, one in coordinator._groups.groups.items()
+            if older < group.group and one.state in (GroupState.MAKING, GroupState.READY)
         ]
         require(
             len(overtaken) < config.buffer.window,
@@ -121,7 +124,7 @@ class Checks:
         require(request.window == window_of(request.group, config), f"{request.sample_id} with window {request.window}")
 
     def _control_state(self, coordinator: Coordinator, kept: ControlState) -> None:
-        complete = {group.group for group in coordinator._groups.live.values() if group.complete}
+        complete = {group.number for group in coordinator._groups.groups.values() if group.state in COMPLETE}
         require(
             complete <= {group.group for group in kept.ready},
             f"groups {complete} are ready, {len(kept.ready)} are kept",
@@ -196,16 +199,10 @@ class Checks:
 
 def _result(coordinator: Coordinator, sample_id: str) -> SampleResult | None:
     """Returns the result that the coordinator has of a sample that is being worked on."""
-    found = _progress(coordinator, sample_id)
+    found = coordinator._samples.samples.get(sample_id)
     return found.result if found else None
 
 
 def _score(coordinator: Coordinator, sample_id: str) -> Score | None:
-    found = _progress(coordinator, sample_id)
+    found = coordinator._samples.samples.get(sample_id)
     return found.score if found else None
-
-
-def _progress(coordinator: Coordinator, sample_id: str) -> SampleProgress | None:
-    owners: Any = coordinator._groups.live if sample_id.startswith("g") else coordinator._validation.rounds
-    owner = owners.get(int(sample_id.split(".")[0][1:]))
-    return owner.samples.get(sample_id) if owner else None

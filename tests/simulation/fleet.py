@@ -319,8 +319,8 @@ class Attempt:
 
     def _end(self) -> None:
         if not self.verdict.done():
-            assert self.coordinator._outcome is not None
-            status, reason = self.coordinator._outcome
+            assert self.coordinator._ending.outcome is not None
+            status, reason = self.coordinator._ending.outcome
             if status == "failed":
                 self.verdict.set_exception(Violation(f"the run failed: {reason}"))
             else:

@@ -119,7 +119,7 @@ def test_a_seed_is_always_the_same_schedule(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a lease that is never returned fail: the roles wait, no timer is pending, nothing can happen any more."""
-    monkeypatch.setattr("omni_async.control.leasing.WorkQueue.leases_of", lambda self, engine: [])
+    monkeypatch.setattr("omni_async.control.sample_table.SampleTable.leases_of", lambda self, engine: [])
     seed = next(seed for seed in range(100) if any(kind == "every engine crashes" for _, kind in draw(seed).faults))
     with pytest.raises(
         ScheduleFailed, match=rf"seed {seed}(?s:.*)python tests/simulation/chaos.py --seed {seed} --trace"

@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 from simulation_world import make_config, make_profile
 
+from omni_async.aio.supervisor import Supervisor
 from omni_async.config import Config
 from omni_async.config.schedule import SCHEDULES, apply_schedule
 from omni_async.config.schema import Resources, ScheduleName
-from omni_async.control.supervisor import Supervisor
 from omni_async.performance.profile import Profile, write_profile
 from omni_async.runtime.inprocess import InProcessCluster
 from omni_async.runtime.preflight import preflight

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 from omni_async.simulation.virtual_time import DeadlockError, VirtualClock, VirtualTimeLoop, run
 
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import yaml
 
+from omni_async.aio.clock import ManualClock
 from omni_async.config import schema
-from omni_async.control.clock import ManualClock
 from omni_async.tracking.attempts import Attempt
 from omni_async.tracking.rundir import RunDirectory, RunDirectoryError, append_jsonl
 from omni_async.types import LedgerEntry

@@ -1,5 +1,7 @@
-"""Computes how long to wait before a retry, and holds the calls that wait for that time. Deterministic: no jitter, time
-from the event loop's timers."""
+"""Computes how long to wait before a retry, and holds the calls that wait for that time.
+
+Deterministic: no jitter, time from the event loop's timers.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,23 @@ class Backoff(Struct, frozen=True):
     longest_s: float
 
     def pause_s(self, failures: int) -> float:
-        """Returns the pause in seconds after `failures` failures in a row, at least one."""
+        """Return the pause in seconds after `failures` failures in a row, at least one."""
         # The exponent is bounded because 2.0**1024 is an error, and no pause needs it.
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 64))
 
 
 class Later:
-    """Delayed calls, by name. They wait for timers of the running loop; `cancel` and `close` end the wait without the
-    call."""
+    """Delayed calls, by name.
+
+    They wait for timers of the running loop; `cancel` and `close` end the wait without the call.
+    """
 
     def __init__(self) -> None:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
 
     def call(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` after `seconds`: at once if there is nothing to wait for, never after `close`."""
+        """Call `callback` after `seconds`: at once if there is nothing to wait for, never after `close`."""
         if self._closed:
             return
         if seconds <= 0:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
-from omni_async.control.waiting import Event
+from omni_async.aio.waiting import Event
 
 
 class TaskFailed(RuntimeError):
@@ -25,8 +25,10 @@ class TaskFailed(RuntimeError):
 
 
 class Supervisor:
-    """The owner of a run's tasks: `async with Supervisor() as supervisor: supervisor.start("producer-0",
-    producer.run()); await supervisor.wait()`"""
+    """The owner of a run's tasks.
+
+    `async with Supervisor() as supervisor: supervisor.start("producer-0", producer.run()); await supervisor.wait()`
+    """
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], str] = {}
@@ -43,7 +45,7 @@ class Supervisor:
         return task
 
     async def wait(self) -> None:
-        """Waits until every task finished. Raises TaskFailed as soon as any task fails."""
+        """Wait until every task finished. Raises TaskFailed as soon as any task fails."""
         while True:
             for task, name in self._tasks.items():
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -53,12 +55,12 @@ class Supervisor:
             await self._changed.wait()
 
     async def settle(self) -> None:
-        """Waits until every task has finished, whether it succeeded or not."""
+        """Wait until every task has finished, whether it succeeded or not."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
-        """Cancels the tasks that still run and waits for them."""
+        """Cancel the tasks that still run and wait for them."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

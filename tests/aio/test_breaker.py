@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_async.control.backoff import Backoff
-from omni_async.control.breaker import Breaker, State
-from omni_async.control.clock import ManualClock
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.breaker import Breaker, State
+from omni_async.aio.clock import ManualClock
 
 
 def make_breaker(clock: ManualClock | None = None) -> Breaker:

@@ -1,5 +1,6 @@
-"""Implements a circuit breaker, which decides whether a service that keeps failing is asked at all. Pure bookkeeping;
-it owns no task and waits for nothing.
+"""Implements a circuit breaker, which decides whether a service that keeps failing is asked at all.
+
+Pure bookkeeping; it owns no task and waits for nothing.
 
     closed ------ trip ------> open --- try_again, after a pause ---> half open
        ^                        ^                                        |
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 from enum import Enum
 
-from omni_async.control.backoff import Backoff
-from omni_async.control.clock import Clock
+from omni_async.aio.backoff import Backoff
+from omni_async.aio.clock import Clock
 
 
 class State(Enum):
@@ -49,7 +50,7 @@ class Breaker:
         self.state = State.HALF_OPEN
 
     def missed(self, reason: str) -> None:
-        """Records that the attempt failed too."""
+        """Record that the attempt failed too."""
         self.state = State.OPEN
         self.reason = reason
         self._attempts += 1
@@ -57,12 +58,12 @@ class Breaker:
 
     @property
     def pause_s(self) -> float:
-        """Returns the pause between the last attempt and the next, in seconds."""
+        """Return the pause between the last attempt and the next, in seconds."""
         return self._pauses.pause_s(self._attempts)
 
     @property
     def due(self) -> bool:
-        """Returns whether that pause is over."""
+        """Return whether that pause is over."""
         return self._clock.now() - self._missed >= self.pause_s
 
     @property

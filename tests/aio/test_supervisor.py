@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from omni_async.control.supervisor import Supervisor, TaskFailed
+from omni_async.aio.supervisor import Supervisor, TaskFailed
 
 
 async def fail_after(turns: int, error: BaseException) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Returns seconds since the epoch (of the run's world, virtual or real)."""
+        """Return seconds since the epoch (of the run's world, virtual or real)."""
 
 
 class WallClock:

@@ -1,6 +1,8 @@
-"""Provides waits without polling and without lost wake-ups: `Event` for a few waiters that each wait for another
-condition, `FairQueue` for many that would all take the same items; `first_of` and `unless` for a caller that waits for
-one of several ends."""
+"""Provides waits without polling and without lost wake-ups.
+
+`Event` for a few waiters that each wait for another condition, `FairQueue` for many that would all take the same items;
+`first_of` and `unless` for a caller that waits for one of several ends.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ T = TypeVar("T")
 
 
 class Event:
-    """A signal without a state: `await wait()` returns at the next `notify()`. Callers loop: check a condition, wait,
-    check again. Between a check and its wait no other task runs, so no notification is missed; a cancelled waiter takes
-    nothing with it, because every notification wakes all waiters."""
+    """A signal without a state: `await wait()` returns at the next `notify()`.
+
+    Callers loop: check a condition, wait, check again. Between a check and its wait no other task runs, so no
+    notification is missed; a cancelled waiter takes nothing with it, because every notification wakes all waiters.
+    """
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -51,8 +55,10 @@ class _Waiter:
 
 
 class FairQueue:
-    """A queue, first come, first served: `await take(action, caller)` returns `action()`, called when the caller is
-    first in the queue and `is_open()`, or when `caller` was evicted.
+    """A queue, first come, first served.
+
+    `await take(action, caller)` returns `action()`, called when the caller is first in the queue and `is_open()`, or
+    when `caller` was evicted.
 
     `notify()` only ever wakes the first waiter, and costs nothing while the queue is empty or closed: code that may
     have opened it calls `notify()`. A waiter that leaves, served or cancelled, wakes the next, so an open queue moves
@@ -80,14 +86,14 @@ class FairQueue:
             self.notify()
 
     def notify(self) -> None:
-        """Wakes the first waiter if the queue is open."""
+        """Wake the first waiter if the queue is open."""
         if self._waiters:
             woken = self._waiters[0].woken
             if not woken.done() and self._is_open():
                 woken.set_result(None)
 
     def evict(self, caller: str) -> None:
-        """Ends all waits of `caller`, now and later."""
+        """End all waits of `caller`, now and later."""
         self._evicted.add(caller)
         for waiter in self._waiters:
             if waiter.caller == caller:
@@ -99,13 +105,13 @@ class FairQueue:
 
 
 def is_cancelled() -> bool:
-    """Returns whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
+    """Return whether a CancelledError is meant for the task that caught it, as opposed to what it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def first_of(*works: Awaitable[Any]) -> None:
-    """Waits until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
+    """Wait until the first of them is done: its exception is raised, and the others are cancelled and waited for."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -122,8 +128,10 @@ class Stopped(Exception):
 
 
 async def unless(stop: Awaitable[Any], work: Awaitable[T]) -> T:
-    """Returns the result of `work`, or raises Stopped if `stop` is done first; the other one is cancelled and waited
-    for."""
+    """Return the result of `work`; raise Stopped if `stop` is done first.
+
+    The other one is cancelled and waited for.
+    """
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

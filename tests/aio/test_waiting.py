@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
-from omni_async.control.clock import ManualClock, WallClock
+from omni_async.aio.clock import ManualClock, WallClock
+from omni_async.aio.waiting import Event, FairQueue, unless
 from omni_async.control.events import EventLog, Shown
-from omni_async.control.waiting import Event, FairQueue, unless
 from omni_async.types import Prompt, Score
 
 

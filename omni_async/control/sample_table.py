@@ -1,0 +1,464 @@
+"""Owns every live sample: what state it is in, and what may happen to it next.
+
+Pure bookkeeping: waits for nothing, holds no timer and calls nobody; methods return what the coordinator has to do
+(`Outcome`).
+
+         lease          generate           take            score
+  QUEUED ------> LEASED --------> GENERATED ----> SCORING --------> SCORED
+    ^              |                  ^              |                 |
+    |              |                  +-- return ----+                 |
+    |              |                  +-- postpone --+                 |
+    |              |                  +-- resume -- PAUSED <- pause    |
+    +--- lose -----+------- lose (its tensors are gone) ---------------+
+
+An event in the wrong state is an error. `end`, of a group or a round, leads to GONE from everywhere, but for samples
+that an engine has: these are ABANDONED until it answers. FAILED samples will have no score: their round goes on without
+them, their group ends.
+
+| state     | trajectory slot | bytes    | is with                                                                  |
+|-----------|-----------------|----------|--------------------------------------------------------------------------|
+| QUEUED    |                 | expected | nobody: it waits for an engine, the oldest group's sample first          |
+| LEASED    | held            | expected | `engine`                                                                 |
+| ABANDONED | held            | expected | `engine`, whose answer is of no use                                      |
+| GENERATED | held            | its own  | nobody: it waits for a reward worker                                     |
+| SCORING   | held            | its own  | `workers`, one or several; the first score counts                        |
+| PAUSED    | held            | its own  | nobody: it waits for the end of a pause                                  |
+| SCORED    |                 | its own  | its group or round                                                       |
+| FAILED    |                 |          | its round                                                                |
+
+What a transition releases is what the state before held and the next one does not. Slots are taken *before* work
+begins, so a finished sample never waits for room. Validation samples count no bytes.
+
+With `reward.streaming: false` training samples are scored when none is at an engine and none could be: none is queued,
+or no slot is free. A full buffer is therefore emptied, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from itertools import chain, islice
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from omni_async.config import Config
+from omni_async.control.blame import Blame
+from omni_async.control.held_bytes import HeldBytes
+from omni_async.control.statistics import BufferStatistics
+from omni_async.types import SampleKind, SampleRequest, SampleResult, Score, ScoreJob, ScoreResult
+
+SampleState = IntEnum("SampleState", "QUEUED LEASED ABANDONED GENERATED SCORING PAUSED SCORED FAILED GONE")
+SampleEvent = IntEnum(
+    "SampleEvent", "LEASE GENERATE LOSE TAKE RETURN POSTPONE PAUSE RESUME SCORE RESTORE FAIL END ANSWER"
+)
+# Bound to names of the module because looking a member up in its class takes longer than the transition.
+QUEUED, LEASED, ABANDONED, GENERATED, SCORING, PAUSED, SCORED, FAILED, GONE = SampleState
+LEASE, GENERATE, LOSE, TAKE, RETURN, POSTPONE, PAUSE, RESUME, SCORE, RESTORE, FAIL, END, ANSWER = SampleEvent
+
+SAMPLE_TRANSITIONS: dict[tuple[SampleState, SampleEvent], SampleState] = {
+    (QUEUED, LEASE): LEASED,
+    (QUEUED, RESTORE): SCORED,  # an earlier attempt of the run had it
+    (QUEUED, END): GONE,
+    (LEASED, GENERATE): GENERATED,
+    (LEASED, LOSE): QUEUED,
+    (LEASED, FAIL): FAILED,
+    (LEASED, END): ABANDONED,
+    (ABANDONED, ANSWER): GONE,
+    (GENERATED, TAKE): SCORING,
+    (GENERATED, LOSE): QUEUED,
+    (GENERATED, FAIL): FAILED,
+    (GENERATED, END): GONE,
+    (SCORING, TAKE): SCORING,  # by another worker
+    (SCORING, ANSWER): SCORING,  # without a score, and another worker has it still
+    (SCORING, RETURN): GENERATED,  # before all others: the trainer needs an older group sooner
+    (SCORING, POSTPONE): GENERATED,  # behind all others
+    (SCORING, PAUSE): PAUSED,
+    (SCORING, SCORE): SCORED,
+    (SCORING, LOSE): QUEUED,
+    (SCORING, FAIL): FAILED,
+    (SCORING, END): GONE,
+    (PAUSED, RESUME): GENERATED,  # before all others
+    (PAUSED, LOSE): QUEUED,
+    (PAUSED, END): GONE,
+    (SCORED, LOSE): QUEUED,
+    (SCORED, END): GONE,
+    (FAILED, END): GONE,
+}
+_AT_ENGINE = frozenset({LEASED, ABANDONED})
+_DONE = frozenset({SCORED, FAILED})
+_HOLDS_SLOT = frozenset({LEASED, ABANDONED, GENERATED, SCORING, PAUSED})
+_HOLDS_EXPECTED_BYTES = frozenset({QUEUED, LEASED, ABANDONED})
+_HOLDS_ITS_BYTES = frozenset({GENERATED, SCORING, PAUSED, SCORED})
+
+
+def _effect(before: SampleState, after: SampleState) -> tuple[SampleState, int, int, int, int, int, int]:
+    """Return what a transition leads to, and by how much it changes each of the table's counts."""
+
+    def change(*states: SampleState) -> int:
+        return (after in states) - (before in states)
+
+    return (
+        after,
+        change(*_HOLDS_SLOT),
+        -change(*_DONE, GONE),
+        change(QUEUED),
+        change(*_AT_ENGINE),
+        change(*_HOLDS_EXPECTED_BYTES),
+        change(*_HOLDS_ITS_BYTES),
+    )
+
+
+_EFFECTS = {(before, event): _effect(before, after) for (before, event), after in SAMPLE_TRANSITIONS.items()}
+
+
+class SampleSet:
+    """Samples that are of use only together: a group, or a validation round.
+
+    `attempts` is the most generations any of them needed, `num_missing` how many are neither scored nor failed.
+    """
+
+    def __init__(self, kind: SampleKind, number: int, requests: list[SampleRequest], bucket: int = 0) -> None:
+        self.kind = kind
+        self.number = number
+        self.bucket = bucket
+        self.samples: tuple[Sample, ...] = tuple(Sample(request, self) for request in requests)
+        self.num_missing = len(requests)
+        self.attempts = 1
+
+
+class Sample:
+    """One sample.
+
+    `failures` counts its own generations that failed, not those of an engine or a batch that it was lost with;
+    `suspected` the reward workers and scorers that died or went down over it, possibly by chance; `went_down` are the
+    workers whose scorer did since then.
+    """
+
+    __slots__ = (
+        "engine",
+        "failures",
+        "owner",
+        "request",
+        "result",
+        "score",
+        "score_failures",
+        "state",
+        "suspected",
+        "went_down",
+        "workers",
+    )
+
+    def __init__(self, request: SampleRequest, owner: SampleSet) -> None:
+        self.request = request
+        self.owner = owner
+        self.state = QUEUED
+        self.engine = ""
+        self.workers: tuple[str, ...] = ()
+        self.result: SampleResult | None = None
+        self.score: Score | None = None
+        self.failures = self.score_failures = self.suspected = 0
+        self.went_down: frozenset[str] = frozenset()
+
+    def job(self) -> ScoreJob:
+        assert self.result is not None
+        request = self.request
+        return ScoreJob(request.sample_id, request.kind, request.prompt, self.result.media, request.attempt)
+
+
+class Outcome(NamedTuple):
+    """A consequence of a sample's event that the coordinator carries out.
+
+    The sample is scored, or is to be scored again after a pause, or has no future and its group is rejected or dropped,
+    or the run must end.
+    """
+
+    sample: Sample
+    event: Literal["scored", "pause", "rejected", "dropped", "end run"]
+    reason: str = ""
+
+
+class SampleTable:
+    """The table of live samples.
+
+    `engines` share the work, `lost_workers` get none; `images` counts the training samples that were generated, those
+    of earlier attempts included; `has_scored`: these scorers have scored a sample before.
+    """
+
+    def __init__(self, config: Config, images: int = 0, has_scored: bool = False) -> None:
+        self._config = config
+        self._capacity = config.buffer.trajectories
+        self._share = config.validation.share if config.validation else 1.0
+        self.samples: dict[str, Sample] = {}
+        self.bytes = HeldBytes(config.buffer.bound, config.trainer.groups_per_update * config.rollout.group_size)
+        self.engines: set[str] = set()
+        self.lost_workers: set[str] = set()
+        self.images = images
+        self.blame = Blame(config, has_scored)
+        # Indexes and counts over `samples`; what left QUEUED meanwhile is skipped when its turn comes.
+        self._slots = 0
+        self._num_queued: dict[SampleKind, int] = {"train": 0, "validation": 0}
+        self._num_leased: dict[SampleKind, int] = {"train": 0, "validation": 0}
+        self._num_leased_to: Counter[tuple[SampleKind, str]] = Counter()
+        self._training: list[tuple[int, int, Sample]] = []  # a heap by group and sample
+        self._validation: deque[Sample] = deque()
+        self._to_score: dict[SampleKind, OrderedDict[str, Sample]] = {
+            "validation": OrderedDict(),
+            "train": OrderedDict(),
+        }
+
+    # ---- transitions -------------------------------------------------------------------------------------------------
+
+    def _move(self, sample: Sample, event: SampleEvent) -> None:
+        """Apply the transition table, and account for what the sample holds. Raises ValueError."""
+        before, owner = sample.state, sample.owner
+        kind, name = owner.kind, sample.request.sample_id
+        effect = _EFFECTS.get((before, event))
+        if effect is None:
+            raise ValueError(f"sample {name} is {before.name}: {event.name} cannot happen to it")
+        after, slots, missing, queued, at_engines, expected, own = effect
+        sample.state = after
+        if slots:
+            self._slots += slots
+        if missing:
+            owner.num_missing += missing
+        if queued:
+            self._num_queued[kind] += queued
+        if at_engines:
+            self._num_leased[kind] += at_engines
+            self._num_leased_to[kind, sample.engine] += at_engines
+        if (expected or own) and kind == "train":
+            self.bytes.change(owner.bucket, expected, own, sample.result.nbytes if sample.result else 0)
+        if before is GENERATED:
+            del self._to_score[kind][name]
+        elif before is SCORING and after is not SCORING:
+            sample.workers = ()
+        if after is GENERATED:
+            self._to_score[kind][name] = sample
+            if event is RETURN or event is RESUME:
+                self._to_score[kind].move_to_end(name, last=False)
+        elif after is GONE:
+            del self.samples[name]
+
+    def add(self, owner: SampleSet) -> None:
+        """Queue the samples of a group that is admitted, or of a round that begins."""
+        samples = owner.samples
+        self._num_queued[owner.kind] += len(samples)
+        if owner.kind == "train":
+            self.bytes.reserve(owner.bucket, len(samples))
+        for sample in samples:
+            self.samples[sample.request.sample_id] = sample
+            self._queue(sample)
+
+    def _queue(self, sample: Sample) -> None:
+        if sample.owner.kind == "validation":
+            self._validation.append(sample)
+        else:
+            heapq.heappush(self._training, (sample.owner.number, sample.request.sample, sample))
+
+    def restore(self, sample: Sample, result: SampleResult, score: Score) -> str | None:
+        """Add what an earlier attempt had of a queued sample. Returns what is wrong with the bytes."""
+        sample.result, sample.score = result, score
+        self._move(sample, RESTORE)
+        return self.bytes.problem(result.sample_id, result.nbytes)
+
+    def make_again(self, sample: Sample) -> None:
+        """Queue a lost sample to be made again from the same seed; its result and score do not count."""
+        self._move(sample, LOSE)
+        sample.request = replace(sample.request, attempt=sample.request.attempt + 1)
+        sample.result = sample.score = None
+        sample.owner.attempts = max(sample.owner.attempts, sample.request.attempt)
+        self._queue(sample)
+
+    def end(self, owner: SampleSet) -> None:
+        """Let go of the samples of a group or round that is over."""
+        for sample in owner.samples:
+            self._move(sample, END)
+        owner.samples = ()
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    @property
+    def may_lease(self) -> bool:
+        """Return whether a sample is queued and there is a slot for it."""
+        return self._slots < self._capacity and (self._num_queued["train"] > 0 or self._num_queued["validation"] > 0)
+
+    def lease(self, engine: str, free: int, capacity: int) -> list[SampleRequest]:
+        """Lease up to `free` samples to an engine that holds `capacity` at most.
+
+        Validation samples go first, for at most `validation.share` of its slots while training samples wait, then of
+        the oldest groups. Engines are kept equally full of training samples.
+        """
+        if engine not in self.engines:
+            return []
+        free = min(free, self._capacity - self._slots)
+        queued, leased = self._num_queued["train"], self._num_leased["train"]
+        chosen: list[Sample] = []
+        if waiting := self._num_queued["validation"]:
+            share = math.ceil(self._share * min(capacity, math.ceil(self._capacity / len(self.engines))))
+            allowed = share - self._num_leased_to["validation", engine] if queued else free
+            chosen = self._next("validation", max(0, min(free, allowed, waiting)))
+        if queued:
+            even = math.ceil((queued + leased) / len(self.engines))
+            count = min(free - len(chosen), max(1, even - self._num_leased_to["train", engine]), queued)
+            chosen += self._next("train", count)
+        for sample in chosen:
+            sample.engine = engine
+            self._move(sample, LEASE)
+        return [sample.request for sample in chosen]
+
+    def _next(self, kind: SampleKind, count: int) -> list[Sample]:
+        found: list[Sample] = []
+        while len(found) < count:
+            sample = self._validation.popleft() if kind == "validation" else heapq.heappop(self._training)[2]
+            if sample.state is QUEUED:
+                found.append(sample)
+        return found
+
+    def answered(self, engine: str, sample_id: str) -> Sample | None:
+        """Return the LEASED sample that this answer is for; None if the answer is of no use."""
+        sample = self.samples.get(sample_id)
+        if sample is None or sample.engine != engine or sample.state not in _AT_ENGINE:
+            return None
+        if sample.state is ABANDONED:
+            self._move(sample, ANSWER)
+            return None
+        return sample
+
+    def generated(self, sample: Sample, result: SampleResult) -> str | None:
+        """Take the result of a leased sample. Returns what is wrong with `buffer.max_bytes`, if it is too small."""
+        sample.result = result
+        self._move(sample, GENERATE)
+        if sample.owner.kind == "validation":
+            return None
+        self.images += 1
+        return self.bytes.problem(result.sample_id, result.nbytes)
+
+    def generation_failed(self, sample: Sample, error: str) -> Outcome | None:
+        """Make the sample again from the same seed; after `rollout.retries` it has no future."""
+        sample.failures += 1
+        if sample.failures <= self._config.rollout.retries:
+            self.make_again(sample)
+            return None
+        self._move(sample, FAIL)
+        return Outcome(sample, "dropped", f"generation failed {sample.failures} times: {error}")
+
+    def leases_of(self, engine: str) -> list[str]:
+        """Return the samples that the engine has not answered for."""
+        return [name for name, sample in self.samples.items() if sample.engine == engine and sample.state in _AT_ENGINE]
+
+    def made_by(self, engine: str) -> list[Sample]:
+        """Return the samples whose tensors the engine has stored, and somebody still needs."""
+        return [
+            sample
+            for sample in self.samples.values()
+            if sample.result is not None
+            and sample.result.engine == engine
+            and (sample.owner.kind == "train" or sample.state not in _DONE)
+        ]
+
+    # ---- scoring -----------------------------------------------------------------------------------------------------
+
+    @property
+    def may_score(self) -> bool:
+        return bool(self._to_score["validation"]) or (bool(self._to_score["train"]) and self._may_score_training())
+
+    def _may_score_training(self) -> bool:
+        if self._config.reward.streaming:
+            return True
+        nothing_queued = self._num_queued["train"] == 0
+        return self._num_leased["train"] == 0 and (nothing_queued or self._slots == self._capacity)
+
+    def jobs(self, worker: str, limit: int) -> list[ScoreJob]:
+        """Hand up to `limit` samples to a reward worker, validation samples first, each kind in the order of arrival.
+
+        A sample over which a worker or a scorer went down goes alone: if that happens again, no other is to blame.
+        """
+        if worker in self.lost_workers:
+            return []
+        waiting = chain(self._to_score["validation"].values(), *self._training_to_score())
+        chosen = list(islice(waiting, limit))
+        first_suspect = next((position for position, sample in enumerate(chosen) if sample.suspected), limit)
+        chosen = chosen[: max(1, first_suspect)]
+        for sample in chosen:
+            self.hand_out(sample, worker)
+        return [sample.job() for sample in chosen]
+
+    def _training_to_score(self) -> list[Iterable[Sample]]:
+        return [self._to_score["train"].values()] if self._may_score_training() else []
+
+    def hand_out(self, sample: Sample, worker: str) -> None:
+        """Give the sample to one more reward worker."""
+        self._move(sample, TAKE)
+        sample.workers += (worker,)
+
+    def scored(self, worker: str, results: Iterable[ScoreResult]) -> Iterator[Outcome]:
+        """Yield the consequences of a worker's answers, one by one: the next answer's sample may end with it."""
+        for result in results:
+            sample = self.samples.get(result.sample_id)
+            if sample is None or worker not in sample.workers or result.attempt != sample.request.attempt:
+                continue  # a second answer, or the group ended or the sample was lost meanwhile
+            if (result.wrong or result.fault == "reject") and self.blame.is_wrong(sample.request):
+                reason = f"nothing could be scored so far, and the error stays the same: {result.error}"
+                yield Outcome(sample, "end run", reason)
+                return
+            outcome = self._answer(sample, worker, result)
+            if outcome is not None:
+                yield outcome
+
+    def _answer(self, sample: Sample, worker: str, result: ScoreResult) -> Outcome | None:
+        error = result.error or "no score"
+        if result.score is not None:
+            self.blame.scores(worker)
+            sample.score = result.score
+            self._move(sample, SCORE)
+            return Outcome(sample, "scored")
+        if result.fault == "replace":
+            return self.generation_failed(sample, error)
+        if result.fault == "outage":
+            self._give_back(sample, worker, POSTPONE)
+            return self._suspect(sample, error) if self.blame.goes_down(worker, sample) else None
+        sample.score_failures += 1
+        if result.fault == "retry" and sample.score_failures <= self._config.reward.retries:
+            self._give_back(sample, worker, PAUSE)
+            return Outcome(sample, "pause") if sample.state is PAUSED else None
+        self._move(sample, FAIL)
+        tries = "" if result.fault == "reject" else f"reward failed {sample.score_failures} times: "
+        return Outcome(sample, "rejected", tries + error)
+
+    def _give_back(self, sample: Sample, worker: str, event: SampleEvent) -> None:
+        """Take the sample from a worker that has no score for it; if no other worker has it, `event` happens to it."""
+        left = tuple(other for other in sample.workers if other != worker)
+        self._move(sample, ANSWER if left else event)
+        sample.workers = left
+
+    def resume(self, sample: Sample) -> None:
+        """Queue the sample to be scored again, if its pause is over and not cut short."""
+        if sample.state is PAUSED:
+            self._move(sample, RESUME)
+
+    def _suspect(self, sample: Sample, error: str) -> Outcome | None:
+        """Count that a worker or a scorer went down over the sample: a few times may be chance."""
+        sample.suspected += 1
+        if sample.suspected <= self._config.reward.retries:
+            return None
+        self._move(sample, FAIL)
+        return Outcome(sample, "rejected", f"its scoring was cut off {sample.suspected} times: {error}")
+
+    def worker_lost(self, worker: str) -> Iterator[Outcome]:
+        """Hand a lost worker's samples to others, before all that came later. Yields consequences one by one."""
+        self.lost_workers.add(worker)
+        self.blame.asks(worker)
+        taken = [sample for sample in self.samples.values() if worker in sample.workers]
+        for sample in reversed(taken):
+            self._give_back(sample, worker, RETURN)
+        for sample in taken:
+            if sample.state is not GONE and (outcome := self._suspect(sample, f"{worker} was lost")) is not None:
+                yield outcome
+
+    def statistics(self) -> BufferStatistics:
+        """Return the slots of the trajectory buffer, and how many samples wait for a score."""
+        return BufferStatistics(self._capacity, self._slots, sum(map(len, self._to_score.values())))

@@ -1,0 +1,250 @@
+"""Tests the table of samples against a plain model of it, under arbitrary events; who gets which sample first."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from control_world import SAMPLE_BYTES, make_config, make_prompts, make_result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omni_async.control.requests import RequestFactory
+from omni_async.control.sample_table import SAMPLE_TRANSITIONS, Sample, SampleEvent, SampleSet, SampleState, SampleTable
+from omni_async.types import SampleKind, Score, ScoreResult
+
+WITH_SLOT = {"LEASED", "ABANDONED", "GENERATED", "SCORING", "PAUSED"}
+ENGINES = ("a", "b", "c")
+
+
+class World:
+    """A table with groups and rounds of two samples each."""
+
+    def __init__(self, **config: object) -> None:
+        config = {"validation": {"every": 1, "samples_per_prompt": 1}, "score_retries": 1, "engines": 3, **config}
+        self.config = make_config(**config)  # type: ignore[arg-type]
+        self.factory = RequestFactory(self.config)
+        self.table = SampleTable(self.config)
+        self.table.engines |= set(ENGINES)
+        self.owners: list[SampleSet] = []
+
+    def add(self, kind: SampleKind = "train") -> SampleSet:
+        number, prompts = len(self.owners), make_prompts(2)
+        requests = (
+            self.factory.training(number, prompts[0], self.factory.window(number))
+            if kind == "train"
+            else self.factory.validation(number, tuple(prompts))
+        )
+        self.owners.append(SampleSet(kind, number, requests))
+        self.table.add(self.owners[-1])
+        return self.owners[-1]
+
+    def lease(self, engine: str = "a", free: int = 64) -> list[Sample]:
+        return [self.table.samples[request.sample_id] for request in self.table.lease(engine, free, 64)]
+
+    def generate(self, sample: Sample) -> None:
+        assert self.table.answered(sample.engine, sample.request.sample_id) is sample
+        size = sample.request.window.size if sample.request.window else 0
+        self.table.generated(sample, make_result(sample.request, sample.engine, (0,) * size))
+
+    def add_generated(self, kind: SampleKind = "train") -> SampleSet:
+        owner = self.add(kind)
+        while leased := self.lease():
+            for sample in leased:
+                self.generate(sample)
+        return owner
+
+    def answer(self, worker: str, sample: Sample, how: str) -> list[str]:
+        score = Score(1.0) if how == "score" else None
+        fault = "retry" if how == "score" else how
+        result = ScoreResult(sample.request.sample_id, sample.request.attempt, score, fault=fault)  # type: ignore[arg-type]
+        return [outcome.event for outcome in self.table.scored(worker, [result])]
+
+
+def ids(found: list[Sample]) -> list[str]:
+    return [sample.request.sample_id for sample in found]
+
+
+def test_an_event_that_cannot_happen_is_refused() -> None:
+    for state in SampleState:
+        for event in SampleEvent:
+            world = World()
+            (sample, _) = world.add().samples
+            sample.state = state
+            if (state, event) not in SAMPLE_TRANSITIONS:
+                with pytest.raises(ValueError, match=f"sample g0.s0 is {state.name}: {event.name} cannot happen to it"):
+                    world.table._move(sample, event)
+                assert sample.state is state
+
+
+def test_validation_goes_first_then_the_oldest_group_and_each_engine_gets_an_even_share() -> None:
+    world = World()
+    for kind in ("train", "train", "train", "validation"):
+        world.add(kind)  # type: ignore[arg-type]
+    assert ids(world.lease("a", 2)) == ["v3.p0.s0", "v3.p1.s0"]
+    assert ids(world.lease("b")) == ["g0.s0", "g0.s1"], "six samples for three engines"
+    lost = ids(world.lease("c"))
+    assert lost == ["g1.s0", "g1.s1"]
+    world.table.make_again(world.table.samples["g1.s0"])
+    assert ids(world.lease("a", 2)) == ["g1.s0", "g2.s0"], "the oldest first, again"
+
+
+def test_validation_has_its_share_of_an_engine_while_training_waits() -> None:
+    world = World(validation={"every": 1, "samples_per_prompt": 20, "share": 0.5}, trajectories=12)
+    world.add("validation")
+    world.add()
+    assert [sample.owner.kind for sample in world.lease("a")] == ["validation"] * 2 + ["train"]
+    assert [sample.owner.kind for sample in world.lease("b")] == ["validation"] * 2 + ["train"]
+    assert [sample.owner.kind for sample in world.lease("c")] == ["validation"] * 6, "as many as there is room for"
+    assert not world.table.may_lease
+
+
+def test_validation_is_scored_first_then_what_came_first_and_what_is_tried_again_before_all() -> None:
+    world = World()
+    training, round_ = world.add_generated(), world.add_generated("validation")
+    last = world.add_generated()
+
+    def jobs(limit: int) -> list[str]:
+        return [job.sample_id for job in world.table.jobs("w", limit)]
+
+    assert jobs(3) == [*ids([*round_.samples]), "g0.s0"]
+    assert world.answer("w", training.samples[0], "retry") == ["pause"]
+    assert jobs(1) == ["g0.s1"]
+    world.table.resume(training.samples[0])
+    assert world.answer("w", training.samples[1], "outage") == []
+    assert jobs(9) == ["g0.s0", *ids([*last.samples]), "g0.s1"], "behind all others, at no cost"
+    assert list(world.table.worker_lost("w")) == [] and world.table.jobs("w", 9) == []
+    again = world.table.jobs("other", 9)
+    assert [job.sample_id for job in again] == ["v1.p0.s0"], "alone: it may be what the worker died of"
+
+
+def test_scoring_in_step_waits_for_engines_that_work_for_a_group_that_ended() -> None:
+    world = World(score_at_once=False, engines=1)
+    world.table.engines = {"a"}
+    ended, other = world.add(), world.add()
+    first, second, *others = world.lease()
+    for sample in others:
+        world.generate(sample)
+    world.table.end(ended)
+    assert [sample.state for sample in (first, second)] == [SampleState.ABANDONED] * 2 and not world.table.may_score
+    for sample in (first, second):
+        assert world.table.answered("a", sample.request.sample_id) is None and sample.state is SampleState.GONE
+    assert [job.sample_id for job in world.table.jobs("w", 9)] == ids([*other.samples])
+
+
+def test_only_the_first_sample_that_a_scorer_is_down_for_may_have_brought_it_down() -> None:
+    world = World()
+    first, second = (world.add_generated().samples for _ in range(2))
+    world.table.jobs("w", 4)
+    for sample, how in ((first[0], "score"), (first[1], "outage"), (second[0], "outage")):
+        world.answer("w", sample, how)
+    assert [sample.suspected for sample in (first[1], second[0])] == [1, 0]
+
+
+def test_several_reward_workers_may_have_a_sample_and_the_first_score_counts() -> None:
+    world = World()
+    (first, second) = world.add_generated().samples
+    world.table.jobs("w0", 2)
+    for worker in ("w1", "w2"):
+        world.table.hand_out(first, worker)
+    assert world.answer("w0", first, "retry") == [] and list(world.table.worker_lost("w1")) == []
+    assert first.state is SampleState.SCORING and first.workers == ("w2",), "one of them has it still"
+    assert world.answer("w0", first, "score") == [], "it has answered"
+    assert world.answer("w2", first, "score") == ["scored"] and first.owner.num_missing == 1
+    world.table.hand_out(second, "w2")
+    assert world.answer("w2", second, "score") == ["scored"] and world.answer("w0", second, "reject") == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 3, 64]), st.sampled_from([0.1, 1.0]))
+def test_counts_and_queues_always_agree_with_the_states(dice: random.Random, slots: int, share: float) -> None:
+    validation = {"every": 1, "samples_per_prompt": 1, "share": share}
+    world = World(trajectories=slots, validation=validation, retries=2, max_bytes=100 * SAMPLE_BYTES)
+    table, workers, ended = world.table, [0], set[int]()
+    for _ in range(dice.randint(1, 80)):
+        live = [*table.samples.values()]
+        one = dice.choice(live) if live else None
+        state = one.state.name if one else ""
+        match dice.choice(
+            ["add", "lease", "lease", "answer", "jobs", "score", "score", "score", "lose", "end", "worker"]
+        ):
+            case "add":
+                world.add(dice.choice(["train", "train", "validation"]))
+            case "lease":
+                free = dice.randint(1, 5)
+                before = [sample for sample in live if sample.state is SampleState.QUEUED]
+                leased = world.lease(dice.choice(ENGINES), free)
+                training = sorted((s for s in before if s.owner.kind == "train"), key=order)
+                assert [s for s in leased if s.owner.kind == "train"] == training[: sum(s in training for s in leased)]
+                assert len(leased) <= free and (leased or not before or slots == used(live))
+            case "answer" if one and state == "LEASED":
+                stranger = next(engine for engine in ENGINES if engine != one.engine)
+                assert table.answered(stranger, one.request.sample_id) is None
+                if dice.random() < 0.7:
+                    world.generate(one)
+                else:
+                    table.generation_failed(one, "out of memory")
+            case "answer" if one and state == "ABANDONED":
+                assert table.answered(one.engine, one.request.sample_id) is None
+                assert one.state is SampleState.GONE
+            case "jobs":
+                worker = f"w{workers[0]}"
+                for job in table.jobs(worker, 3):
+                    assert table.samples[job.sample_id].workers == (worker,)
+            case "score" if one and state == "SCORING":
+                how = dice.choice(["score", "score", "retry", "outage", "replace"])
+                world.answer(one.workers[0], one, how)
+                assert one.score is not None or how != "score"
+            case "score" if one and state == "PAUSED":
+                table.resume(one)
+            case "lose" if one and one.result is not None and state != "FAILED":
+                attempt = one.request.attempt
+                table.make_again(one)
+                assert (one.result, one.score, one.request.attempt) == (None, None, attempt + 1)
+            case "end" if one and one.owner.number not in ended:
+                ended.add(one.owner.number)
+                table.end(one.owner)
+            case "worker":
+                workers[0] += 1
+                list(table.worker_lost(f"w{workers[0] - 1}"))
+        agree(world)
+
+
+def order(sample: Sample) -> tuple[int, int]:
+    return sample.owner.number, sample.request.sample
+
+
+def used(live: list[Sample]) -> int:
+    return sum(sample.state.name in WITH_SLOT for sample in live)
+
+
+def agree(world: World) -> None:
+    """Counts everything again from the states alone."""
+    table, live = world.table, [*world.table.samples.values()]
+    assert SampleState.GONE not in {sample.state for sample in live}
+    statistics = table.statistics()
+    assert statistics.reserved == used(live) <= statistics.capacity
+    waiting = {s.request.sample_id for s in live if s.state is SampleState.GENERATED}
+    assert {name for queue in table._to_score.values() for name in queue} == waiting
+    assert statistics.ready == len(waiting)
+    found = Counter((s.owner.kind, s.state) for s in live)
+    for kind in ("train", "validation"):
+        assert table._num_queued[kind] == found[kind, SampleState.QUEUED]  # type: ignore[index]
+        at_engines = [s.engine for s in live if s.owner.kind == kind and s.state.name in ("LEASED", "ABANDONED")]
+        assert table._num_leased[kind] == len(at_engines)  # type: ignore[index]
+        for engine in ENGINES:
+            assert table._num_leased_to[kind, engine] == at_engines.count(engine)  # type: ignore[index]
+    for owner in world.owners:
+        done = {SampleState.SCORED, SampleState.FAILED}
+        assert not owner.samples or owner.num_missing == sum(s.state not in done for s in owner.samples)
+    for sample in live:
+        assert bool(sample.workers) == (sample.state is SampleState.SCORING)
+    training = [s for s in live if s.owner.kind == "train"]
+    made = sum(s.result is not None for s in training if s.state is not SampleState.FAILED)
+    expected = sum(s.result is None for s in training if s.state is not SampleState.FAILED)
+    share = SAMPLE_BYTES if world.table.images else 100 * SAMPLE_BYTES // 4
+    counted = table.bytes.statistics()
+    assert (counted.ready, counted.reserved) == (made * SAMPLE_BYTES, made * SAMPLE_BYTES + expected * share)
+    queued = any(sample.state is SampleState.QUEUED for sample in live)
+    assert table.may_lease == (queued and used(live) < statistics.capacity)
